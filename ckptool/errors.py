@@ -1,0 +1,115 @@
+"""The tree of errors.
+
+::
+
+    CkptoolError                 exit   what happened
+    ├── UnreadableError            3    the input cannot be read as a checkpoint
+    │   ├── NotACheckpointError    3    ... because it is something else, which the message names
+    │   └── MalformedError         3    ... because its bytes break the format, at a stated place
+    │       └── PickleError        3    ... inside a pickle stream
+    │           └── TruncatedPickleError  3  ... which ends too early
+    ├── RefusedError               4    done as asked it would lose or overwrite something
+    ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
+    └── OutputError                5    the output could not be written
+        └── ChangedError           5    ... because the input changed while it was read
+
+Every error carries its facts as fields and is worded late, by ``str()``. ``next`` is the command or
+step that gets the user further; it may be empty. This module knows nothing of click.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChangedError",
+    "CkptoolError",
+    "MalformedError",
+    "NotACheckpointError",
+    "OutputError",
+    "PickleError",
+    "RefusedError",
+    "TargetError",
+    "TruncatedPickleError",
+    "UnreadableError",
+]
+
+
+class CkptoolError(Exception):
+    """Base of everything that ckptool raises on purpose.
+
+    ``what`` is one sentence without the path; ``path`` the file concerned ("" when unknown);
+    ``next`` what to do now ("" when there is nothing to say).
+    """
+
+    exit_code = 70
+
+    def __init__(self, what: str, *, path: str = "", next: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.path = path
+        self.next = next
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}" if self.path else self.what
+
+
+class UnreadableError(CkptoolError):
+    """The input cannot be read: missing, not permitted, not a regular file, too large a record."""
+
+    exit_code = 3
+
+
+class NotACheckpointError(UnreadableError):
+    """The input is a whole file of another kind; ``kind`` is its short name ("git-lfs-pointer")."""
+
+    def __init__(self, what: str, *, kind: str, path: str = "", next: str = "") -> None:
+        super().__init__(what, path=path, next=next)
+        self.kind = kind
+
+
+class MalformedError(UnreadableError):
+    """The bytes break the format. ``offset`` counts bytes from the start of ``where``.
+
+    ``where`` names the record or the part of the file ("data.pkl", "central directory").
+    """
+
+    def __init__(self, what: str, *, where: str = "", offset: int = -1, path: str = "", next: str = "") -> None:
+        super().__init__(what, path=path, next=next)
+        self.where = where
+        self.offset = offset
+
+    def __str__(self) -> str:
+        place = self.where
+        if self.offset >= 0:
+            place = f"{place} at byte {self.offset:,}".lstrip()
+        text = f"{self.what} ({place})" if place else self.what
+        return f"{self.path}: {text}" if self.path else text
+
+
+class PickleError(MalformedError):
+    """A pickle stream that the machine cannot follow."""
+
+
+class TruncatedPickleError(PickleError):
+    """A pickle stream that ends before its STOP, or announces more bytes than there are."""
+
+
+class RefusedError(CkptoolError):
+    """Doing this would lose or overwrite something."""
+
+    exit_code = 4
+
+
+class TargetError(CkptoolError):
+    """The request cannot be carried out on any file, or names what this file does not have."""
+
+    exit_code = 2
+
+
+class OutputError(CkptoolError):
+    """The output could not be written; what was at its path before is still there."""
+
+    exit_code = 5
+
+
+class ChangedError(OutputError):
+    """The input changed or shrank while it was being read."""

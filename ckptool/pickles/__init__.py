@@ -1,0 +1,9 @@
+"""Pickles as data: decode to a graph, edit it, encode it again. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from .compare import difference
+from .decode import Decoded, decode
+from .encode import encode
+
+__all__ = ["Decoded", "decode", "difference", "encode"]

@@ -1,0 +1,278 @@
+"""A pickle as a graph: an arena of nodes that refer to each other by number.
+
+``graph.nodes[ref]`` is the node of reference ``ref``; identity is the number. Two places that hold
+the same number hold the same object, and a cycle is just a number that leads back. An edit never
+touches a node: it gives a new arena in which some numbers hold another node, so that sharing and
+everything unnamed survive without being followed.
+
+What a slot holds:
+
+======================  ====================================================================
+Python type             pickled object
+======================  ====================================================================
+None bool int float     the constant itself; never shared on purpose, so one slot per value
+str bytes               the string itself (Python 2 byte strings are ``str``, see ``forms``)
+tuple                   a tuple; its elements are references
+List Set FrozenSet      ``items`` are references
+Dict                    ``pairs`` are references: key, value, key, value ...
+ByteArray Buffer        mutable bytes; an out-of-band buffer (protocol 5)
+Global Call Persistent  a named object; the result of calling one; an object kept outside the pickle
+Extension               a code of the copyreg extension registry
+======================  ====================================================================
+
+Nothing here knows torch, and nothing here runs or imports what a pickle names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+__all__ = [
+    "Buffer",
+    "ByteArray",
+    "Call",
+    "Dict",
+    "Extension",
+    "FrozenSet",
+    "Global",
+    "Graph",
+    "Instance",
+    "List",
+    "Node",
+    "Persistent",
+    "Ref",
+    "Set",
+    "Style",
+    "children",
+]
+
+Ref: TypeAlias = int
+
+
+class List:
+    """A list; ``items`` are references."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Sequence[Ref]) -> None:
+        self.items = items
+
+
+class Set:
+    """A set made by EMPTY_SET; ``items`` are references in the order of the pickle."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Sequence[Ref]) -> None:
+        self.items = items
+
+
+class FrozenSet:
+    """A frozenset made by FROZENSET; ``items`` are references in the order of the pickle."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Sequence[Ref]) -> None:
+        self.items = items
+
+
+class Dict:
+    """An exact dict; ``pairs`` alternates keys and values, doubles included, as written."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: Sequence[Ref]) -> None:
+        self.pairs = pairs
+
+
+class ByteArray:
+    """A bytearray of protocol 5."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Buffer:
+    """An out-of-band buffer of protocol 5; ``inner`` is the buffer that READONLY_BUFFER froze, or -1."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Ref = -1) -> None:
+        self.inner = inner
+
+
+class Instance:
+    """What may be filled after it exists.
+
+    ``items`` were appended, ``pairs`` were set (key, value, ...), ``states`` went to BUILD: nearly
+    always none or one.
+    """
+
+    __slots__ = ("items", "pairs", "states")
+
+    def __init__(self) -> None:
+        self.items: Sequence[Ref] = ()
+        self.pairs: Sequence[Ref] = ()
+        self.states: Sequence[Ref] = ()
+
+
+class Global(Instance):
+    """A module attribute named by the pickle, spelt as the pickle spells it.
+
+    ``parts`` are the two string nodes that STACK_GLOBAL took (protocol 4 and later), or None.
+    """
+
+    __slots__ = ("module", "name", "parts")
+
+    def __init__(self, module: str, name: str, parts: tuple[Ref, Ref] | None = None) -> None:
+        self.items = self.pairs = self.states = ()
+        self.module = module
+        self.name = name
+        self.parts = parts
+
+
+class Call(Instance):
+    """What comes of calling ``func`` with the tuple ``args``: REDUCE, NEWOBJ, NEWOBJ_EX, OBJ or INST (``op``).
+
+    ``kwargs`` is the keyword mapping of NEWOBJ_EX, else -1.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "op")
+
+    def __init__(self, op: int, func: Ref, args: Ref, kwargs: Ref = -1) -> None:
+        self.items = self.pairs = self.states = ()
+        self.op = op
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+
+    def filled(self, items: Sequence[Ref], pairs: Sequence[Ref], states: Sequence[Ref]) -> Call:
+        """The same call, filled otherwise."""
+        twin = Call(self.op, self.func, self.args, self.kwargs)
+        twin.items, twin.pairs, twin.states = items, pairs, states
+        return twin
+
+
+class Persistent(Instance):
+    """An object that lives outside the pickle; ``pid`` refers to its persistent id.
+
+    With PERSID (protocol 0, ``text`` True) the id is a line of text.
+    """
+
+    __slots__ = ("pid", "text")
+
+    def __init__(self, pid: Ref, text: bool = False) -> None:
+        self.items = self.pairs = self.states = ()
+        self.pid = pid
+        self.text = text
+
+
+class Extension(Instance):
+    """A code of the copyreg extension registry (EXT1, EXT2, EXT4)."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        self.items = self.pairs = self.states = ()
+        self.code = code
+
+
+Node: TypeAlias = (
+    "None | bool | int | float | str | bytes | tuple[int, ...] | List | Set | FrozenSet | Dict | ByteArray | Buffer"
+    " | Global | Call | Persistent | Extension"
+)
+
+
+class Style:
+    """How a pickle was written, as far as the default policy of CPython's pickler does not tell.
+
+    ``protocol``  0 to 5; ``framed`` whether FRAMEs were used (4 and later);
+    ``memo_base`` the first memo number: 0, or 1 from Python 2;
+    ``forms``     nodes written with another opcode than the default one;
+    ``unput``     nodes that were not memoised although the policy memoises their kind;
+    ``put``       nodes that were memoised although the policy does not;
+    ``steps``     how a container was filled, where not in the usual batches: (opcode, number of elements).
+    """
+
+    __slots__ = ("forms", "framed", "header", "memo_base", "protocol", "put", "steps", "unput")
+
+    def __init__(self, protocol: int = 2, *, header: bool = True, framed: bool = False, memo_base: int = 0) -> None:
+        self.protocol = protocol
+        self.header = header
+        self.framed = framed
+        self.memo_base = memo_base
+        self.forms: dict[Ref, int] = {}
+        self.unput: frozenset[Ref] = frozenset()
+        self.put: frozenset[Ref] = frozenset()
+        self.steps: dict[Ref, tuple[tuple[int, int], ...]] = {}
+
+
+class Graph:
+    """One pickled object: an arena of nodes, the number of the root, and the style to write it in.
+
+    ``refused`` counts the opcodes that ``torch.load(weights_only=True)`` does not know, by opcode;
+    ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes.
+    Never changed once made: ``edited`` gives another graph.
+    """
+
+    __slots__ = ("nodes", "oddities", "refused", "root", "style")
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        root: Ref,
+        style: Style,
+        refused: Mapping[int, int] | None = None,
+        oddities: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self.nodes: Final = nodes
+        self.root: Final = root
+        self.style: Final = style
+        self.refused: Final[Mapping[int, int]] = refused or {}
+        self.oddities: Final = oddities
+
+    def edited(self, changes: Mapping[Ref, Node], added: Sequence[Node] = (), root: Ref | None = None) -> Graph:
+        """Another graph: the nodes of ``changes`` in place of the old ones, ``added`` behind the last."""
+        nodes = self.nodes + list(added)
+        for ref, node in changes.items():
+            nodes[ref] = node
+        return Graph(nodes, self.root if root is None else root, self.style, self.refused, self.oddities)
+
+    def reachable(self) -> Iterator[Ref]:
+        """Every reference that the root leads to, each once, parents before children."""
+        nodes, seen = self.nodes, bytearray(len(self.nodes))
+        work = [self.root]
+        while work:
+            ref = work.pop()
+            if seen[ref]:
+                continue
+            seen[ref] = 1
+            yield ref
+            work.extend(reversed(children(nodes[ref])))
+
+
+def children(node: Node) -> Sequence[Ref]:
+    """The references that a node holds, in the order in which a pickler would save them."""
+    kind = type(node)
+    if kind is tuple:
+        return node  # type: ignore[return-value]
+    if isinstance(node, Instance):
+        tail = (*node.items, *node.pairs, *node.states)
+        if isinstance(node, Call):
+            head = (node.func, node.args) if node.kwargs < 0 else (node.func, node.args, node.kwargs)
+            return head + tail if tail else head
+        if isinstance(node, Persistent):
+            return (node.pid, *tail)
+        if isinstance(node, Global) and node.parts is not None:
+            return node.parts + tail
+        return tail
+    if isinstance(node, Dict):
+        return node.pairs
+    if isinstance(node, List | Set | FrozenSet):
+        return node.items
+    if isinstance(node, Buffer) and node.inner >= 0:
+        return (node.inner,)
+    return ()

@@ -1,0 +1,185 @@
+"""Opening things to read: byte sources, spans of them, and the pieces that an output is made of."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from .errors import ChangedError, UnreadableError
+
+__all__ = ["BytesSource", "FileSource", "Piece", "Plan", "Source", "Span", "merged", "open_source"]
+
+
+class Source(Protocol):
+    """Bytes at offsets. ``size`` in bytes; ``name`` as the user gave it."""
+
+    name: str
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes from ``offset``, or fewer where the source ends."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileSource:
+    """A regular file, read with ``pread`` so that no position is shared between readers."""
+
+    def __init__(self, name: str, fd: int, status: os.stat_result) -> None:
+        self.name = name
+        self.fd = fd
+        self.size = status.st_size
+        self.mode = stat.S_IMODE(status.st_mode)
+        self.identity = (status.st_dev, status.st_ino)
+        self._mtime = status.st_mtime_ns
+
+    def read(self, offset: int, size: int) -> bytes:
+        if size <= 0 or offset >= self.size:
+            return b""
+        try:
+            first = _pread(self.fd, size, offset)
+            if len(first) == size:
+                return first
+            parts = [first]
+            got = len(first)
+            while got < size and parts[-1]:
+                parts.append(_pread(self.fd, size - got, offset + got))
+                got += len(parts[-1])
+        except OSError as error:
+            raise UnreadableError(f"reading failed at byte {offset:,}: {error.strerror}", path=self.name) from error
+        if got < size and offset + size <= self.size:
+            raise ChangedError("the file shrank while it was read", path=self.name, next="try again when it is still")
+        return b"".join(parts)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if somebody wrote to the file since it was opened."""
+        status = os.fstat(self.fd)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._mtime):
+            raise ChangedError(
+                "the file changed while it was read", path=self.name, next="try again when nobody writes to it"
+            )
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class BytesSource:
+    """Bytes in memory."""
+
+    def __init__(self, data: bytes, name: str = "<bytes>") -> None:
+        self.name = name
+        self.data = data
+        self.size = len(data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.data[offset : offset + max(size, 0)]
+
+    def close(self) -> None:
+        pass
+
+
+if hasattr(os, "pread"):
+    _pread = os.pread
+else:  # Windows has no pread; one thread reads one source, so a seek is as good.
+
+    def _pread(fd: int, size: int, offset: int, /) -> bytes:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, size)
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def open_source(path: str | os.PathLike[str]) -> FileSource:
+    """Open a regular file for reading; raises UnreadableError for anything else, and never waits."""
+    name = os.fspath(path)
+    # O_NONBLOCK: opening a FIFO that nobody writes to would hang.
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(name, flags)
+    except (OSError, ValueError) as error:
+        reason, hint = _why(error, name)
+        raise UnreadableError(reason, path=name, next=hint) from error
+    status = os.fstat(fd)
+    for test, words in _KINDS:
+        if test(status.st_mode):
+            os.close(fd)
+            if test is stat.S_ISDIR:
+                raise UnreadableError(f"it is {words}, not a file", path=name, next="name a checkpoint file in it")
+            raise UnreadableError(f"it is {words}, not a file", path=name, next="copy its content to a file first")
+    return FileSource(name, fd, status)
+
+
+def _why(error: OSError | ValueError, name: str) -> tuple[str, str]:
+    if not isinstance(error, OSError):
+        return f"no file name: {error}", ""
+    if error.errno == errno.ENOENT:
+        if os.path.islink(name):
+            return "the link points to nothing", f"see where it leads: ls -l {name}"
+        return "no such file", ""
+    if error.errno in (errno.EACCES, errno.EPERM) and os.path.isdir(name):
+        return "it is a directory, not a file", "name a checkpoint file in it"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "no permission to read it", ""
+    if error.errno == errno.ENXIO:
+        return "it is a socket or a device without its driver, not a file", ""
+    return error.strerror or str(error), ""
+
+
+class Span(NamedTuple):
+    """Bytes of a source, to be carried over as they are: ``size`` bytes from ``offset``."""
+
+    source: Source
+    offset: int
+    size: int
+
+
+Piece: TypeAlias = "bytes | Span"
+
+
+class Plan(NamedTuple):
+    """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(piece) if isinstance(piece, bytes) else piece.size for piece in self.pieces)
+
+
+def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same bytes in as few pieces as possible: neighbours join, empty pieces go."""
+    result: list[Piece] = []
+    literal = bytearray()
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            literal += piece
+            continue
+        if piece.size == 0:
+            continue
+        if literal:
+            result.append(bytes(literal))
+            literal.clear()
+        last = result[-1] if result else b""
+        if isinstance(last, Span) and last.source is piece.source and last.offset + last.size == piece.offset:
+            result[-1] = Span(last.source, last.offset, last.size + piece.size)
+        else:
+            result.append(piece)
+    if literal:
+        result.append(bytes(literal))
+    return tuple(result)

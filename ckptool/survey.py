@@ -1,0 +1,253 @@
+"""One walk over the object graph: where the tensors are, which mappings are state dicts, what else there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .objects import attributes, callable_name, class_name, mapping, spell_key
+from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
+from .tensors import Tensor, TensorReader, device_text
+
+__all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor where it stands: tied tensors have an entry for each place.
+
+    ``path`` as ``inspect`` spells it; ``key`` its name in the state dict, or the last step of the path;
+    ``state_dict`` the number of the state dict that it is a value of, -1 for none; ``top`` the number of
+    the top-level entry it is under.
+    """
+
+    path: str
+    key: str
+    ref: Ref
+    tensor: Tensor
+    state_dict: int
+    top: int
+
+
+class StateDict(NamedTuple):
+    """A mapping of parameter names to tensors.
+
+    ``path`` is "" for the root; ``items`` are (key, value) references in order; ``metadata`` the
+    reference of ``_metadata`` or -1; ``confidence`` "high" or "low".
+    """
+
+    path: str
+    ref: Ref
+    container: str
+    items: list[tuple[Ref, Ref]]
+    metadata: Ref
+    confidence: str
+
+
+class Entry(NamedTuple):
+    """A top-level entry of the root: of a mapping by key, of a list by number, of an object by attribute."""
+
+    key: str
+    path: str
+    ref: Ref
+
+
+class DeviceName(NamedTuple):
+    """A device that is named outside of storages: a ``torch.device`` object or a plain string."""
+
+    path: str
+    ref: Ref
+    device: str
+    is_object: bool
+
+
+class Survey(NamedTuple):
+    """What a walk found, in the order of the file."""
+
+    reader: TensorReader
+    tensors: list[TensorEntry]
+    state_dicts: list[StateDict]
+    entries: list[Entry]
+    devices: list[DeviceName]
+    #: bare storages: (path, reference, number of the top-level entry)
+    storages: list[tuple[str, Ref, int]]
+    #: objects of classes other than Python's and torch's own: path by class name, first place only
+    objects: dict[str, str]
+    modules: list[str]
+
+
+#: A device as torch spells it, alone in a string.
+_DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
+
+#: Names under which training scripts keep optimizers; their states have parameter names as keys sometimes.
+_OPTIMIZER_KEY = re.compile(r"(?:.*[_\-. ])?[Oo](?:pt|ptim|ptimi[sz]er)s?(?:[_\-. A-Z0-9].*)?\Z")
+
+#: What torch.optim and its kin keep per parameter.
+_SLOTS = frozenset(
+    "step exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum grad_avg eta mu ax prev"
+    " step_size d d_numer h m v momentum variance exp_avg_diff neg_pre_grad mu_product exp_avg_sq_row"
+    " exp_avg_sq_col RMS slow_buffer cached_p state1 state2 qmap1 qmap2 absmax1 absmax2 master_param".split()
+)
+
+#: Last segments that name parameters and buffers of torch's own modules.
+_PARAMETER = re.compile(
+    r"(?:weights?|bias(?:es)?|gamma|beta|running_(?:mean|var)|num_batches_tracked|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
+)
+
+
+class _Task(NamedTuple):
+    ref: Ref
+    path: str
+    key: str
+    eligible: bool
+    state_dict: int
+    top: int
+
+
+def survey(graph: Graph) -> Survey:
+    """Walk the graph once. Each container is entered where it is first met; tensors count at every place."""
+    walk = _Walk(graph)
+    walk.run()
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.reader = TensorReader(graph)
+        self.found = Survey(self.reader, [], [], [], [], [], {}, [])
+        self.seen: set[Ref] = set()
+
+    def run(self) -> None:
+        nodes, reader, found = self.graph.nodes, self.reader, self.found
+        work = [_Task(self.graph.root, "", "", True, -1, -1)]
+        first = True
+        while work:
+            task = work.pop()
+            node = nodes[task.ref]
+            kind = type(node)
+            if kind is str:
+                if _DEVICE.match(node):  # type: ignore[arg-type]
+                    found.devices.append(DeviceName(task.path, task.ref, node, False))  # type: ignore[arg-type]
+                continue
+            tensor = reader.tensor(task.ref) if kind is Call else None
+            if tensor is not None:
+                found.tensors.append(TensorEntry(task.path, task.key, task.ref, tensor, task.state_dict, task.top))
+                continue
+            if task.ref in self.seen:
+                continue
+            self.seen.add(task.ref)
+            below = self.enter(task, node)
+            if first:
+                first = False
+                for number, child in enumerate(below):
+                    found.entries.append(Entry(child.key, child.path, child.ref))
+                    below[number] = child._replace(top=number)
+            # Constants can hold nothing.
+            work += [child for child in reversed(below) if not isinstance(nodes[child.ref], int | float | None)]
+
+    def enter(self, task: _Task, node: Node) -> list[_Task]:
+        """The places below a node."""
+        if isinstance(node, List | tuple | Set | FrozenSet):
+            refs: Sequence[Ref] = node if isinstance(node, tuple) else node.items
+            return self.elements(refs, task)
+        if isinstance(node, Dict):
+            return self.mapping(task, node, mapping(self.graph, task.ref) or [])
+        if isinstance(node, Persistent) and self.reader.use(task.ref) is not None:
+            self.found.storages.append((task.path, task.ref, task.top))
+        if isinstance(node, Call):
+            return self.call(task, node)
+        return []
+
+    def elements(self, refs: Sequence[Ref], task: _Task, shape: str = "[{}]") -> list[_Task]:
+        steps = [shape.format(index) for index in range(len(refs))]
+        return [_Task(ref, task.path + step, step, task.eligible, -1, task.top) for step, ref in zip(steps, refs)]
+
+    def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> list[_Task]:
+        nodes = self.graph.nodes
+        eligible, inside = task.eligible, -1
+        metadata = self.metadata(node)
+        confidence = self.judge(task, node, items, metadata) if eligible else ""
+        if confidence:
+            inside = len(self.found.state_dicts)
+            container = class_name(self.graph, task.ref)
+            self.found.state_dicts.append(StateDict(task.path, task.ref, container, items, metadata, confidence))
+        keys = {nodes[key] for key, _ in items if type(nodes[key]) is str}
+        if confidence or {"state", "param_groups"} <= keys:
+            eligible = False
+        base, top = task.path, task.top
+        below = []
+        for key_ref, ref in items:
+            key = nodes[key_ref]
+            path = spell_key(base, key)
+            if type(key) is str:
+                allowed = eligible and (not _OPTIMIZER_KEY.match(key) or self.metadata(nodes[ref]) >= 0)
+                below.append(_Task(ref, path, key, allowed, inside, top))
+            else:
+                below.append(_Task(ref, path, path[len(base) :], eligible, inside, top))
+        return below
+
+    def judge(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
+        """"high", "low", or "" for no state dict."""
+        nodes, reader = self.graph.nodes, self.reader
+        if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
+            return ""
+        tensors = dotted = known = 0
+        for key_ref, value in items:
+            key = nodes[key_ref]
+            if type(key) is not str or "/" in key or "\\" in key:
+                return ""
+            tensors += reader.tensor(value) is not None
+            dotted += "." in key
+            known += _PARAMETER.match(key.rpartition(".")[2]) is not None
+        if metadata >= 0:
+            return "high"
+        count = len(items)
+        if not tensors:
+            return ""
+        if tensors < count:
+            return "high" if tensors * 2 > count and dotted * 2 > count else ""
+        if dotted or task.path == "":
+            return "high"
+        if all(nodes[key] in _SLOTS for key, _ in items):
+            return ""
+        return "high" if isinstance(node, Call) or known * 2 > count else "low"
+
+    def metadata(self, node: Node) -> Ref:
+        """The reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""
+        if isinstance(node, Call) and node.states:
+            for key, value in attributes(self.graph, node):
+                if self.graph.nodes[key] == "_metadata" and mapping(self.graph, value) is not None:
+                    return value
+        return -1
+
+    def call(self, task: _Task, node: Call) -> list[_Task]:
+        graph = self.graph
+        device = device_text(graph, task.ref)
+        if device is not None:
+            self.found.devices.append(DeviceName(task.path, task.ref, device, True))
+            return []
+        name = class_name(graph, task.ref)
+        items = mapping(graph, task.ref)
+        below = self.mapping(task, node, items) if items is not None else []
+        if name == "OrderedDict":
+            return below
+        if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
+            self.found.objects.setdefault(name, task.path)
+        hidden = task._replace(eligible=False)
+        arguments = graph.nodes[node.args]
+        if isinstance(arguments, tuple) and len(arguments):
+            below += self.elements(arguments, hidden, "({})")
+        below += self.elements(node.items, hidden if items is None else task)
+        attribute_names = set()
+        for key_ref, ref in attributes(graph, node):
+            key = graph.nodes[key_ref]
+            attribute_names.add(key if type(key) is str else None)
+            below.append(_Task(ref, spell_key(task.path, key), str(key), False, -1, task.top))
+        if {"_parameters", "_buffers", "_modules"} <= attribute_names:
+            self.found.modules.append(task.path)
+        elif not attribute_names:
+            for number, state in enumerate(node.states):
+                below.append(_Task(state, f"{task.path}(state {number})", "state", False, -1, task.top))
+        return below
+

@@ -1,0 +1,388 @@
+"""Torch's conventions over a pickle graph: persistent ids become storages, ``_rebuild_*`` calls tensors.
+
+Sources: ``torch/_utils.py`` (the ``_rebuild`` functions), ``torch/_tensor.py`` (``Tensor.__reduce_ex__``),
+``torch/serialization.py`` (``persistent_id`` and ``persistent_load`` in ``_save`` and ``_load``).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from .dtypes import BY_NAME, Dtype, storage_dtype
+from .objects import callable_name, mapped_name, mapping
+from .pickles.nodes import Call, Global, Graph, Persistent, Ref
+
+__all__ = ["Storage", "StorageUse", "Tensor", "TensorReader", "extent"]
+
+
+class Storage(NamedTuple):
+    """A storage as its persistent ids describe it; where they disagree the first one counts, as in torch.
+
+    ``key`` names its bytes in the container; ``cls`` the storage class; ``numel`` counts elements of
+    ``dtype`` (bytes for UntypedStorage); ``nbytes`` its size in bytes.
+    """
+
+    key: str
+    cls: str
+    dtype: Dtype
+    location: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class StorageUse(NamedTuple):
+    """One mention of a storage: the references within the persistent id, for edits and reports.
+
+    ``base`` is the offset of a legacy view in elements, 0 otherwise.
+    """
+
+    storage: Storage
+    location_ref: Ref
+    base: int = 0
+
+
+class Tensor(NamedTuple):
+    """A tensor as the pickle describes it.
+
+    ``kind``: dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged,
+    meta, wrapper (a subclass that holds other tensors) or opaque.
+    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () where
+    there is none. ``storage`` is the key of its storage, "" where it has none of its own.
+    ``cls`` is the subclass or "Parameter", "" for a plain tensor. ``parts`` are the tensors inside.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: str
+    location: str
+    requires_grad: bool
+    cls: str = ""
+    parts: tuple[Ref, ...] = ()
+    own_bytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last one that a view touches, 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * step for size, step in zip(shape, stride)) + 1
+
+
+#: Wrappers within wrappers that torch never writes deeper than this.
+_DEPTH = 8
+
+_LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+
+
+class TensorReader:
+    """Reads tensors and storages off a graph, each reference once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._tensors: dict[Ref, Tensor | None] = {}
+        self._uses: dict[Ref, StorageUse | None] = {}
+        #: Every storage mentioned, by key, in the order of the pickle.
+        self.storages: dict[str, Storage] = {}
+        #: Persistent ids of other kinds: the legacy format's ('module', class, file, source).
+        self.modules: list[Ref] = []
+        #: Keys whose persistent ids disagree.
+        self.disagreeing: set[str] = set()
+        self._depth = 0
+        for ref, node in enumerate(graph.nodes):
+            if type(node) is Persistent:
+                self._read_storage(ref, node)
+
+    def use(self, ref: Ref) -> StorageUse | None:
+        """The storage that a persistent reference stands for, or None."""
+        return self._uses.get(ref)
+
+    def uses(self) -> list[tuple[Ref, StorageUse]]:
+        """Every mention of a storage, in the order of the pickle."""
+        return [(ref, use) for ref, use in self._uses.items() if use is not None]
+
+    def tensor(self, ref: Ref) -> Tensor | None:
+        """The tensor that a reference stands for, or None when it is something else."""
+        if type(self.graph.nodes[ref]) is not Call:
+            return None
+        if ref not in self._tensors:
+            # Until it is read it is none: a tensor that contains itself is no tensor.
+            self._tensors[ref] = None
+            self._depth += 1
+            if self._depth <= _DEPTH:
+                self._tensors[ref] = self._read(ref)
+            self._depth -= 1
+        return self._tensors[ref]
+
+    # -- storages -------------------------------------------------------------------------------
+
+    def _read_storage(self, ref: Ref, node: Persistent) -> None:
+        nodes = self.graph.nodes
+        pid = nodes[node.pid]
+        if type(pid) is not tuple or not pid:
+            return
+        kind = nodes[pid[0]]
+        if kind == "module" or kind == b"module":
+            self.modules.append(ref)
+            return
+        if (kind != "storage" and kind != b"storage") or not 5 <= len(pid) <= 6:
+            return
+        cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
+        if type(cls) is not Global or type(numel) is not int or numel < 0:
+            return
+        if type(key) is not str and type(key) is not int:
+            return
+        text = location.decode("utf-8", "surrogateescape") if type(location) is bytes else location
+        if type(text) is not str:
+            return
+        name = str(key)
+        known = self.storages.get(name)
+        if known is None:
+            known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
+        elif known.location != text or known.cls != cls.name or known.numel != numel:
+            if known.numel and known.location != "meta":
+                self.disagreeing.add(name)
+            else:
+                # Torch does not cache empty storages: each mention stands for itself.
+                known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
+        self._uses[ref] = StorageUse(known, pid[3], self._view_base(pid[5]) if len(pid) == 6 else 0)
+
+    def _view_base(self, ref: Ref) -> int:
+        """Legacy view metadata is None or (view key, offset in elements, size in elements)."""
+        view = self.graph.nodes[ref]
+        if type(view) is not tuple or len(view) != 3:
+            return 0
+        offset = self.graph.nodes[view[1]]
+        return offset if type(offset) is int and offset >= 0 else 0
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def _read(self, ref: Ref) -> Tensor | None:
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call):
+            return None
+        func, args = self.graph.nodes[node.func], self.graph.nodes[node.args]
+        if type(func) is not Global or type(args) is not tuple:
+            return None
+        return self._rebuilt(mapped_name(func), args)
+
+    def _rebuilt(self, name: str, args: tuple[Ref, ...]) -> Tensor | None:
+        module, _, function = name.rpartition(".")
+        if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
+            return self._other(name, args)
+        count = len(args)
+        if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:
+            return self._dense(args, self._flag(args, 4), None)
+        if function == "_rebuild_tensor_v3" and count >= 7:
+            return self._dense(args, self._flag(args, 4), self._dtype(args[6]))
+        if function == "_rebuild_parameter" and count >= 2 or function == "_rebuild_parameter_with_state" and count >= 4:
+            inner = self.tensor(args[0])
+            if inner is None:
+                return None
+            return inner._replace(cls=inner.cls or "Parameter", requires_grad=self._flag(args, 1))
+        if function in ("_rebuild_from_type_v2", "_rebuild_from_type") and count >= 3:
+            return self._from_type(args)
+        if function == "_rebuild_qtensor" and count >= 6:
+            made = self._dense(args, self._flag(args, 5), None)
+            parts = self.graph.nodes[args[4]]
+            inner_refs = tuple(r for r in parts if self.tensor(r)) if type(parts) is tuple else ()
+            return made and made._replace(kind="quantized", parts=inner_refs)
+        if function == "_rebuild_sparse_tensor" and count >= 2:
+            return self._sparse(args)
+        if function == "_rebuild_nested_tensor" and count >= 4:
+            return self._combined("nested", args, args[0], (), "")
+        if function == "_rebuild_meta_tensor_no_storage" and count >= 4:
+            shape, stride = self._ints(args[1]), self._ints(args[2])
+            if shape is None or stride is None:
+                return None
+            return Tensor("meta", self._dtype(args[0]), shape, stride, 0, "", "meta", self._flag(args, 3))
+        if function.startswith("_rebuild_device_tensor_from_") or function == "_rebuild_xla_tensor":
+            return self._device_tensor(args)
+        if function == "_rebuild_wrapper_subclass" and count >= 8:
+            return self._wrapper(args, ())
+        return None
+
+    def _other(self, name: str, args: tuple[Ref, ...]) -> Tensor | None:
+        if name in ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable") and args:
+            # torch 0.1-0.3: Parameter(data[, requires_grad]), built with (requires_grad, ...).
+            inner = self.tensor(args[0])
+            if inner is None:
+                return None
+            grad = self._flag(args, 1) if len(args) > 1 else True
+            return inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
+        if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
+            held = mapping(self.graph, args[0]) or []
+            parts = tuple(value for _, value in held if self.tensor(value))
+            values = {str(self.graph.nodes[key]): value for key, value in held}
+            return self._combined("jagged", parts, values.get("_values", parts[0] if parts else -1), (), "")
+        return None
+
+    def _dense(self, args: tuple[Ref, ...], grad: bool, dtype: str | None) -> Tensor | None:
+        use = self._uses.get(args[0])
+        offset = self.graph.nodes[args[1]]
+        shape, stride = self._ints(args[2]), self._ints(args[3])
+        if use is None or type(offset) is not int or shape is None or stride is None:
+            return None
+        storage = use.storage
+        kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
+        numel = prod(shape)
+        size = -(-numel // kind.packed) * kind.itemsize
+        return Tensor(
+            "meta" if storage.location == "meta" else "dense",
+            dtype or kind.name,
+            shape,
+            stride,
+            offset + use.base,
+            storage.key,
+            storage.location,
+            grad,
+            "",
+            (),
+            size,
+        )
+
+    def _from_type(self, args: tuple[Ref, ...]) -> Tensor | None:
+        func, inner_args = self.graph.nodes[args[0]], self.graph.nodes[args[2]]
+        if type(func) is not Global or type(inner_args) is not tuple:
+            return None
+        if func.name.startswith("_rebuild_from_type"):
+            return None
+        cls = self.graph.nodes[args[1]]
+        name = mapped_name(cls) if type(cls) is Global else ""
+        if mapped_name(func) == "torch._utils._rebuild_wrapper_subclass" and len(inner_args) >= 8:
+            made = self._wrapper(inner_args, self._tensors_in(args[3]) if len(args) > 3 else ())
+        else:
+            made = self._rebuilt(mapped_name(func), inner_args)
+        if made is None or name in ("torch.Tensor", "torch._tensor.Tensor"):
+            return made
+        short = "Parameter" if name == "torch.nn.parameter.Parameter" else name
+        return made._replace(cls=short)
+
+    def _tensors_in(self, ref: Ref) -> tuple[Ref, ...]:
+        """The tensors in the state of a wrapper: (dict, slots) or a dict."""
+        state = self.graph.nodes[ref]
+        found: list[Ref] = []
+        for part in state if type(state) is tuple else (ref,):
+            found += (value for _, value in mapping(self.graph, part) or () if self.tensor(value))
+        return tuple(found)
+
+    def _wrapper(self, args: tuple[Ref, ...], parts: tuple[Ref, ...]) -> Tensor | None:
+        shape, stride, offset = self._ints(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]
+        if shape is None or stride is None or type(offset) is not int:
+            return None
+        cls = self.graph.nodes[args[0]]
+        tensors = [self.tensor(ref) for ref in parts]
+        return Tensor(
+            "wrapper",
+            self._dtype(args[1]),
+            shape,
+            stride,
+            offset,
+            "",
+            device_text(self.graph, args[6]) or "",
+            self._flag(args, 7),
+            mapped_name(cls) if type(cls) is Global else "",
+            parts,
+            sum(tensor.own_bytes for tensor in tensors if tensor),
+        )
+
+    def _sparse(self, args: tuple[Ref, ...]) -> Tensor | None:
+        layout, data = self.graph.nodes[args[0]], self.graph.nodes[args[1]]
+        name = ""
+        if isinstance(layout, Global):
+            name = layout.name
+        elif isinstance(layout, Call):
+            inner = self.graph.nodes[layout.args]
+            text = self.graph.nodes[inner[0]] if type(inner) is tuple and inner else ""
+            name = text.rpartition(".")[2] if type(text) is str else ""
+        if name not in _LAYOUTS or type(data) is not tuple:
+            return None
+        members = 2 if name == "sparse_coo" else 3
+        if len(data) <= members:
+            return None
+        shape = self._size(data[members])
+        if shape is None:
+            return None
+        return self._combined(name, data[:members], data[members - 1], shape, "")
+
+    def _combined(
+        self, kind: str, refs: tuple[Ref, ...], values: Ref, shape: tuple[int, ...], cls: str
+    ) -> Tensor | None:
+        """A tensor made of tensors; dtype, location and gradient are those of its values."""
+        main = self.tensor(values) if values >= 0 else None
+        if main is None:
+            return None
+        parts = tuple(ref for ref in refs if self.tensor(ref))
+        size = sum(part.own_bytes for part in map(self.tensor, parts) if part)
+        grad, location = main.requires_grad, main.location
+        return Tensor(kind, main.dtype, shape or main.shape, (), 0, "", location, grad, cls, parts, size)
+
+    def _device_tensor(self, args: tuple[Ref, ...]) -> Tensor | None:
+        """A tensor of a backend without storages: (cpu tensor or array, dtype, device, requires_grad)."""
+        if len(args) < 4:
+            return None
+        device = self.graph.nodes[args[2]]
+        if type(device) is not str:
+            return None
+        inner = self.tensor(args[0])
+        if inner is None:
+            return Tensor("opaque", self._dtype(args[1]), (), (), 0, "", device, self._flag(args, 3))
+        return inner._replace(location=device, requires_grad=self._flag(args, 3), parts=(args[0],))
+
+    # -- arguments ------------------------------------------------------------------------------
+
+    def _ints(self, ref: Ref) -> tuple[int, ...] | None:
+        nodes = self.graph.nodes
+        refs = nodes[ref]
+        if type(refs) is not tuple:
+            return self._size(ref)
+        values = tuple([nodes[item] for item in refs])
+        for value in values:
+            if type(value) is not int:
+                return None
+        return values  # type: ignore[return-value]
+
+    def _size(self, ref: Ref) -> tuple[int, ...] | None:
+        """A shape that is a tuple or torch.Size((...,))."""
+        node = self.graph.nodes[ref]
+        if isinstance(node, Call) and callable_name(self.graph, node.func) == "torch.Size":
+            inner = self.graph.nodes[node.args]
+            return self._ints(inner[0]) if type(inner) is tuple and inner else None
+        return self._ints(ref) if type(node) is tuple else None
+
+    def _flag(self, args: tuple[Ref, ...], index: int) -> bool:
+        return len(args) > index and self.graph.nodes[args[index]] is True
+
+    def _dtype(self, ref: Ref) -> str:
+        node = self.graph.nodes[ref]
+        if type(node) is not Global:
+            return "unknown"
+        known = BY_NAME.get(node.name)
+        return known.name if known else node.name
+
+
+def device_text(graph: Graph, ref: Ref) -> str | None:
+    """``cuda:1`` for a ``torch.device`` call, None for anything else."""
+    node = graph.nodes[ref]
+    if not isinstance(node, Call) or callable_name(graph, node.func) != "torch.device":
+        return None
+    args = graph.nodes[node.args]
+    if type(args) is not tuple or not 1 <= len(args) <= 2:
+        return None
+    kind = graph.nodes[args[0]]
+    if type(kind) is not str:
+        return None
+    if len(args) == 1:
+        return kind
+    index = graph.nodes[args[1]]
+    return f"{kind}:{index}" if type(index) is int else kind if index is None else None

@@ -1,0 +1,249 @@
+"""Reading a zip archive the way torch's reader does.
+
+``PyTorchFileReader`` (caffe2/serialize/inline_container.cc, on miniz) believes the last end record and
+the directory it points to, takes offsets from the start of the file, finds records by their directory
+name without regard to case, and looks at a local header only to skip it. Python's zipfile does none of
+this, so the two can see different files; what they could see differently is reported in ``oddities``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from struct import Struct
+from typing import Final, NamedTuple
+
+from ..errors import MalformedError
+from ..limits import LIMITS, Limits
+from ..source import Source, Span
+
+__all__ = ["Archive", "Local", "Oddity", "Record", "extras", "read_archive"]
+
+DIRECTORY: Final = "central directory"
+_ENTRY: Final = Struct("<4s6H3I5H2I")
+_END: Final = Struct("<4s4H2IH")
+_END64: Final = Struct("<4sQ2H2I4Q")
+_LOCATOR: Final = Struct("<4sIQI")
+LOCAL: Final = Struct("<4s5H3I2H")
+FULL32: Final = 0xFFFFFFFF
+
+
+class Record(NamedTuple):
+    """One entry of the central directory; sizes and offsets in bytes.
+
+    ``name`` is the whole name, root folder included; bytes that are no UTF-8 are surrogate escapes.
+    ``crc`` 0 means "not computed" for a record that is not empty. ``entry`` and ``entry_size`` tell
+    where the entry itself stands.
+    """
+
+    name: str
+    flags: int
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    header: int
+    entry: int
+    entry_size: int
+
+
+class Local(NamedTuple):
+    """A local header: its raw bytes, and where the payload begins."""
+
+    raw: bytes
+    payload: int
+
+
+class Oddity(NamedTuple):
+    """Something two readers could see differently. ``ambiguous`` ones forbid an edit."""
+
+    code: str
+    message: str
+    ambiguous: bool = False
+
+
+class Archive:
+    """A zip archive: its directory, without the payloads.
+
+    ``records`` in the order of the directory; ``root`` the folder of the first entry ("" for none);
+    ``directory`` and ``end`` the offsets of the directory and of the end records (the zip64 one where
+    there is one); ``tail`` what stands behind the end record: the comment and what follows it.
+    """
+
+    def __init__(self, source: Source, records: list[Record], directory: int, end: int, has_zip64: bool) -> None:
+        self.source = source
+        self.records = records
+        self.directory = directory
+        self.end = end
+        self.has_zip64 = has_zip64
+        self.oddities: list[Oddity] = []
+        first = records[0].name if records else ""
+        self.root = first.partition("/")[0] if "/" in first else ""
+        self.by_name: dict[str, Record] = {}
+        self._by_fold: dict[str, Record] | None = None
+
+    def find(self, name: str) -> Record | None:
+        """The record of this name under the root folder, or None; exact case first, as torch ends up with."""
+        full = f"{self.root}/{name}" if self.root else name
+        found = self.by_name.get(full)
+        if found is None:
+            if self._by_fold is None:
+                self._by_fold = {record.name.lower(): record for record in reversed(self.records)}
+            found = self._by_fold.get(full.lower())
+        return found
+
+    def local(self, record: Record) -> Local:
+        """The local header of a record; raises MalformedError if there is none."""
+        guess = LOCAL.size + len(record.name) + 96
+        raw = self.source.read(record.header, guess)
+        if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
+            raise MalformedError("no local header where the directory says", where=record.name, offset=record.header)
+        size = LOCAL.size + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+        if size > len(raw):
+            raw = self.source.read(record.header, size)
+        payload = record.header + size
+        if len(raw) < size or payload + record.compressed > self.source.size:
+            raise MalformedError("the record reaches beyond the end of the file", where=record.name, offset=payload)
+        return Local(raw[:size], payload)
+
+    def payload(self, record: Record) -> Span:
+        """The raw bytes of a record, compressed ones as they are."""
+        return Span(self.source, self.local(record).payload, record.compressed)
+
+    def read(self, record: Record, limit: int) -> bytes:
+        """The content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""
+        if record.size > limit:
+            raise MalformedError(f"{record.size:,} bytes, the limit is {limit:,}", where=record.name)
+        offset = self.local(record).payload
+        raw = self.source.read(offset, min(record.compressed, limit + 1))
+        if record.method == 0:
+            return raw[: record.size]
+        if record.method != 8:
+            raise MalformedError(f"compression method {record.method}, which torch cannot read", where=record.name)
+        inflater = zlib.decompressobj(-15)
+        try:
+            data = inflater.decompress(raw, record.size + 1)
+        except zlib.error as error:
+            raise MalformedError(f"damaged deflate stream: {error}", where=record.name, offset=offset) from error
+        if len(data) != record.size:
+            raise MalformedError("inflates to another size than the directory says", where=record.name)
+        return data
+
+    def text(self, name: str) -> bytes | None:
+        """A small text record under the root folder, or None; at most ``limits.text_bytes`` bytes."""
+        record = self.find(name)
+        return None if record is None else self.read(record, LIMITS.text_bytes)
+
+
+def read_archive(source: Source, limits: Limits = LIMITS) -> Archive:
+    """Read the central directory; raises MalformedError where torch's reader would refuse the file."""
+    end_at, has_zip64, count, size, offset = _find_end(source)
+    if offset + size > source.size:
+        raise MalformedError("the directory reaches beyond the end of the file", where=DIRECTORY, offset=offset)
+    # Each entry takes 46 bytes at least: a larger count is a lie, and nothing is allocated for it.
+    if count * _ENTRY.size > size:
+        raise MalformedError(f"{count:,} entries do not fit into {size:,} bytes", where=DIRECTORY, offset=offset)
+    raw = source.read(offset, size)
+    shift = end_at - offset - size
+    if shift > 0 and raw[:4] != b"PK\x01\x02" and source.read(offset + shift, 4) == b"PK\x01\x02":
+        what = f"the last archive in it begins only at byte {shift:,}: torch refuses bytes in front of an archive"
+        raise MalformedError(what, where=DIRECTORY, offset=offset)
+    records = _entries(raw, count, offset)
+    archive = Archive(source, records, offset, end_at, has_zip64)
+    _note_oddities(archive, size, len(raw) - sum(record.entry_size for record in records))
+    return archive
+
+
+def _find_end(source: Source) -> tuple[int, bool, int, int, int]:
+    """(offset of the end records, zip64, entries, size and offset of the directory)."""
+    tail_size = min(source.size, 0xFFFF + _END.size)
+    start = source.size - tail_size
+    tail = source.read(start, tail_size)
+    at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
+    if at < 0:
+        raise MalformedError("no end of the central directory: the file is cut or damaged", where=DIRECTORY)
+    _, disk, first_disk, _, count, size, offset, _ = _END.unpack_from(tail, at)
+    end = start + at
+    locator = source.read(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    if locator[:4] == b"PK\x06\x07":
+        _, _, end64, _ = _LOCATOR.unpack(locator)
+        raw = source.read(end64, _END64.size)
+        if len(raw) == _END64.size and raw[:4] == b"PK\x06\x06":
+            _, _, _, _, disk, first_disk, _, count, size, offset = _END64.unpack(raw)
+            if disk or first_disk:
+                raise MalformedError("an archive in several parts", where=DIRECTORY, offset=end64)
+            return end64, True, count, size, offset
+    if disk or first_disk:
+        raise MalformedError("an archive in several parts", where=DIRECTORY, offset=end)
+    return end, False, count, size, offset
+
+
+def _entries(raw: bytes, count: int, base: int) -> list[Record]:
+    records: list[Record] = []
+    unpack, size = _ENTRY.unpack_from, _ENTRY.size
+    at = 0
+    for _ in range(count):
+        if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
+            raise MalformedError("no directory entry where one must be", where=DIRECTORY, offset=base + at)
+        (_, _, _, flags, method, _, _, crc, packed, plain, name_size, extra_size, comment_size, _, _, _, header) = unpack(
+            raw, at
+        )
+        name_at = at + size
+        extra_at = name_at + name_size
+        end = extra_at + extra_size + comment_size
+        if end > len(raw):
+            raise MalformedError("a directory entry reaches beyond the directory", where=DIRECTORY, offset=base + at)
+        name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
+        if plain == FULL32 or packed == FULL32 or header == FULL32:
+            wide = dict(extras(raw[extra_at : extra_at + extra_size])).get(1, b"")
+            values = [int.from_bytes(wide[i : i + 8], "little") for i in range(0, len(wide) - 7, 8)]
+            try:
+                plain = values.pop(0) if plain == FULL32 else plain
+                packed = values.pop(0) if packed == FULL32 else packed
+                header = values.pop(0) if header == FULL32 else header
+            except IndexError:
+                raise MalformedError("a zip64 size is missing", where=name, offset=base + at) from None
+        records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
+        at = end
+    return records
+
+
+def extras(raw: bytes) -> list[tuple[int, bytes]]:
+    """The extra fields as (id, data); what does not parse is cut off, as every reader does."""
+    found = []
+    at = 0
+    while at + 4 <= len(raw):
+        size = int.from_bytes(raw[at + 2 : at + 4], "little")
+        found.append((int.from_bytes(raw[at : at + 2], "little"), raw[at + 4 : at + 4 + size]))
+        at += 4 + size
+    return found
+
+
+def _note_oddities(archive: Archive, size: int, unused: int) -> None:
+    """What hostile.md calls structural ambiguity, as far as the directory alone shows it."""
+    note = archive.oddities.append
+    folds: set[str] = set()
+    for record in archive.records:
+        name = record.name
+        if name in archive.by_name:
+            note(Oddity("duplicate-record", f"two records are called {name!r}; torch takes either one", True))
+        else:
+            fold = name.lower()
+            if fold in folds:
+                note(Oddity("case-twin", f"{name!r} differs from another record in case only; torch takes either", True))
+            folds.add(fold)
+            archive.by_name[name] = record
+        if record.flags & 1:
+            note(Oddity("encrypted", f"{name!r} is encrypted; torch cannot read it", True))
+        if archive.root and not name.startswith(archive.root + "/"):
+            note(Oddity("second-root", f"{name!r} is outside of the folder {archive.root!r}; torch refuses the file"))
+    if unused:
+        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
+    gap = archive.end - archive.directory - size
+    if gap and archive.source.read(archive.end - size, 4) == b"PK\x01\x02":
+        note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
+    elif gap:
+        note(Oddity("directory-gap", f"the directory does not end where the end record begins ({gap:+,} bytes)", gap < 0))
+    if archive.records:
+        first = min(record.header for record in archive.records)
+        if first > 0:
+            note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
