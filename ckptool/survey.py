@@ -95,6 +95,10 @@ _PARAMETER = re.compile(
 )
 
 
+#: Where training scripts keep a model; evidence beside the content, never instead of it.
+_MODEL_KEY = re.compile(r"(?:.*state_?dict.*|(?:.*[_\-.])?(?:model|net|network|module|weights|params|ema)(?:[_\-.\d].*)?)\Z", re.I)
+
+
 class _Task(NamedTuple):
     ref: Ref
     path: str
@@ -192,12 +196,16 @@ class _Walk:
         nodes, reader = self.graph.nodes, self.reader
         if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
             return ""
-        tensors = dotted = known = 0
+        tensors = others = dotted = known = 0
         for key_ref, value in items:
             key = nodes[key_ref]
             if type(key) is not str or "/" in key or "\\" in key:
                 return ""
-            tensors += reader.tensor(value) is not None
+            if reader.tensor(value) is not None:
+                tensors += 1
+            else:
+                # Modules may keep anything under these (nn.Module.get_extra_state, quantized Linear).
+                others += key.rpartition(".")[2] in ("_extra_state", "_packed_params", "dtype", "scale", "zero_point")
             dotted += "." in key
             known += _PARAMETER.match(key.rpartition(".")[2]) is not None
         if metadata >= 0:
@@ -206,12 +214,13 @@ class _Walk:
         if not tensors:
             return ""
         if tensors < count:
-            return "high" if tensors * 2 > count and dotted * 2 > count else ""
+            return "high" if (tensors + others) * 2 > count and dotted * 2 > count else ""
         if dotted or task.path == "":
             return "high"
         if all(nodes[key] in _SLOTS for key, _ in items):
             return ""
-        return "high" if isinstance(node, Call) or known * 2 > count else "low"
+        named = _MODEL_KEY.match(task.key) is not None
+        return "high" if isinstance(node, Call) or named or known * 2 > count else "low"
 
     def metadata(self, node: Node) -> Ref:
         """The reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""

@@ -484,11 +484,11 @@ class _Machine:
             if self.frame_end > len(self.data):
                 self.short(size)
         elif code == op.MEMOIZE:
-            self.put(len(self.memo) + len(self.sparse), self.stack[-1])
-            if self.sparse:
+            if not self.sparse:
+                self.memo.append(self.stack[-1])
+            else:
                 self.odd("MEMOIZE in a memo with gaps")
-            elif self.memo and self.memo[0] < 0:
-                self.odd("MEMOIZE in a memo that starts at 1")
+                self.put(len(self.memo) + len(self.sparse), self.stack[-1])
         elif code == op.STACK_GLOBAL:
             name_ref, module_ref = self.stack.pop(), self.stack.pop()
             name, module = self.nodes[name_ref], self.nodes[module_ref]

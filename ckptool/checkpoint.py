@@ -1,0 +1,178 @@
+"""The domain record: a checkpoint is a graph, the container it came from, and what a walk finds in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from .errors import MalformedError, PickleError, RefusedError
+from .pickles import decode, difference, encode
+from .pickles.nodes import Graph
+from .source import FileSource, Plan, Source, Span
+from .survey import StateDict, Survey, survey
+
+__all__ = ["Checkpoint", "Container", "Problem", "StoredBytes", "Verified", "layout_of", "verified_pickle"]
+
+
+class Problem(NamedTuple):
+    """Something about the container that a user should know.
+
+    ``level`` is "note", "warning" or "error"; ``refused`` says that torch.load does not take such a file.
+    """
+
+    code: str
+    level: str
+    message: str
+    refused: bool = False
+
+
+class StoredBytes(NamedTuple):
+    """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes as stored plain,
+    ``compressed`` whether the span must be inflated."""
+
+    span: Span | None
+    size: int
+    compressed: bool = False
+
+
+class Container(Protocol):
+    """What a format module makes of a file; the only thing that commands see of a format."""
+
+    #: "torch-zip", "torch-legacy", ...
+    format: str
+    #: Which torch wrote it, in words.
+    writer: str
+    #: The object as it is in the file, and its pickle.
+    graph: Graph
+    pickle: bytes
+    #: "little" or "big"
+    byteorder: str
+    problems: Sequence[Problem]
+
+    def stored(self, key: str) -> StoredBytes:
+        """Where the bytes of the storage ``key`` are."""
+        ...
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        """The output file with another pickle, or with None the file as it is."""
+        ...
+
+
+class Verified(NamedTuple):
+    """The pickle of an edited graph; ``exact`` whether the unedited one comes out byte for byte."""
+
+    data: bytes
+    exact: bool
+
+
+class Checkpoint:
+    """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
+
+    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it.
+    """
+
+    def __init__(self, path: str, source: Source, container: Container, graph: Graph | None = None) -> None:
+        self.path = path
+        self.source = source
+        self.container = container
+        self.graph = container.graph if graph is None else graph
+        self._survey: Survey | None = None
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r} {self.container.format}>"
+
+    @property
+    def format(self) -> str:
+        """ "torch-zip", "torch-legacy", ..."""
+        return self.container.format
+
+    @property
+    def edited(self) -> bool:
+        """Does it differ from its file?"""
+        return self.graph is not self.container.graph
+
+    @property
+    def survey(self) -> Survey:
+        """Tensors, state dicts, entries and devices; made at the first use."""
+        if self._survey is None:
+            self._survey = survey(self.graph)
+        return self._survey
+
+    @property
+    def state_dicts(self) -> list[StateDict]:
+        """Every state dict found, those of low confidence included."""
+        return self.survey.state_dicts
+
+    def with_graph(self, graph: Graph) -> Checkpoint:
+        """The same checkpoint with another object; itself when the graph is the one it has."""
+        return self if graph is self.graph else Checkpoint(self.path, self.source, self.container, graph)
+
+    def close(self) -> None:
+        """Close the file; what was read stays."""
+        self.source.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def verified_pickle(checkpoint: Checkpoint) -> Verified:
+    """Encode an edited checkpoint, after proving on its own file that the codec loses nothing.
+
+    The unedited graph must encode to the very bytes in the file; a foreign pickle that does not must
+    at least decode to an equal graph again. Raises RefusedError when not even that holds.
+    """
+    container = checkpoint.container
+    again = encode(container.graph)
+    original = container.pickle
+    exact = again == original[: len(again)] and len(again) <= len(original)
+    del again
+    data = encode(checkpoint.graph)
+    if not exact:
+        for graph, name in ((container.graph, "unedited"), (checkpoint.graph, "edited")):
+            try:
+                found = difference(graph, decode(encode(graph)).graph)
+            except PickleError as error:
+                found = str(error)
+            if found:
+                what = f"the {name} pickle cannot be written again without a loss: {found}"
+                raise RefusedError(what, path=checkpoint.path, next="please report this file")
+    return Verified(data, exact)
+
+
+def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
+    """The output file of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``)."""
+    damage = [problem for problem in checkpoint.container.problems if problem.code == "cut"]
+    if damage:
+        raise MalformedError(damage[0].message, path=checkpoint.path, next="get a whole copy of the file")
+    if not checkpoint.edited:
+        return checkpoint.container.plan(None), True
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """(kind, container) of the root: bare, wrapped, module, tensor or other, and the type of the root."""
+    from .objects import class_name
+
+    found, root = checkpoint.survey, checkpoint.graph.root
+    container = class_name(checkpoint.graph, root)
+    if any(state_dict.path == "" for state_dict in found.state_dicts):
+        return "bare", container
+    if found.tensors and found.tensors[0].path == "" and found.tensors[0].ref == root:
+        return "tensor", "Tensor"
+    if "" in found.modules:
+        return "module", container
+    from .objects import mapping
+
+    sure = [item for item in found.state_dicts if item.confidence == "high"]
+    if sure and mapping(checkpoint.graph, root) is not None:
+        return "wrapped", container
+    return "other", container
+
+
+def file_mode(source: Source) -> int:
+    """The permission bits of the input, 0o644 for what is not a file."""
+    return source.mode if isinstance(source, FileSource) else 0o644

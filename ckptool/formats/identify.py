@@ -1,0 +1,227 @@
+"""Naming what is not a checkpoint that ckptool reads, and the next step."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+
+from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
+from ..pickles import decode
+from ..source import Source
+from ..zips import Archive
+
+__all__ = ["damaged_zip", "explain", "zip_kind"]
+
+
+def explain(head: bytes, source: Source) -> UnreadableError:
+    """The error that says what a file is, from its first bytes."""
+    for test in (_empty, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
+        found = test(head, source)
+        if found is not None:
+            return found
+    return _not("unknown", "it is no checkpoint: its first bytes are those of no format that ckptool knows", source)
+
+
+def _not(kind: str, what: str, source: Source, next: str = "") -> NotACheckpointError:
+    return NotACheckpointError(what, kind=kind, path=source.name, next=next)
+
+
+def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
+    if not head:
+        return _not("empty", "the file is empty", source, "write or download it again")
+    if not head.strip(b"\0"):
+        what = "it begins with zeros: its first blocks were never written, as after a crash or a broken download"
+        return _not("zeros", what, source, "get the file again")
+    return None
+
+
+def _text(head: bytes, source: Source) -> NotACheckpointError | None:
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start.startswith(b"version https://git-lfs"):
+        size = re.search(rb"\nsize (\d{1,18})", head)
+        real = f" that stands for a file of {_human(int(size.group(1)))}" if size else ""
+        return _not("git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull")
+    lowered = start[:64].lower()
+    if lowered.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
+        title = re.search(rb"<(?:title|message)>\s*([^<]{1,80})", head, re.I)
+        named = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
+        what = f"it is a web page{named}, not a checkpoint: the download went wrong"
+        return _not("html", what, source, "download it again, logged in or from the link of the raw file")
+    if start[:1] in (b"{", b"[") and _is_text(head):
+        what = "it is JSON text, not a checkpoint: an error message of a server, or a configuration"
+        return _not("json", what, source, "look into it, then download the checkpoint itself")
+    if _is_text(head) and source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
+        what = "it is a short text that looks like a path: a symbolic link that Git checked out as a file"
+        return _not("link-text", what, source, "name the file that it points to")
+    return None
+
+
+def _is_text(head: bytes) -> bool:
+    return not any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)
+
+
+def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
+    name = source.name
+    if head[:2] == b"\x1f\x8b":
+        inner = ""
+        try:
+            plain = zlib.decompressobj(31).decompress(head, 512)
+            inner = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a tar" if plain[257:262] == b"ustar" else ""
+        except zlib.error:
+            inner = ""
+        step = f"tar -xzf {name}" if inner == " of a tar" else f"gunzip -k {name}"
+        return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
+    for magic, kind, tool in (
+        (b"BZh", "bzip2", "bunzip2 -k"),
+        (b"\xfd7zXZ\0", "xz", "unxz -k"),
+        (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+        (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
+        (b"Rar!", "rar", "unrar x"),
+    ):
+        if head.startswith(magic):
+            return _not(kind, f"it is {kind} data", source, f"{tool} {name}, then name the file inside")
+    return None
+
+
+def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
+    later = "ckptool does not read this format yet"
+    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
+        return _not("safetensors", f"it is a safetensors file; {later}", source, "safetensors.torch.load_file loads it")
+    for magic, kind, name, tool in (
+        (b"GGUF", "gguf", "a GGUF model (llama.cpp)", "the gguf package reads it"),
+        (b"\x93NUMPY", "npy", "a NumPy array", "numpy.load reads it"),
+        (b"\x89HDF\r\n\x1a\n", "hdf5", "an HDF5 file, as Keras writes", "h5py reads it"),
+        (b"\x89PNG", "png", "a PNG picture", ""),
+        (b"\xff\xd8\xff", "jpeg", "a JPEG picture", ""),
+        (b"PYTORCH1", "torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", ""),
+    ):
+        if head.startswith(magic):
+            return _not(kind, f"it is {name}, not a torch checkpoint", source, tool)
+    return None
+
+
+def _archives(head: bytes, source: Source) -> UnreadableError | None:
+    if head[257:262] == b"ustar" or _tar_checksum(head):
+        member = head[:100].rstrip(b"\0").decode("utf-8", "replace")
+        if _tar_members(source) >= {"sys_info", "pickle", "storages"}:
+            what = "it is a checkpoint in the tar format of torch 0.1; ckptool does not read this format yet"
+            return _not("torch-tar", what, source, "load it with torch.load(..., weights_only=False) if you trust it")
+        return _not("tar", f"it is a tar archive, first member {member!r}", source, f"tar -xf {source.name}, then name the file inside")
+    if head[:4] == b"PK\x05\x06":
+        return _not("empty-zip", "it is an empty zip archive", source)
+    if head[:4] == b"PK\x07\x08":
+        return _not("zip", "it is one part of a split zip archive", source)
+    tail = source.read(max(source.size - 1024, 0), 1024)
+    if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
+        what = "it ends like a zip checkpoint but does not begin like one: bytes were put in front, or its first block is lost"
+        return MalformedError(what, path=source.name, next="get a whole copy of the file")
+    return None
+
+
+def _tar_checksum(head: bytes) -> bool:
+    """The old tar header has no magic, but a sum of its bytes."""
+    if len(head) < 512:
+        return False
+    field = head[148:156].strip(b" \0")
+    if not re.fullmatch(rb"[0-7]{1,7}", field):
+        return False
+    return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:512])
+
+
+def _tar_members(source: Source) -> set[str]:
+    """The names in a tar archive, at most 64 of them."""
+    names: set[str] = set()
+    at = 0
+    for _ in range(64):
+        block = source.read(at, 512)
+        if len(block) < 512 or not _tar_checksum(block):
+            break
+        names.add(block[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./"))
+        size = block[124:136].strip(b" \0")
+        if not re.fullmatch(rb"[0-7]+", size):
+            break
+        at += 512 + -(-int(size, 8) // 512) * 512
+    return names
+
+
+def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
+    if re.fullmatch(rb"ET\d\d", head[4:8]):
+        return _not("executorch", "it is an ExecuTorch program, not a checkpoint", source, "the executorch package runs it")
+    if head[4:8] == b"PTMF":
+        return _not("mobile-flatbuffer", "it is a PyTorch Mobile model (flatbuffer), not a checkpoint", source)
+    return None
+
+
+def _pickle(head: bytes, source: Source) -> UnreadableError | None:
+    """A pickle without torch's format around it, whole or nearly."""
+    if not (head[:1] == b"\x80" and head[1:2] <= b"\x05") and not head.startswith((b"(", b"]", b"}", b"c")):
+        return None
+    try:
+        graph = decode(source.read(0, min(source.size, 1 << 20))).graph
+    except PickleError:
+        if head[:1] != b"\x80":
+            return None
+        what = "it begins like a bare pickle, not like a file of torch.save"
+        return _not("pickle", what, source, "python -m pickletools shows a pickle without running it")
+    if len(graph.nodes) < 2 and head[:1] != b"\x80":
+        return None
+    what = "it is a bare pickle, written by pickle.dump and not by torch.save"
+    return _not("pickle", what, source, f"python -m pickletools {source.name} shows it without running it")
+
+
+#: (records that must be there, kind, what it is, the next step)
+_ZIP_KINDS = (
+    (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model", "torch.jit.load loads it"),
+    (("constants.pkl",), "torchscript", "a TorchScript archive: a program, not only weights", "torch.jit.load loads it"),
+    (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)", "torch.export.load loads it"),
+    ((".data/extern_modules",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),
+    ((".data/python_version",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),
+    (("model.json",), "torchscript-1.0", "a TorchScript archive of torch 1.0", "only torch 1.0 to 1.3 loads it"),
+    (("serialized_exported_program.json",), "pt2", "a torch.export program", "torch.export.load loads it"),
+)
+
+
+def zip_kind(archive: Archive) -> NotACheckpointError | None:
+    """The error that names a zip archive which is no checkpoint; None when it may be one."""
+    source = archive.source
+    for records, kind, what, step in _ZIP_KINDS:
+        if all(archive.find(name) is not None for name in records):
+            return _not(kind, f"it is {what}; ckptool does not read this format yet", source, step)
+    if archive.find("data.pkl") is not None:
+        return None
+    names = [record.name for record in archive.records]
+    if names and all(name.endswith(".npy") for name in names):
+        return _not("npz", "it is a NumPy archive (npz), not a torch checkpoint", source, "numpy.load reads it")
+    inside = [name for name in names if name.lower().endswith((".pth", ".pt", ".ckpt", ".bin", ".th", ".tar"))]
+    if inside:
+        what = f"it is a zip archive that contains {inside[0]!r}, not a checkpoint itself"
+        return _not("zip", what, source, f"unzip {source.name}, then name the file inside")
+    roots = [name for name in names if name.endswith("/data.pkl")]
+    if roots:
+        what = f"its {roots[0]!r} is not in the folder of its first record, where torch looks"
+        return _not("zip", what, source)
+    shown = ", ".join(repr(name) for name in names[:3])
+    return _not("zip", f"it is a zip archive without data.pkl (it holds {shown or 'nothing'})", source)
+
+
+def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
+    """The error for a zip that has no usable directory."""
+    head = source.read(0, 512)
+    name_size = int.from_bytes(head[26:28], "little")
+    name = head[30 : 30 + name_size].decode("utf-8", "replace")
+    error.path = source.name
+    if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
+        return error
+    whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {name!r})"
+    what = f"{whose} that is cut: it ends after {_human(source.size)} without the directory that a zip has at its end"
+    return MalformedError(what, path=source.name, next="copy or download it again, whole")
+
+
+def _human(size: int) -> str:
+    value = float(size)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{size:,} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return ""

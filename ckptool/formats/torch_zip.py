@@ -1,0 +1,115 @@
+"""The zip format of ``torch.save`` (torch 1.6 and later, 1.4 and 1.5 on request).
+
+Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inline_container.cc.
+"""
+
+from __future__ import annotations
+
+from ..checkpoint import Problem, StoredBytes
+from ..errors import MalformedError, NotACheckpointError
+from ..limits import LIMITS
+from ..pickles import decode
+from ..source import Plan, Source
+from ..zips import Archive, Record, read_archive, rewritten
+from . import identify
+
+__all__ = ["TorchZip", "read", "sniff"]
+
+
+class TorchZip:
+    """A zip checkpoint: its directory and its ``data.pkl``."""
+
+    format = "torch-zip"
+
+    def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
+        self.archive = archive
+        self.record = record
+        self.pickle = data
+        decoded = decode(data, where="data.pkl")
+        self.graph = decoded.graph
+        self.problems: list[Problem] = []
+        self.byteorder = "little"
+        self._check_records()
+        if decoded.end < len(data):
+            rest = len(data) - decoded.end
+            self._note("after-stop", "note", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
+        for offset, text in self.graph.oddities[: LIMITS.listed]:
+            self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
+        self.writer = self._writer()
+
+    def stored(self, key: str) -> StoredBytes:
+        record = self.archive.find(f"data/{key}")
+        if record is None:
+            return StoredBytes(None, 0)
+        return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        return rewritten(self.archive, {} if pickle is None else {self.record.name: pickle})
+
+    def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
+        self.problems.append(Problem(code, level, message, refused))
+
+    def _check_records(self) -> None:
+        """What torch's reader would refuse, and what two readers could see differently."""
+        archive = self.archive
+        for oddity in archive.oddities[: LIMITS.listed]:
+            refused = oddity.code == "second-root"
+            level = "error" if refused or oddity.ambiguous else "warning"
+            self._note(oddity.code, level, oddity.message, refused)
+        if not archive.root:
+            self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
+        version = archive.text("version")
+        if version is None:
+            version = archive.text(".data/version")
+        text = (version or b"").strip()
+        if version is None:
+            self._note("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
+        elif not (text.isdigit() and 1 <= int(text) <= 10):
+            shown = text[:20].decode("ascii", "replace")
+            self._note("bad-version", "error", f"version is {shown!r}; torch takes 1 to 10", True)
+        order = archive.text("byteorder")
+        if order in (b"big", b"little"):
+            self.byteorder = order.decode()
+        elif order is not None:
+            shown = order[:20].decode("ascii", "replace")
+            self._note("bad-byteorder", "error", f"byteorder is {shown!r}; torch takes 'little' or 'big'", True)
+        deflated = [r for r in archive.records if r.method == 8 and r.size and "/data/" in r.name]
+        if deflated:
+            what = f"{len(deflated):,} storages are deflated: torch.load(mmap=True) reads garbage from them"
+            self._note("deflated", "warning", what)
+        foreign = [r for r in archive.records if r.method not in (0, 8)]
+        if foreign:
+            what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"
+            self._note("bad-method", "error", what, True)
+        if self.record.name.rpartition("/")[2] != "data.pkl":
+            self._note("record-case", "note", f"{self.record.name!r} is found because torch ignores case")
+
+    def _writer(self) -> str:
+        archive = self.archive
+        if archive.find(".format_version") is not None:
+            return "torch 2.7 or later"
+        if archive.find("byteorder") is not None:
+            return "torch 2.1 to 2.6" if archive.find(".data/serialization_id") is not None else "torch 2.1 or another tool"
+        local = archive.local(self.record)
+        if b"FB" not in local.raw[30 + len(self.record.name) :]:
+            return "not torch.save"
+        keys = [name.rpartition("/")[2] for name in archive.by_name if "/data/" in name]
+        pointers = any(len(key) > 9 for key in keys)
+        return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def read(source: Source) -> TorchZip:
+    """Read a zip checkpoint; other zip archives are named and refused."""
+    try:
+        archive = read_archive(source)
+    except MalformedError as error:
+        raise identify.damaged_zip(source, error) from error
+    record = archive.find("data.pkl")
+    other = identify.zip_kind(archive)
+    if record is None or other is not None:
+        raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
+    return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes))
