@@ -1,0 +1,55 @@
+"""ckptool: PyTorch checkpoints as metadata plus untouched bytes.
+
+    >>> import ckptool
+    >>> with ckptool.open("model.pth") as checkpoint:
+    ...     ckptool.save(ckptool.strip_prefix(checkpoint), "plain.pth")
+
+Nothing in a checkpoint is ever executed; torch is imported by ``ckptool.load`` alone.
+"""
+
+from __future__ import annotations
+
+from . import errors
+from .api import (
+    Change,
+    Checkpoint,
+    CkptoolError,
+    DeviceMap,
+    StateDict,
+    Tensor,
+    TensorEntry,
+    Written,
+    add_prefix,
+    inspect,
+    keys,
+    load,
+    open,
+    remap_devices,
+    save,
+    strip_prefix,
+    strip_wrappers,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Change",
+    "Checkpoint",
+    "CkptoolError",
+    "DeviceMap",
+    "StateDict",
+    "Tensor",
+    "TensorEntry",
+    "Written",
+    "__version__",
+    "add_prefix",
+    "errors",
+    "inspect",
+    "keys",
+    "load",
+    "open",
+    "remap_devices",
+    "save",
+    "strip_prefix",
+    "strip_wrappers",
+]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from .errors import MalformedError, PickleError, RefusedError
+from .objects import class_name, mapping
 from .pickles import decode, difference, encode
 from .pickles.nodes import Graph
 from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
-__all__ = ["Checkpoint", "Container", "Problem", "StoredBytes", "Verified", "layout_of", "verified_pickle"]
+__all__ = ["Change", "Checkpoint", "Container", "Problem", "StoredBytes", "Verified", "file_mode", "layout_of", "plan_of"]
 
 
 class Problem(NamedTuple):
@@ -49,6 +50,10 @@ class Container(Protocol):
     byteorder: str
     problems: Sequence[Problem]
 
+    def stored_size(self, key: str) -> int | None:
+        """The bytes that are there for the storage ``key``, inflated; None where there are none."""
+        ...
+
     def stored(self, key: str) -> StoredBytes:
         """Where the bytes of the storage ``key`` are."""
         ...
@@ -56,6 +61,21 @@ class Container(Protocol):
     def plan(self, pickle: bytes | None) -> Plan:
         """The output file with another pickle, or with None the file as it is."""
         ...
+
+
+class Change(NamedTuple):
+    """What one edit did at one place.
+
+    ``edit`` is the kind ("strip-prefix", "add-prefix", "remap"); ``path`` where; ``count`` how many things
+    changed and ``kept`` how many of the same kind did not; ``what`` says it in words; ``notes`` are remarks.
+    """
+
+    edit: str
+    path: str
+    count: int
+    kept: int
+    what: str
+    notes: tuple[str, ...] = ()
 
 
 class Verified(NamedTuple):
@@ -71,11 +91,20 @@ class Checkpoint:
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it.
     """
 
-    def __init__(self, path: str, source: Source, container: Container, graph: Graph | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        source: Source,
+        container: Container,
+        graph: Graph | None = None,
+        changes: tuple[Change, ...] = (),
+    ) -> None:
         self.path = path
         self.source = source
         self.container = container
         self.graph = container.graph if graph is None else graph
+        #: What the edits since the file was opened did, in their order.
+        self.changes = changes
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -103,9 +132,9 @@ class Checkpoint:
         """Every state dict found, those of low confidence included."""
         return self.survey.state_dicts
 
-    def with_graph(self, graph: Graph) -> Checkpoint:
-        """The same checkpoint with another object; itself when the graph is the one it has."""
-        return self if graph is self.graph else Checkpoint(self.path, self.source, self.container, graph)
+    def changed(self, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
+        """The checkpoint after an edit: another object, and the account of what was done to it."""
+        return Checkpoint(self.path, self.source, self.container, graph, (*self.changes, *changes))
 
     def close(self) -> None:
         """Close the file; what was read stays."""
@@ -155,20 +184,16 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
     """(kind, container) of the root: bare, wrapped, module, tensor or other, and the type of the root."""
-    from .objects import class_name
-
-    found, root = checkpoint.survey, checkpoint.graph.root
-    container = class_name(checkpoint.graph, root)
+    found, graph = checkpoint.survey, checkpoint.graph
+    container = class_name(graph, graph.root)
     if any(state_dict.path == "" for state_dict in found.state_dicts):
         return "bare", container
-    if found.tensors and found.tensors[0].path == "" and found.tensors[0].ref == root:
+    if found.tensors and found.tensors[0].path == "" and found.tensors[0].ref == graph.root:
         return "tensor", "Tensor"
     if "" in found.modules:
         return "module", container
-    from .objects import mapping
-
-    sure = [item for item in found.state_dicts if item.confidence == "high"]
-    if sure and mapping(checkpoint.graph, root) is not None:
+    sure = any(item.confidence == "high" for item in found.state_dicts)
+    if sure and mapping(graph, graph.root) is not None:
         return "wrapped", container
     return "other", container
 

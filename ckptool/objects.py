@@ -262,4 +262,3 @@ def parse_path(text: str) -> list[str | int]:
             steps.append(re.sub(r"\\(.)", r"\1", quoted))
         at = found.end()
     return steps
-

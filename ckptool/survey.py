@@ -259,4 +259,3 @@ class _Walk:
             for number, state in enumerate(node.states):
                 below.append(_Task(state, f"{task.path}(state {number})", "state", False, -1, task.top))
         return below
-

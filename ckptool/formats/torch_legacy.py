@@ -44,6 +44,10 @@ class TorchLegacy:
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}"))
 
+    def stored_size(self, key: str) -> int | None:
+        found = self._places.get(key)
+        return None if found is None else found.size
+
     def stored(self, key: str) -> StoredBytes:
         return self._places.get(key, StoredBytes(None, 0))
 

@@ -37,6 +37,10 @@ class TorchZip:
             self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
         self.writer = self._writer()
 
+    def stored_size(self, key: str) -> int | None:
+        record = self.archive.find(f"data/{key}")
+        return None if record is None else record.size
+
     def stored(self, key: str) -> StoredBytes:
         record = self.archive.find(f"data/{key}")
         if record is None:

@@ -1,0 +1,43 @@
+# Two commands on a fresh machine with Python: make demo, make test.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check docs bench fixtures clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("ckptool needs Python 3.10 or later, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
+	@BIN=$(BIN) sh fixtures/demo.sh
+
+test: $(READY) ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(READY) ## Lint, types, generated documentation, fixtures
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/cog --check README.md
+	$(BIN)/python fixtures/make.py --check
+
+docs: $(READY) ## Generate the documentation anew
+	$(BIN)/cog -r README.md
+
+bench: $(READY) ## Measure against torch and cp (needs 12 GB of disk)
+	$(BIN)/python bench/run.py
+
+fixtures: $(READY) ## Make the fixtures anew
+	$(BIN)/python fixtures/make.py
+
+clean: ## Remove the environment and everything generated
+	rm -rf $(VENV) build dist demo bench/work *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

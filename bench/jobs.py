@@ -1,0 +1,121 @@
+"""What is measured: the commands of ckptool, what they are compared with, and the targets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import files
+
+# Builds a command from the paths of the input and the output.
+Command = Callable[[Path, Path], list[str]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command; `slow` ones are repeated less often; `edit` names the check of correctness.py, if any."""
+
+    name: str
+    command: Command
+    slow: bool = False
+    edit: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was promised: a ratio of times, and a peak in MB where one was promised."""
+
+    ratio: float
+    peak: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison, by the names of the two jobs."""
+
+    job: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that take turns on the same file, and the comparisons drawn from them."""
+
+    jobs: tuple[Job, ...]
+    rows: tuple[Row, ...]
+
+
+# The references, as short as a user would write them. map_location is needed because the files come from a GPU.
+_LOAD = "import sys, torch; state = torch.load(sys.argv[1], map_location='cpu'{mmap}); "
+_KEYS = "print(*state, sep='\\n')"
+_STRIP = (
+    "from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as strip; "
+    f"strip(state, '{files.PREFIX}'); torch.save(state, sys.argv[2])"
+)
+_SAVE = "torch.save(state, sys.argv[2])"
+
+IMPORTS = 'python -c "import click, tabulate"'
+COPY = "cp && sync"
+
+
+def _ckptool(tool: list[str], *words: str, edit: str = "") -> Job:
+    def command(source: Path, output: Path) -> list[str]:
+        return [*tool, words[0], str(source), *words[1:], *(["-o", str(output)] if edit else [])]
+
+    return Job(" ".join(words), command, edit=edit)
+
+
+def _torch(name: str, code: str, mmap: bool) -> Job:
+    program = _LOAD.format(mmap=", mmap=True" if mmap else "") + code
+
+    def command(source: Path, output: Path) -> list[str]:
+        return [sys.executable, "-c", program, str(source), str(output)]
+
+    return Job(name.format(mmap=", mmap" if mmap else ""), command, slow=True)
+
+
+def _imports(source: Path, output: Path) -> list[str]:
+    return [sys.executable, "-c", "import click, tabulate"]
+
+
+def _copy(source: Path, output: Path) -> list[str]:
+    return ["sh", "-c", 'cp "$1" "$2" && sync "$2"', "sh", str(source), str(output)]
+
+
+def groups(tool: list[str]) -> tuple[Group, ...]:
+    """The two groups of jobs, the reading and the writing ones, with `tool` as the command that starts ckptool."""
+    keys, names, inspect = _ckptool(tool, "keys"), _ckptool(tool, "keys", "--names"), _ckptool(tool, "inspect")
+    strip = _ckptool(tool, "strip-module", edit="strip")
+    remap = _ckptool(tool, "remap", "--to", "cpu", edit="remap")
+    imports, copy = Job(IMPORTS, _imports), Job(COPY, _copy)
+    torch_keys = tuple(_torch("torch.load{mmap} + print keys", _KEYS, mmap) for mmap in (False, True))
+    torch_strip = tuple(_torch("torch.load{mmap} + strip + save", _STRIP, mmap) for mmap in (False, True))
+    torch_remap = tuple(_torch("torch.load{mmap} to cpu + save", _SAVE, mmap) for mmap in (False, True))
+    reading = Group(
+        (keys, names, inspect, imports, *torch_keys),
+        (
+            *(Row(job.name, IMPORTS) for job in (keys, names, inspect)),
+            *(Row(job.name, reference.name) for job in (keys, names) for reference in torch_keys),
+        ),
+    )
+    writing = Group(
+        (strip, remap, copy, *torch_strip, *torch_remap),
+        (
+            *(Row(strip.name, reference.name) for reference in (copy, *torch_strip)),
+            *(Row(remap.name, reference.name) for reference in (copy, *torch_remap)),
+        ),
+    )
+    return reading, writing
+
+
+def target(spec: files.Spec, row: Row) -> Target | None:
+    """The target of one comparison; None where none was set. The quick files are too small for any."""
+    if spec == files.BIG and row == Row("keys", IMPORTS):
+        return Target(2.0, 40)
+    if spec == files.MANY and row.job == "keys" and row.reference != IMPORTS:
+        return Target(0.25)
+    if spec == files.BIG and row == Row("strip-module", COPY):
+        return Target(1.3, 64)
+    return None

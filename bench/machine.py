@@ -1,0 +1,61 @@
+"""What a reader must know about the machine to judge the figures; nothing that identifies it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def describe(work: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Lines of text; `sizes` are those of the measured files, in bytes."""
+    available = _available_memory()
+    largest = max(sizes.values())
+    cache = "warm (each input is read through before each run)"
+    if available < 3 * largest:  # the input, the output and torch's copy of the tensors
+        cache = "not kept warm by this machine: too little memory for input, output and torch's copy"
+    load = os.getloadavg()[0]
+    cpus = len(os.sched_getaffinity(0))
+    return [
+        f"machine: {cpus} CPUs, {available / 1e9:.0f} GB memory available, load {load:.1f} at the start",
+        f"work folder: {filesystem(work)}; cache: {cache}",
+        f"python {platform.python_version()}, torch {_version('torch')}, click {_version('click')}, "
+        f"tabulate {_version('tabulate')}, {_copy_version()}",
+        "files: " + "; ".join(f"{label}: {size / 1e6:,.1f} MB" for label, size in sizes.items()),
+    ]
+
+
+def filesystem(path: Path) -> str:
+    """The type of the filesystem that holds `path`, from the innermost mount above it."""
+    best, kind = Path("/"), "unknown filesystem"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        # Field 5 is the mount point, with blanks written in octal (proc_pid_mountinfo(5)).
+        point = Path(before.split()[4].replace("\\040", " "))
+        if path.resolve().is_relative_to(point) and point.is_relative_to(best):
+            best, kind = point, after.split()[0]  # of two mounts at one point the later one is seen
+    return kind
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _copy_version() -> str:
+    """The first line of `cp --version`; other systems' cp has none."""
+    answer = subprocess.run(["cp", "--version"], capture_output=True, text=True, check=False)
+    return answer.stdout.partition("\n")[0] or "cp of unknown version"

@@ -1,0 +1,5 @@
+"""``python -m ckptool``."""
+
+from .cli.main import main
+
+main()

@@ -1,0 +1,133 @@
+"""Sums over a survey: bytes by entry, device and dtype, what is shared, what views drag along unused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from .survey import Survey, TensorEntry
+from .tensors import Tensor, extent
+
+__all__ = ["Account", "Share", "account", "distinct_elements", "storage_keys"]
+
+
+class Share(NamedTuple):
+    """How much falls to one device or dtype: tensors (each place counts) and bytes (each byte counts once)."""
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+class Account(NamedTuple):
+    """``entry_bytes`` are the bytes of storages by number of the top-level entry that mentions them first;
+    ``tied`` the groups of keys in state dicts that are one tensor or one storage."""
+
+    devices: list[Share]
+    dtypes: list[Share]
+    entry_bytes: list[int]
+    entry_tensors: list[int]
+    storage_bytes: int
+    unused_bytes: int
+    shared_storages: int
+    wasteful: list[tuple[str, int, int]]
+
+
+def account(survey: Survey) -> Account:
+    """Add up a survey."""
+    reader, storages = survey.reader, survey.reader.storages
+    entry_bytes, entry_tensors = [0] * len(survey.entries), [0] * len(survey.entries)
+    located: dict[str, int] = {}
+    typed: dict[str, list[int]] = {}
+    views: dict[str, list[tuple[int, int, int]]] = {}
+    first: dict[str, str] = {}
+    sharers: dict[str, int] = {}
+    for entry in survey.tensors:
+        tensor = entry.tensor
+        located[tensor.location] = located.get(tensor.location, 0) + 1
+        kind = typed.setdefault(tensor.dtype, [0, 0])
+        kind[0] += 1
+        kind[1] += tensor.own_bytes
+        if entry.top >= 0:
+            entry_tensors[entry.top] += 1
+        for part in _flat(tensor, survey):
+            key = part.storage
+            if not key:
+                continue
+            sharers[key] = sharers.get(key, 0) + 1
+            if key not in first:
+                first[key] = entry.path
+                if entry.top >= 0:
+                    entry_bytes[entry.top] += storages[key].nbytes
+            size = extent(part.shape, part.stride)
+            width = part.own_bytes // max(part.numel, 1) or 1
+            views.setdefault(key, []).append((part.offset * width, size * width, distinct_elements(part) * width))
+    for path, ref, top in survey.storages:
+        use = reader.use(ref)
+        if use is not None:
+            key = use.storage.key
+            if key not in first and top >= 0:
+                entry_bytes[top] += use.storage.nbytes
+            first.setdefault(key, path)
+            views.setdefault(key, []).append((0, use.storage.nbytes, use.storage.nbytes))
+    devices: dict[str, int] = dict.fromkeys(located, 0)
+    total = unused = 0
+    wasteful = []
+    for key, storage in storages.items():
+        nbytes = storage.nbytes
+        devices[storage.location] = devices.get(storage.location, 0) + nbytes
+        total += nbytes
+        spans = views.get(key)
+        if spans is None:
+            continue
+        waste = nbytes - min(_covered(spans), nbytes) if spans[0][2] != nbytes or len(spans) > 1 else 0
+        if waste > 0:
+            unused += waste
+            wasteful.append((first[key], nbytes - waste, nbytes))
+    wasteful.sort(key=lambda item: item[1] - item[2])
+    return Account(
+        [Share(name, located.get(name, 0), size) for name, size in devices.items()],
+        [Share(name, count, size) for name, (count, size) in typed.items()],
+        entry_bytes,
+        entry_tensors,
+        total,
+        unused,
+        sum(count > 1 for count in sharers.values()),
+        wasteful,
+    )
+
+
+def _flat(tensor: Tensor, survey: Survey) -> Iterator[Tensor]:
+    """The tensor and the tensors inside it, a few levels at most."""
+    yield tensor
+    for ref in tensor.parts:
+        part = survey.reader.tensor(ref)
+        if part is not None:
+            yield from _flat(part, survey)
+
+
+def storage_keys(entry: TensorEntry, survey: Survey) -> list[str]:
+    """The storages behind a tensor, its parts' included."""
+    return [part.storage for part in _flat(entry.tensor, survey) if part.storage]
+
+
+def distinct_elements(tensor: Tensor) -> int:
+    """Elements of the storage that a view reads: its size without the dimensions that repeat (stride 0)."""
+    if not tensor.stride:
+        return tensor.numel
+    return prod(size for size, step in zip(tensor.shape, tensor.stride) if step or not size)
+
+
+def _covered(spans: list[tuple[int, int, int]]) -> int:
+    """Bytes of a storage that views (offset, extent, distinct bytes) read; a guess upwards where they overlap."""
+    spans = sorted(spans)
+    covered = 0
+    begin, end, alone = 0, 0, 0
+    for offset, size, distinct in spans:
+        if offset < end:
+            end, alone = max(end, offset + size), 0
+            continue
+        covered += min(alone, end - begin) if alone else end - begin
+        begin, end, alone = offset, offset + size, distinct
+    return covered + (min(alone, end - begin) if alone else end - begin)

@@ -1,0 +1,140 @@
+"""The library: ``import ckptool`` gives these. Neither torch nor click is imported by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from .checkpoint import Change, Checkpoint, file_mode, plan_of
+from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
+from .errors import CkptoolError, TargetError
+from .formats import read_container
+from .locations import MapLocation
+from .names import Globs
+from .objects import parse_path
+from .report import inspection, key_listing
+from .source import open_source
+from .survey import StateDict, TensorEntry
+from .tensors import Tensor
+from .write import Written, check_output, write_plan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Change",
+    "Checkpoint",
+    "CkptoolError",
+    "DeviceMap",
+    "StateDict",
+    "Tensor",
+    "TensorEntry",
+    "Written",
+    "add_prefix",
+    "inspect",
+    "keys",
+    "load",
+    "open",
+    "remap_devices",
+    "save",
+    "strip_prefix",
+    "strip_wrappers",
+]
+
+Path = str | os.PathLike[str]
+
+
+def open(path: Path) -> Checkpoint:
+    """Open a checkpoint: its metadata only, whatever its size.
+
+    The file stays open until ``close()`` or the end of a ``with`` block. Raises UnreadableError and its
+    kinds: NotACheckpointError names what else the file is, MalformedError says where it is damaged.
+    """
+    name = os.fspath(path)
+    source = open_source(name)
+    try:
+        return Checkpoint(name, source, read_container(source))
+    except CkptoolError as error:
+        source.close()
+        error.path = error.path or name
+        raise
+    except BaseException:
+        source.close()
+        raise
+
+
+def save(
+    checkpoint: Checkpoint, path: Path, *, force: bool = False, progress: Callable[[int], None] | None = None
+) -> Written:
+    """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
+
+    An unedited one is copied byte for byte. The output appears whole or not at all, with the mode of the
+    input, or with ``force`` that of the file it replaces. ``progress`` is called with numbers of bytes.
+    Raises RefusedError when the output exists or is the input, OutputError when it cannot be written.
+    """
+    name = os.fspath(path)
+    # What cannot be written is said before the work, not after.
+    check_output(name, checkpoint.source, force=force)
+    plan, _ = plan_of(checkpoint)
+    mode = file_mode(checkpoint.source)
+    return write_plan(plan, name, checkpoint.source, force=force, mode=mode, progress=progress)
+
+
+def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
+    """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
+    with open(path) as checkpoint:
+        return inspection(checkpoint, map_location)
+
+
+def keys(
+    path: Path,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: Literal["file", "name", "bytes"] = "file",
+) -> dict[str, Any]:
+    """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
+    with open(path) as checkpoint:
+        return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
+
+
+def load(
+    path: Path,
+    map_location: MapLocation = None,
+    *,
+    strip_prefix: str | None = None,
+    key: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """The state dict of a checkpoint as real tensors, ready for ``model.load_state_dict``.
+
+    Loads with ``torch.load(weights_only=True, map_location=...)`` and takes the one state dict out, wherever
+    it is; ``key`` names it where there are several. ``strip_prefix`` (such as "module.") is taken off the
+    keys that have it. Raises TargetError when there is no state dict, or more than one and no ``key``.
+    """
+    from . import edits
+    from .runtime import at_path, load_object
+
+    with open(path) as checkpoint:
+        chosen = edits.select.selected(checkpoint, key)
+        if len(chosen) != 1:
+            there = ", ".join(repr(item.path) for item in chosen)
+            what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
+            raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
+        names = [str(checkpoint.graph.nodes[ref]) for ref, _ in chosen[0].items]
+        steps = parse_path(chosen[0].path)
+        found = at_path(load_object(checkpoint.path, map_location), steps)
+        if strip_prefix is None:
+            return dict(found) if not isinstance(found, dict) else found
+        # One truth about prefixes: the edit decides the new names, in the order of the old ones.
+        edited = edits.strip_prefix(checkpoint, strip_prefix, key=chosen[0].path)
+        renamed = [item for item in edited.state_dicts if item.path == chosen[0].path][0]
+        new_names = [str(edited.graph.nodes[ref]) for ref, _ in renamed.items]
+    return _renamed(found, dict(zip(names, new_names)))
+
+
+def _renamed(found: Any, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The same mapping under other keys; ``_metadata`` does not count for loading tensors and stays away."""
+    return type(found)((names.get(name, name), value) for name, value in found.items())

@@ -1,0 +1,82 @@
+"""Do the tensors lie in their storages, and are the storages there? Nobody else asks: torch's mmap path trusts it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..checkpoint import Checkpoint
+from ..dtypes import BY_NAME
+from ..tensors import Tensor, extent
+
+__all__ = ["Flaw", "storage_flaws"]
+
+
+class Flaw(NamedTuple):
+    """``code`` is "missing-storage", "storage-size" or "geometry"; ``path`` a tensor or the key of a storage.
+
+    ``refused`` says that torch.load fails on it.
+    """
+
+    code: str
+    path: str
+    message: str
+    refused: bool
+
+
+def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
+    """Everything that is wrong between tensors, storages and the bytes that are there."""
+    return _missing(checkpoint) + _geometry(checkpoint)
+
+
+def _missing(checkpoint: Checkpoint) -> list[Flaw]:
+    container = checkpoint.container
+    if any(problem.code == "cut" for problem in container.problems):
+        return []
+    flaws = []
+    for key, storage in checkpoint.survey.reader.storages.items():
+        if storage.location == "meta":
+            continue
+        size = container.stored_size(key)
+        if size is None:
+            if storage.nbytes or checkpoint.format != "torch-legacy":
+                flaws.append(Flaw("missing-storage", key, f"the bytes of storage {key!r} are not in the file", True))
+        elif size != storage.nbytes:
+            what = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"
+            flaws.append(Flaw("storage-size", key, what, True))
+    return flaws
+
+
+def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
+    survey = checkpoint.survey
+    storages = survey.reader.storages
+    flaws = []
+    for entry in survey.tensors:
+        parts = [entry.tensor]
+        for tensor in parts:
+            if len(parts) < 64:
+                parts += [part for part in map(survey.reader.tensor, tensor.parts) if part is not None]
+            if not tensor.storage:
+                continue
+            storage = storages[tensor.storage]
+            what = _misfit(tensor, storage.nbytes)
+            if what:
+                flaws.append(Flaw("geometry", entry.path, f"{entry.path}: {what}", True))
+    return flaws
+
+
+def _misfit(tensor: Tensor, nbytes: int) -> str:
+    """Why a view does not fit into a storage of ``nbytes`` bytes, or ""."""
+    if len(tensor.stride) != len(tensor.shape):
+        return "shape and stride have different lengths"
+    if min(tensor.shape, default=0) < 0 or min(tensor.stride, default=0) < 0 or tensor.offset < 0:
+        return "a negative size, stride or offset"
+    dtype = BY_NAME.get(tensor.dtype)
+    if dtype is None:
+        return ""
+    size = extent(tensor.shape, tensor.stride)
+    if size == 0:
+        return ""
+    end = -(-(tensor.offset + size) // dtype.packed) * dtype.itemsize
+    if end <= nbytes:
+        return ""
+    return f"it reads {end:,} bytes of a storage that has {nbytes:,}"

@@ -1,0 +1,130 @@
+"""The entry point: finds commands without importing them all, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import Final
+
+import click
+
+from .. import __version__
+from ..errors import CkptoolError
+from .render import clean, say_error
+
+__all__ = ["cli", "main"]
+
+#: Command, module, function, one line of help: enough for ``ckptool --help`` without an import.
+COMMANDS: Final = {
+    "inspect": ("show", "inspect", "Say what a checkpoint is, what is in it, and what to do about it."),
+    "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
+    "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
+    "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
+    "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
+}
+
+EPILOG: Final = """\b
+Examples:
+  ckptool inspect model.pth
+  ckptool strip-module model.pth -o plain.pth
+  ckptool remap model.pth --to cpu -o model.cpu.pth
+
+\b
+Exit codes: 0 done; 1 the answer is no; 2 usage; 3 the input cannot be read;
+4 refused, it would lose or overwrite something; 5 the output cannot be written;
+70 a bug in ckptool; 128+N ended by signal N.
+"""
+
+
+class _Commands(click.Group):
+    """Imports a command's module only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function, _ = COMMANDS[cmd_name]
+        command = getattr(import_module(f"ckptool.cli.{module}"), function)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="ckptool", message="%(prog)s %(version)s")
+def cli() -> None:
+    """See into PyTorch checkpoints and edit them, without running them.
+
+    A checkpoint is metadata plus untouched bytes: ckptool reads and edits the metadata in milliseconds,
+    without torch and without a GPU, and carries the bytes over as they are.
+    """
+
+
+class _Ended(BaseException):
+    """A signal that ends the program; an exception, so that temporary files go."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise _Ended(number)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _end)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone (``| head``): nothing more to say, and nothing to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + getattr(signal, "SIGPIPE", 13)
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        result = cli.main(args=arguments, prog_name="ckptool", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except CkptoolError as error:
+        say_error(error)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 128 + signal.SIGINT
+    except _Ended as ended:
+        return 128 + ended.number
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What went to stdout could not be written: a full disk behind a redirection.
+        click.echo(f"ckptool: {clean(str(error))}", err=True)
+        return 5
+    except Exception as error:
+        if os.environ.get("CKPTOOL_DEBUG"):
+            raise
+        text = clean(f"{type(error).__name__}: {error}")
+        click.echo(f"ckptool: a bug in ckptool: {text}\n  please report it; CKPTOOL_DEBUG=1 shows where", err=True)
+        return 70
+

@@ -1,0 +1,62 @@
+"""The options that commands share, each spelled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["ALL_FORMATS", "REPORT_FORMATS", "format_option", "key_option", "paths", "worst", "writing"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
+REPORT_FORMATS = ("table", "json", "jsonl")
+
+#: Of several inputs, the code that counts: the first of these that occurred.
+_GRAVITY = (70, 5, 3, 4, 2, 1, 0)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """The exit code for several inputs."""
+    found = set(codes)
+    return next((code for code in _GRAVITY if code in found), 0)
+
+
+def paths(command: Command) -> Command:
+    """One input or more. They are opened by ckptool, which says more about them than click would."""
+    return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path())(command)
+
+
+def key_option(command: Command) -> Command:
+    text = "One state dict, by its path as inspect prints it ('.' for the root). Default: all that are found."
+    return click.option("--key", metavar="PATH", help=text)(command)
+
+
+def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        return click.option(
+            "--format", "style", type=click.Choice(formats), default="table", show_default=True, help="Output format."
+        )(command)
+
+    return decorate
+
+
+def writing(command: Command) -> Command:
+    """What every command that writes takes."""
+    for option in reversed(
+        (
+            click.option("-o", "--output", type=click.Path(), metavar="OUT", help="The file to write."),
+            click.option(
+                "--out-dir", type=click.Path(), metavar="DIR", help="A folder for the outputs of several inputs."
+            ),
+            click.option("--force", is_flag=True, help="Replace an existing output."),
+            click.option("--dry-run", is_flag=True, help="Only say what would change, and the output's size."),
+            format_option(),
+            click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+            click.option("--no-progress", is_flag=True, help="No progress bar."),
+        )
+    ):
+        command = option(command)
+    return command

@@ -1,0 +1,115 @@
+"""The only place that prints. Nothing from a file reaches the terminal unescaped."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ..errors import CkptoolError
+from ..limits import LIMITS
+
+__all__ = ["clean", "cut", "emit", "emit_json", "pairs", "say_error", "table", "to_json"]
+
+#: Control characters, line separators, bidi marks and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+_UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+#: From so many rows on tabulate's 15 microseconds a row are felt, and the same table is drawn here.
+_LARGE = 500
+
+
+def clean(text: str) -> str:
+    """The text with everything escaped that could act on a terminal."""
+    return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def cut(text: str, size: int = LIMITS.cell_chars) -> str:
+    """The text in one cell: cut where it is too long."""
+    return text if len(text) <= size else text[: size - 3] + "..."
+
+
+def emit(text: str) -> None:
+    """Write text, already clean, to stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """UTF-8 JSON in which controls, bidi marks and lone surrogates are escaped."""
+    import json
+
+    text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True)
+    return _UNSAFE_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def emit_json(reports: Sequence[dict[str, Any]], style: str, several: bool) -> None:
+    """One report as an object, several as a list; with ``jsonl`` an object a line."""
+    if style == "jsonl":
+        for report in reports:
+            emit(to_json(report, None))
+    else:
+        emit(to_json(list(reports) if several else reports[0]) if reports or several else "[]")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()) -> str:
+    """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
+    rows = [[clean(cell) for cell in row] for row in rows]
+    if style == "csv":
+        return _csv(headers, rows)
+    if len(rows) >= _LARGE and style in ("table", "plain"):
+        return _drawn(headers, rows, style, right)
+    from tabulate import tabulate
+
+    align = ["right" if number in right else "left" for number in range(len(headers))]
+    form = {"table": "simple", "markdown": "github", "plain": "plain"}[style]
+    if style == "markdown":
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    text = tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, colalign=align if rows else None)
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headers)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def _drawn(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> str:
+    """What tabulate draws for the same rows, in one pass."""
+    columns = list(zip(headers, *rows))
+    # tabulate keeps two columns more than a header has letters, where there is a rule below it.
+    widths = [max(map(len, column)) for column in columns]
+    if style == "table":
+        widths = [max(width, len(header) + 2) for width, header in zip(widths, headers)]
+    form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
+    lines = [form % tuple(headers)]
+    if style == "table":
+        lines.append("  ".join("-" * width for width in widths))
+    lines += [form % tuple(row) for row in rows]
+    return "\n".join([line.rstrip() for line in lines])
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> str:
+    """A label and a text a line, the texts aligned."""
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def say_error(error: CkptoolError) -> None:
+    """One sentence on stderr, and what to do next."""
+    click.echo(f"ckptool: {clean(str(error))}", err=True)
+    if error.next:
+        click.echo(f"  -> {clean(error.next)}", err=True)

@@ -1,0 +1,135 @@
+"""The summary that ``inspect`` prints for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..human import counted, human_bytes, human_count, listed
+from .render import clean, cut, pairs, table
+
+__all__ = ["summary"]
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report of ``inspect`` as text."""
+    head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
+    parts = [head, pairs([(label, clean(text)) for label, text in _facts(report)])]
+    if report["entries"]:
+        parts.append(_entries(report))
+    if "tree" in report:
+        parts.append("\n".join(_tree_line(line) for line in report["tree"]))
+    if report["findings"]:
+        parts.append("\n".join(_finding(finding) for finding in report["findings"]))
+    return "\n\n".join(parts)
+
+
+def layout_words(report: dict[str, Any]) -> str:
+    """The layout in words: "wrapped dict; state dict under 'state_dict', 62 tensors, prefix 'module.' on all keys"."""
+    kind, container = report["layout"]["kind"], report["layout"]["container"]
+    sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
+    if kind == "bare":
+        return f"bare {container}, {_state_dict_words(sure[0])}" if sure else f"bare {container}"
+    if kind == "tensor":
+        return "a single tensor"
+    if kind == "module":
+        return f"a pickled module of class {container}"
+    start = "wrapped dict" if kind == "wrapped" else f"{container}"
+    if not sure:
+        return f"{start} without a state dict"
+    if len(sure) == 1:
+        return f"{start}; state dict under {sure[0]['key']!r}, {_state_dict_words(sure[0])}"
+    each = "; ".join(f"{item['key']!r} ({_state_dict_words(item)})" for item in sure[:4])
+    more = f"; and {len(sure) - 4} more" if len(sure) > 4 else ""
+    return f"{start}; {len(sure)} state dicts: {each}{more}"
+
+
+def _state_dict_words(item: dict[str, Any]) -> str:
+    prefix = item["prefix"]
+    if prefix["status"] == "none":
+        words = "no prefix"
+    elif prefix["status"] == "all":
+        words = f"prefix {prefix['name']!r} on all keys"
+    else:
+        words = f"prefix {prefix['name']!r} on {prefix['keys']:,} of {item['keys']:,} keys"
+    inside = [name for name in item["wrappers"] if name + "." not in prefix["name"] and name != "module"]
+    if inside:
+        words += f", {listed([repr(name + '.') for name in inside])} inside"
+    return f"{counted(item['tensors'], 'tensor')}, {words}"
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    facts = [("layout", layout_words(report))]
+    if report["tensors"]:
+        where = "in state dicts" if report["state_dicts"] else "in all"
+        count = f"{report['tensors']:,}, with {human_count(report['parameters'])} parameters {where}"
+        facts.append(("tensors", count))
+        stored = f"{human_bytes(report['storage_bytes'])} in {counted(report['storages'], 'storage')}"
+        if report["unused_bytes"]:
+            stored += f", {human_bytes(report['unused_bytes'])} of it unused"
+        if report["shared_storages"]:
+            stored += f", {report['shared_storages']:,} shared"
+        facts.append(("bytes", stored))
+        facts.append(("devices", ", ".join(map(_device, report["devices"]))))
+        dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
+        facts.append(("dtypes", ", ".join(dtypes)))
+    verdict = report["weights_only"]
+    facts.append(("torch.load", _verdict(verdict)))
+    if "load" in report:
+        facts.append(("loaded", _loaded(report["load"])))
+    return facts
+
+
+def _device(item: dict[str, Any]) -> str:
+    lands = f" -> {item['lands_on']}" if "lands_on" in item else ""
+    return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {human_bytes(item['bytes'])})"
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    if verdict["loads"]:
+        return f"weights_only=True of torch {verdict['torch']} loads it"
+    names = [item["global"] for item in verdict["blockers"] if "global" in item]
+    rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
+    return f"weights_only=True of torch {verdict['torch']} refuses it: {listed(names + rules, most=6)}"
+
+
+def _loaded(load: dict[str, Any]) -> str:
+    if load["ok"]:
+        places = ", ".join(f"{count:,} on {device}" for device, count in load["devices"].items()) or "no tensors"
+        return f"yes: {places}"
+    return f"no: {load['error']}"
+
+
+def _entries(report: dict[str, Any]) -> str:
+    rows = []
+    for entry in report["entries"]:
+        size = human_bytes(entry["bytes"]) if entry["bytes"] else ""
+        rows.append((cut(entry["key"], 40), cut(entry["type"], 48), cut(_value(entry, report), 60), size))
+    return table(("entry", "type", "value", "bytes"), rows, right=(3,))
+
+
+def _value(entry: dict[str, Any], report: dict[str, Any]) -> str:
+    if "value" in entry:
+        value = entry["value"]
+        return repr(value) if isinstance(value, str) else str(value)
+    if "shape" in entry:
+        return f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
+    if "state_dict" in entry:
+        item = report["state_dicts"][entry["state_dict"]]
+        maybe = " (low confidence)" if item["confidence"] == "low" else ""
+        return f"state dict{maybe}: {_state_dict_words(item)}"
+    words = []
+    if "length" in entry:
+        words.append(counted(entry["length"], "entry"))
+    if entry["tensors"]:
+        words.append(counted(entry["tensors"], "tensor"))
+    return ", ".join(words)
+
+
+def _tree_line(line: dict[str, Any]) -> str:
+    value = f" {cut(line['value'], 80)}" if line["value"] else ""
+    return clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
+
+
+def _finding(finding: dict[str, Any]) -> str:
+    text = f"{finding['level']}: {clean(finding['message'])}"
+    return f"{text}\n  -> {clean(finding['next'])}" if finding["next"] else text

@@ -1,0 +1,207 @@
+"""Retargeting devices: location tags of storages, ``torch.device`` objects, and on request plain strings."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..checkpoint import Change, Checkpoint
+from ..errors import RefusedError, TargetError
+from ..objects import mapped_name
+from ..pickles.nodes import Call, Global, Persistent, Ref
+from ..tensors import device_text
+from .rewrite import Rewrite
+
+__all__ = ["DeviceMap", "check_target", "remap_devices"]
+
+#: Backends that restore tags "name" and "name:index" (torch/serialization.py, ``register_package`` calls), and
+#: those that take the place of privateuseone by their own package.
+_INDEXED = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
+_TARGET = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
+
+
+class DeviceMap(NamedTuple):
+    """What becomes of a device.
+
+    ``to`` is where everything goes that is not cpu or meta (with ``include_cpu`` also these); ``pairs`` maps
+    single devices, ``"cuda:*"`` stands for every cuda device; ``visible`` are physical GPU numbers, each of
+    which becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: pairs,
+    visible, to.
+    """
+
+    to: str = ""
+    pairs: Mapping[str, str] = {}
+    visible: Sequence[int] = ()
+    include_cpu: bool = False
+
+    def __call__(self, device: str) -> str:
+        """The device that takes the place of this one: itself when nothing applies."""
+        kind, _, index = device.partition(":")
+        found = self.pairs.get(device) or self.pairs.get(f"{kind}:*")
+        if found:
+            return found
+        if self.visible and kind == "cuda" and index.isdigit():
+            if int(index) not in self.visible:
+                what = f"{device} is not among the visible devices {','.join(map(str, self.visible))}"
+                raise RefusedError(what, next=f"say where it goes, too: --map {device}=cuda:0")
+            return f"cuda:{list(self.visible).index(int(index))}"
+        if self.to and (self.include_cpu or kind not in ("cpu", "meta")):
+            return self.to
+        return device
+
+    def check(self) -> None:
+        """Raise TargetError for a target that torch could not restore, or when there is nothing to map."""
+        for target in (*([self.to] if self.to else []), *self.pairs.values()):
+            check_target(target)
+        for origin in self.pairs:
+            if not origin or "=" in origin:
+                raise TargetError(f"{origin!r} is no device", next="write --map cuda:1=cuda:0")
+        if len(set(self.visible)) != len(self.visible):
+            raise TargetError("a device is named twice among the visible ones")
+        if not (self.to or self.pairs or self.visible):
+            raise TargetError("no target", next="say where to: --to cpu, --map cuda:1=cuda:0 or --visible 1,3")
+
+
+def check_target(device: str) -> None:
+    """Raise TargetError unless torch can restore this location tag (formats.md of torch: ``_get_restore_location``)."""
+    if _TARGET.match(device):
+        return
+    hint = ""
+    joined = re.match(r"([a-z]+)(\d+)\Z", device)
+    if device.lower().startswith("cpu"):
+        hint = "write 'cpu'"
+    elif joined:
+        hint = f"write '{joined.group(1)}:{joined.group(2)}'"
+    elif device.lower() != device:
+        hint = f"write '{device.lower()}'"
+    raise TargetError(f"{device!r} is no device that torch could restore", next=hint or "targets look like cpu, cuda:0")
+
+
+def remap_devices(checkpoint: Checkpoint, devices: DeviceMap | str | Mapping[str, str], *, strings: bool = False) -> Checkpoint:
+    """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
+
+    ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``.
+    ``strings`` changes the plain strings that name a device, too. Raises TargetError for a target that
+    torch could not restore.
+    """
+    if isinstance(devices, str):
+        devices = DeviceMap(to=devices)
+    elif not isinstance(devices, DeviceMap):
+        devices = DeviceMap(pairs=devices)
+    devices.check()
+    try:
+        return _remapped(checkpoint, devices, strings)
+    except RefusedError as error:
+        error.path = error.path or checkpoint.path
+        raise
+
+
+def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Checkpoint:
+    graph = checkpoint.graph
+    rewrite = Rewrite(graph)
+    moved: Counter[tuple[str, str]] = Counter()
+    kept: Counter[str] = Counter()
+    keys: set[str] = set()
+    for ref, use in checkpoint.survey.reader.uses():
+        old = use.storage.location
+        new = devices(old)
+        if use.storage.key not in keys:
+            keys.add(use.storage.key)
+            if new == old:
+                kept[old] += 1
+            else:
+                moved[old, new] += 1
+        if new != old:
+            _retag(rewrite, ref, use.location_ref, new)
+    objects = _device_objects(rewrite, devices)
+    changes = [
+        Change("remap", old, count, 0, f"{_storages(count)} tagged {old} now tagged {new}")
+        for (old, new), count in moved.items()
+    ]
+    changes += [Change("remap", old, 0, count, f"{_storages(count)} stay on {old}") for old, count in kept.items()]
+    if objects:
+        changes.append(Change("remap-objects", "", objects, 0, f"{objects:,} torch.device objects or arguments moved"))
+    changes += _strings(checkpoint, devices, rewrite if strings else None)
+    return checkpoint.changed(rewrite.done(), changes)
+
+
+def _storages(count: int) -> str:
+    return f"{count:,} storage" if count == 1 else f"{count:,} storages"
+
+
+def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
+    """Plain strings that name a device: changed on request, else only listed."""
+    changes = []
+    for name in checkpoint.survey.devices:
+        if name.is_object:
+            continue
+        new = devices(name.device)
+        if new == name.device:
+            continue
+        if rewrite is None:
+            what = f"the string {name.device!r} stays"
+            changes.append(Change("device-string", name.path, 0, 1, what, ("--strings changes it too",)))
+        else:
+            rewrite.changed[name.ref] = new
+            changes.append(Change("device-string", name.path, 1, 0, f"the string {name.device!r} now reads {new!r}"))
+    return changes
+
+
+def _retag(rewrite: Rewrite, ref: Ref, location: Ref, new: str) -> None:
+    """Replace the location in one persistent id; ids that were one tuple stay one."""
+    node = rewrite.graph.nodes[ref]
+    assert isinstance(node, Persistent)
+    pid = rewrite.graph.nodes[node.pid]
+    assert type(pid) is tuple
+    rewrite.changed[node.pid] = (*pid[:3], rewrite.text(location, new), *pid[4:])
+
+
+def _device_objects(rewrite: Rewrite, devices: DeviceMap) -> int:
+    """Move ``torch.device(...)`` calls and the device arguments of ``_rebuild_device_tensor_from_*``."""
+    nodes = rewrite.graph.nodes
+    kinds = {}
+    for ref, node in enumerate(nodes):
+        if type(node) is Global:
+            name = mapped_name(node)
+            if name == "torch.device" or name.startswith("torch._utils._rebuild_device_tensor_from_"):
+                kinds[ref] = name
+    count = 0
+    for ref, node in enumerate(nodes) if kinds else ():
+        if type(node) is Call and node.func in kinds:
+            if kinds[node.func] == "torch.device":
+                count += _move_object(rewrite, ref, node, devices)
+            else:
+                count += _move_argument(rewrite, node, devices)
+    return count
+
+
+def _move_object(rewrite: Rewrite, ref: Ref, node: Call, devices: DeviceMap) -> int:
+    graph = rewrite.graph
+    old = device_text(graph, ref)
+    new = devices(old) if old else old
+    args = graph.nodes[node.args]
+    if not new or new == old or type(args) is not tuple:
+        return 0
+    kind, _, index = new.partition(":")
+    if ":" in str(graph.nodes[args[0]]):
+        # TorchScript writes torch.device('cuda:1'), torch.save torch.device('cuda', 1).
+        parts: tuple[Ref, ...] = (rewrite.text(args[0], new),)
+    elif not index:
+        parts = (rewrite.text(args[0], kind),)
+    else:
+        same = len(args) > 1 and graph.nodes[args[1]] == int(index)
+        parts = (rewrite.text(args[0], kind), args[1] if same else rewrite.add(int(index)))
+    moved = Call(node.op, node.func, rewrite.add(parts, node.args), node.kwargs)
+    rewrite.changed[ref] = moved.filled(node.items, node.pairs, node.states)
+    return 1
+
+
+def _move_argument(rewrite: Rewrite, node: Call, devices: DeviceMap) -> int:
+    args = rewrite.graph.nodes[node.args]
+    old = rewrite.graph.nodes[args[2]] if type(args) is tuple and len(args) > 2 else None
+    if type(args) is not tuple or type(old) is not str or devices(old) == old:
+        return 0
+    rewrite.changed[node.args] = (*args[:2], rewrite.text(args[2], devices(old)), *args[3:])
+    return 1

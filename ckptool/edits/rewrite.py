@@ -1,0 +1,65 @@
+"""The nodes that an edit changes and adds, until they become another graph."""
+
+from __future__ import annotations
+
+from ..objects import elements, listed_pairs
+from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
+
+__all__ = ["Rewrite"]
+
+
+class Rewrite:
+    """Collects changes to a graph.
+
+    A string can be one object with another string of the user's (``'cpu'`` is interned, a key may also stand
+    in a config), so no string is changed itself: ``text`` gives another one to hold instead, the same one
+    each time, so that places that shared a string still do.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.changed: dict[Ref, Node] = {}
+        self._added: list[Node] = []
+        self._like: dict[Ref, Ref] = {}
+        self._texts: dict[tuple[Ref, str], Ref] = {}
+
+    def add(self, node: Node, like: Ref = -1) -> Ref:
+        """A new node; ``like`` is the one whose manner of writing it takes over."""
+        ref = len(self.graph.nodes) + len(self._added)
+        self._added.append(node)
+        if like >= 0:
+            self._like[ref] = like
+        return ref
+
+    def text(self, ref: Ref, value: str) -> Ref:
+        """The reference to hold in place of the string ``ref`` where ``value`` must stand."""
+        if self.graph.nodes[ref] == value:
+            return ref
+        known = self._texts.get((ref, value))
+        if known is None:
+            known = self._texts[ref, value] = self.add(value, ref)
+        return known
+
+    def refill(self, ref: Ref, items: list[tuple[Ref, Ref]]) -> None:
+        """Give a mapping other entries, in whichever form it is written."""
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call):
+            self.changed[ref] = Dict([part for item in items for part in item])
+            return
+        listed = listed_pairs(self.graph, node)
+        if listed is not None:
+            # OrderedDict([[k, v], ...]): each pair is a list or tuple of its own.
+            for pair, item in zip(listed, items):
+                if elements(self.graph.nodes[pair]) != item:
+                    self.changed[pair] = item if type(self.graph.nodes[pair]) is tuple else List(list(item))
+            if len(items) < len(listed):
+                (holder,) = elements(self.graph.nodes[node.args])
+                self.changed[holder] = List(listed[: len(items)])
+            items = items[len(listed) :]
+        self.changed[ref] = node.filled(node.items, [part for item in items for part in item], node.states)
+
+    def done(self) -> Graph:
+        """The edited graph; the old one when nothing changed."""
+        if not self.changed:
+            return self.graph
+        return self.graph.edited(self.changed, self._added, like=self._like)

@@ -1,0 +1,45 @@
+"""Numbers and lists for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["counted", "human_bytes", "human_count", "listed"]
+
+
+def human_bytes(size: int) -> str:
+    """``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
+    if size < 1000:
+        return "1 byte" if size == 1 else f"{size} bytes"
+    value = float(size)
+    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def human_count(count: int) -> str:
+    """``3,205``, ``11.2 M``, ``6.74 B``: parameters."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= limit:
+            value = count / limit
+            return f"{value:.{2 if value < 10 else 1}f} {unit}"
+    return f"{count:,}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 tensor``, ``2,000 tensors``."""
+    if count == 1:
+        return f"1 {noun}"
+    plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
+    return f"{count:,} {plural}"
+
+
+def listed(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
+    """``a, b and c``; beyond ``most`` items the rest is counted."""
+    total = len(items) if total is None else total
+    shown = list(items[:most])
+    if total > len(shown):
+        return ", ".join(shown) + f" and {total - len(shown):,} more"
+    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1] if shown else ""

@@ -1,0 +1,35 @@
+"""Really loading a checkpoint, and explaining torch's answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .errors import UnreadableError
+from .locations import MapLocation
+
+__all__ = ["load_report"]
+
+#: (what torch says, what it means)
+_MEANINGS = (
+    ("Attempting to deserialize object on", "a tag names a device that this machine lacks: give --map-location cpu"),
+    ("don't know how to restore data location", "a tag names a device that this torch does not know"),
+    ("Invalid device string", "a tag is no device: ckptool remap --to cpu mends the file"),
+    ("Unsupported global", "the file names a class that torch does not load by default"),
+    ("Unsupported operand", "the pickle uses an instruction that weights_only refuses (protocol 4 or 5?)"),
+    ("Weights only load failed", "the file holds more than tensors and plain values"),
+)
+
+
+def load_report(path: str, map_location: MapLocation) -> dict[str, Any]:
+    """``ok``, the number of tensors by ``devices``, or torch's ``error`` and what it means."""
+    from .runtime import load_object, tensors_in
+
+    try:
+        loaded = load_object(path, map_location)
+    except UnreadableError as error:
+        meaning = next((meaning for text, meaning in _MEANINGS if text in error.what), "")
+        said = f"{error.what} ({meaning})" if meaning else error.what
+        return {"ok": False, "error": said, "devices": {}}
+    devices = Counter(str(tensor.device) for tensor in tensors_in(loaded))
+    return {"ok": True, "error": None, "devices": dict(devices)}

@@ -1,0 +1,29 @@
+"""Choosing names by glob patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import translate
+
+__all__ = ["Globs"]
+
+
+class Globs:
+    """``include`` any of these (all, when there are none), then ``exclude`` any of those.
+
+    A pattern matches the key or the whole path, with case: ``*`` also crosses dots.
+    """
+
+    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        self._include = [re.compile(translate(pattern)) for pattern in include]
+        self._exclude = [re.compile(translate(pattern)) for pattern in exclude]
+
+    def __bool__(self) -> bool:
+        return bool(self._include or self._exclude)
+
+    def match(self, *names: str) -> bool:
+        """Is something with these names chosen?"""
+        if self._include and not any(pattern.match(name) for pattern in self._include for name in names):
+            return False
+        return not any(pattern.match(name) for pattern in self._exclude for name in names)

@@ -1,0 +1,209 @@
+"""What ``inspect`` and ``keys`` tell, as JSON-ready dicts. The keys are a contract (``schema``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .accounting import Account, account
+from .checkpoint import Checkpoint, layout_of
+from .checks import Verdict, findings, storage_flaws, weights_only
+from .edits.select import selected
+from .locations import MapLocation, lands_on
+from .names import Globs
+from .objects import class_name, mapping, scalar
+from .pickles.nodes import List
+from .prefixes import common_prefix, prefix_of, wrapper_counts
+from .survey import StateDict, Survey, TensorEntry
+
+__all__ = ["inspection", "key_listing"]
+
+
+def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict[str, Any]:
+    """The report of ``inspect``, schema ``ckptool.inspect/1``.
+
+    ``tensors`` counts places: tied tensors count at each. ``parameters`` counts elements of state dicts (of
+    all tensors where there is no state dict), those of one tensor once. Bytes count once.
+    """
+    survey = checkpoint.survey
+    sums = account(survey)
+    flaws = storage_flaws(checkpoint)
+    verdict = weights_only(checkpoint, flaws)
+    kind, container = layout_of(checkpoint)
+    in_state = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
+    style = checkpoint.graph.style
+    return {
+        "schema": "ckptool.inspect/1",
+        "path": checkpoint.path,
+        "bytes": checkpoint.source.size,
+        "format": checkpoint.format,
+        "writer": checkpoint.container.writer,
+        "protocol": style.protocol,
+        "byteorder": checkpoint.container.byteorder,
+        "layout": {"kind": kind, "container": container},
+        "state_dicts": [_state_dict(checkpoint, number) for number in range(len(survey.state_dicts))],
+        "entries": _entries(checkpoint, sums),
+        "devices": [
+            {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
+            | ({"lands_on": lands_on(share.name, map_location)} if map_location is not None else {})
+            for share in sums.devices
+        ],
+        "dtypes": [{"dtype": share.name, "tensors": share.tensors, "bytes": share.nbytes} for share in sums.dtypes],
+        "tensors": len(survey.tensors),
+        "parameters": _parameters(in_state),
+        "storages": len(survey.reader.storages),
+        "storage_bytes": sums.storage_bytes,
+        "unused_bytes": sums.unused_bytes,
+        "shared_storages": sums.shared_storages,
+        "device_names": [
+            {"path": name.path, "device": name.device, "kind": "torch.device" if name.is_object else "str"}
+            for name in survey.devices
+        ],
+        "weights_only": _verdict(verdict),
+        "findings": [finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws)],
+    }
+
+
+def _parameters(entries: Sequence[TensorEntry]) -> int:
+    """Elements of the distinct tensors: the same view of the same storage counts once."""
+    seen = set()
+    total = 0
+    for entry in entries:
+        tensor = entry.tensor
+        if tensor.storage:
+            mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
+            if mark in seen:
+                continue
+            seen.add(mark)
+        total += tensor.numel
+    return total
+
+
+def _state_dict(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
+    state_dict = checkpoint.survey.state_dicts[number]
+    entries = [entry for entry in checkpoint.survey.tensors if entry.state_dict == number]
+    names = _names(checkpoint, state_dict)
+    prefix = prefix_of(names)
+    return {
+        "key": state_dict.path,
+        "container": state_dict.container,
+        "confidence": state_dict.confidence,
+        "keys": len(names),
+        "tensors": len(entries),
+        "parameters": _parameters(entries),
+        "bytes": sum(entry.tensor.own_bytes for entry in _distinct(entries)),
+        "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
+        "wrappers": wrapper_counts(names),
+        "common_prefix": common_prefix(names),
+        "metadata": state_dict.metadata >= 0,
+    }
+
+
+def _names(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
+    return [str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items]
+
+
+def _distinct(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    seen: dict[object, TensorEntry] = {}
+    for entry in entries:
+        tensor = entry.tensor
+        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
+        seen.setdefault(mark, entry)
+    return list(seen.values())
+
+
+def _entries(checkpoint: Checkpoint, sums: Account) -> list[dict[str, Any]]:
+    """The top-level entries; the tensors of a bare state dict are left to ``keys``."""
+    survey, graph = checkpoint.survey, checkpoint.graph
+    bare = any(state_dict.path == "" for state_dict in survey.state_dicts)
+    by_path = {state_dict.path: number for number, state_dict in enumerate(survey.state_dicts)}
+    result = []
+    for number, entry in enumerate(survey.entries):
+        tensor = survey.reader.tensor(entry.ref)
+        if bare and tensor is not None:
+            continue
+        items = mapping(graph, entry.ref)
+        node = graph.nodes[entry.ref]
+        described: dict[str, Any] = {"key": entry.key, "type": class_name(graph, entry.ref)}
+        if tensor is not None:
+            described |= {"type": "Tensor", "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        elif items is not None:
+            described["length"] = len(items)
+        elif isinstance(node, tuple | List):
+            described["length"] = len(node if isinstance(node, tuple) else node.items)
+        elif node is None or isinstance(node, bool | int | float | str):
+            described["value"] = scalar(graph, entry.ref)
+        described |= {"bytes": sums.entry_bytes[number], "tensors": sums.entry_tensors[number]}
+        if entry.path in by_path:
+            described["state_dict"] = by_path[entry.path]
+        result.append(described)
+    return result
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "torch": verdict.torch,
+        "loads": verdict.loads,
+        "blockers": [
+            {"global": blocker.name, "count": blocker.count, "called": blocker.called}
+            if blocker.name
+            else {"rule": blocker.rule, "count": blocker.count}
+            for blocker in verdict.blockers
+        ],
+    }
+
+
+def key_listing(
+    checkpoint: Checkpoint,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    globs: Globs = Globs(),
+    sort: str = "file",
+) -> dict[str, Any]:
+    """The report of ``keys``, schema ``ckptool.keys/1``.
+
+    The tensors of the state dicts (of the one at ``key``), or with ``everything`` all in the file; where there
+    is no state dict it is all in any case. ``sort`` is "file", "name" or "bytes" (largest first).
+    """
+    survey = checkpoint.survey
+    entries = _listed(checkpoint, survey, key, everything)
+    chosen = [entry for entry in entries if globs.match(entry.key, entry.path)] if globs else entries
+    if sort == "name":
+        chosen = sorted(chosen, key=lambda entry: entry.path if everything else entry.key)
+    elif sort == "bytes":
+        chosen = sorted(chosen, key=lambda entry: -entry.tensor.own_bytes)
+    paths = [state_dict.path for state_dict in survey.state_dicts]
+    return {
+        "schema": "ckptool.keys/1",
+        "path": checkpoint.path,
+        "tensors": [
+            {
+                "state_dict": paths[entry.state_dict] if entry.state_dict >= 0 else None,
+                "key": entry.key,
+                "path": entry.path,
+                "kind": tensor.kind,
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "stride": tensor.stride,
+                "offset": tensor.offset,
+                "location": tensor.location,
+                "bytes": tensor.own_bytes,
+                "storage": tensor.storage or None,
+                "requires_grad": tensor.requires_grad,
+                "class": tensor.cls or None,
+            }
+            for entry in chosen
+            for tensor in (entry.tensor,)
+        ],
+    }
+
+
+def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
+    if key is not None:
+        refs = {state_dict.ref for state_dict in selected(checkpoint, key)}
+        numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in refs}
+        return [entry for entry in survey.tensors if entry.state_dict in numbers]
+    if everything or not survey.state_dicts:
+        return survey.tensors
+    return [entry for entry in survey.tensors if entry.state_dict >= 0]

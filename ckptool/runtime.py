@@ -1,0 +1,81 @@
+"""The only module that imports torch, and only inside of functions: real loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import UnreadableError
+from .locations import MapLocation
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Loaded", "at_path", "load_object", "tensors_in"]
+
+
+class Loaded(NamedTuple):
+    """What really loading gave: tensors by the device they arrived on, or torch's own words."""
+
+    devices: dict[str, int]
+    error: str
+
+
+def load_object(path: str, map_location: MapLocation = None) -> Any:
+    """``torch.load(path, map_location, weights_only=True)``: never anything less safe.
+
+    Raises UnreadableError with the first sentence of torch's error.
+    """
+    import pickle
+
+    try:
+        import torch
+    except ImportError as error:
+        hint = "pip install torch (a CPU build is enough)"
+        raise UnreadableError("really loading it needs torch, which is not installed", path=path, next=hint) from error
+    location = dict(map_location) if isinstance(map_location, Mapping) else map_location
+    try:
+        return torch.load(path, map_location=location, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
+        raise UnreadableError(f"torch.load refuses it: {_first_sentence(error)}", path=path) from error
+    except (AssertionError, ImportError, KeyError, IndexError) as error:
+        # Backends that are not there, and operands that the restricted unpickler does not expect.
+        what = f"torch.load fails with {type(error).__name__}: {_first_sentence(error)}"
+        raise UnreadableError(what, path=path) from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Torch's messages run over many lines of advice; the cause is in one of them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if "Unsupported" in line or "WeightsUnpickler error" in line:
+            return line.removeprefix("WeightsUnpickler error:").strip()
+    return lines[0] if lines else type(error).__name__
+
+
+def tensors_in(loaded: Any) -> list[torch.Tensor]:
+    """Every tensor in dicts, lists and tuples, each object once."""
+    import torch
+
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    work = [loaded]
+    while work:
+        value = work.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            work.extend(value.values())
+        elif isinstance(value, list | tuple | set):
+            work.extend(value)
+    return found
+
+
+def at_path(loaded: Any, steps: list[str | int]) -> Any:
+    """The object that the steps lead to: keys of mappings, numbers of sequences."""
+    for step in steps:
+        loaded = loaded[step]
+    return loaded

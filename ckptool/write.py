@@ -1,0 +1,218 @@
+"""The only module that opens a file for writing: it runs a plan, whole or not at all.
+
+The output grows in a temporary sibling ``.NAME.<number>.ckptool-tmp``, is brought to the disk, and only
+then takes its name; then the folder is brought to the disk, too. Whatever happens before that, the path
+holds what it held.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from .errors import ChangedError, CkptoolError, OutputError, RefusedError
+from .source import FileSource, Piece, Plan, Source, Span
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Written", "check_output", "write_plan"]
+
+#: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
+_CHUNK: Final = 64 << 20
+#: The buffer where the kernel cannot copy.
+_BUFFER: Final = 4 << 20
+_SUFFIX: Final = ".ckptool-tmp"
+
+Progress = Callable[[int], None]
+
+
+class Written(NamedTuple):
+    """An output: its path and its size in bytes."""
+
+    path: str
+    size: int
+
+
+def check_output(path: str, source: Source, *, force: bool = False) -> str:
+    """The real path to write to, symbolic links followed.
+
+    Raises RefusedError when it is the input itself (also by another name), or exists and ``force`` is not
+    given; OutputError when nothing can be written there.
+    """
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise OutputError("its folder does not exist", path=path, next=f"mkdir -p {os.path.dirname(path) or folder}")
+    try:
+        status = os.stat(target)
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise OutputError(error.strerror or str(error), path=path) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise OutputError("it is a directory", path=path, next="name a file in it")
+    if isinstance(source, FileSource) and source.identity == (status.st_dev, status.st_ino):
+        raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
+    if not stat.S_ISREG(status.st_mode):
+        raise OutputError("it exists and is not a regular file", path=path)
+    if not force:
+        raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
+    return target
+
+
+def write_plan(
+    plan: Plan, path: str, source: Source, *, force: bool = False, mode: int = 0o644, progress: Progress | None = None
+) -> Written:
+    """Run a plan. ``mode`` is for a new file; one that is replaced keeps its own.
+
+    ``progress`` is called with the number of bytes of each step. Raises RefusedError and OutputError as
+    ``check_output`` does, OutputError when the disk is full or fails, ChangedError when the input changed.
+    """
+    target = check_output(path, source, force=force)
+    if force and os.path.exists(target):
+        mode = stat.S_IMODE(os.stat(target).st_mode)
+    folder, name = os.path.split(target)
+    _remove_leftovers(folder, name)
+    temporary = os.path.join(folder, f".{name[:200]}.{os.getpid()}{_SUFFIX}")
+    try:
+        _produce(plan, temporary, mode, source, progress)
+        if force:
+            os.replace(temporary, target)
+        else:
+            _take_name(temporary, target)
+        _sync_folder(folder)
+    except OSError as error:
+        _discard(temporary)
+        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+    except BaseException as error:
+        _discard(temporary)
+        if isinstance(error, CkptoolError) and not error.path:
+            error.path = path
+        raise
+    return Written(path, plan.size)
+
+
+def _produce(plan: Plan, temporary: str, mode: int, source: Source, progress: Progress | None) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for piece in plan.pieces:
+            _copy(piece, fd, progress)
+        if hasattr(os, "fchmod"):
+            os.fchmod(fd, mode)
+        if isinstance(source, FileSource):
+            source.check_unchanged()
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
+    if isinstance(piece, bytes):
+        _write_all(fd, piece)
+        if progress:
+            progress(len(piece))
+        return
+    source = piece.source
+    done = 0
+    if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
+        done = _kernel_copy(piece, source.fd, fd, progress)
+    while done < piece.size:
+        data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
+        if not data:
+            raise ChangedError("the input ends before the bytes that were to be copied")
+        _write_all(fd, data)
+        done += len(data)
+        if progress:
+            progress(len(data))
+
+
+def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:
+    """Bytes that the kernel copied from file to file; it may not be able to, then the rest is up to the caller."""
+    done = 0
+    while done < piece.size:
+        try:
+            count = os.copy_file_range(source, fd, min(_CHUNK, piece.size - done), piece.offset + done)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF):
+                return done
+            raise
+        if count == 0:
+            return done
+        done += count
+        if progress:
+            progress(count)
+    return done
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _take_name(temporary: str, target: str) -> None:
+    """Give the file its name without ever replacing another: link, where the filesystem has links."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise RefusedError("the output exists", path=target, next="replace it with --force") from None
+    except OSError:
+        if os.path.lexists(target):
+            raise RefusedError("the output exists", path=target, next="replace it with --force") from None
+        os.rename(temporary, target)
+        return
+    os.unlink(temporary)
+
+
+def _sync_folder(folder: str) -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network filesystems cannot sync a folder; the file itself is safe.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _discard(temporary: str) -> None:
+    try:
+        os.unlink(temporary)
+    except FileNotFoundError:
+        return
+
+
+def _remove_leftovers(folder: str, name: str) -> None:
+    """Remove what a killed run left for the same output. A run that is alive holds a lock on its file."""
+    if fcntl is None:
+        return
+    head = f".{name[:200]}."
+    try:
+        names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(_SUFFIX)]
+    except OSError:
+        return  # a folder that may be written to but not listed
+    for entry in names:
+        path = os.path.join(folder, entry)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
