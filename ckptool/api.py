@@ -125,16 +125,16 @@ def load(
             raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
         names = [str(checkpoint.graph.nodes[ref]) for ref, _ in chosen[0].items]
         steps = parse_path(chosen[0].path)
-        found = at_path(load_object(checkpoint.path, map_location), steps)
+        found: dict[str, torch.Tensor] = at_path(load_object(checkpoint.path, map_location), steps)
         if strip_prefix is None:
-            return dict(found) if not isinstance(found, dict) else found
+            return found
         # One truth about prefixes: the edit decides the new names, in the order of the old ones.
         edited = edits.strip_prefix(checkpoint, strip_prefix, key=chosen[0].path)
-        renamed = [item for item in edited.state_dicts if item.path == chosen[0].path][0]
+        renamed = next(item for item in edited.state_dicts if item.path == chosen[0].path)
         new_names = [str(edited.graph.nodes[ref]) for ref, _ in renamed.items]
     return _renamed(found, dict(zip(names, new_names)))
 
 
-def _renamed(found: Any, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _renamed(found: dict[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """The same mapping under other keys; ``_metadata`` does not count for loading tensors and stays away."""
     return type(found)((names.get(name, name), value) for name, value in found.items())

@@ -12,7 +12,17 @@ from .pickles.nodes import Graph
 from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
-__all__ = ["Change", "Checkpoint", "Container", "Problem", "StoredBytes", "Verified", "file_mode", "layout_of", "plan_of"]
+__all__ = [
+    "Change",
+    "Checkpoint",
+    "Container",
+    "Problem",
+    "StoredBytes",
+    "Verified",
+    "file_mode",
+    "layout_of",
+    "plan_of",
+]
 
 
 class Problem(NamedTuple):
@@ -39,16 +49,35 @@ class StoredBytes(NamedTuple):
 class Container(Protocol):
     """What a format module makes of a file; the only thing that commands see of a format."""
 
-    #: "torch-zip", "torch-legacy", ...
-    format: str
-    #: Which torch wrote it, in words.
-    writer: str
-    #: The object as it is in the file, and its pickle.
-    graph: Graph
-    pickle: bytes
-    #: "little" or "big"
-    byteorder: str
-    problems: Sequence[Problem]
+    @property
+    def format(self) -> str:
+        """ "torch-zip", "torch-legacy", ..."""
+        ...
+
+    @property
+    def writer(self) -> str:
+        """Which torch wrote it, in words."""
+        ...
+
+    @property
+    def graph(self) -> Graph:
+        """The object as it is in the file."""
+        ...
+
+    @property
+    def pickle(self) -> bytes:
+        """The bytes of that object, up to its STOP at least."""
+        ...
+
+    @property
+    def byteorder(self) -> str:
+        """ "little" or "big"."""
+        ...
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """What is wrong or odd about the container."""
+        ...
 
     def stored_size(self, key: str) -> int | None:
         """The bytes that are there for the storage ``key``, inflated; None where there are none."""
@@ -66,13 +95,13 @@ class Container(Protocol):
 class Change(NamedTuple):
     """What one edit did at one place.
 
-    ``edit`` is the kind ("strip-prefix", "add-prefix", "remap"); ``path`` where; ``count`` how many things
+    ``edit`` is the kind ("strip-prefix", "add-prefix", "remap"); ``path`` where; ``number`` how many things
     changed and ``kept`` how many of the same kind did not; ``what`` says it in words; ``notes`` are remarks.
     """
 
     edit: str
     path: str
-    count: int
+    number: int
     kept: int
     what: str
     notes: tuple[str, ...] = ()

@@ -11,12 +11,11 @@ def human_bytes(size: int) -> str:
     """``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
     if size < 1000:
         return "1 byte" if size == 1 else f"{size} bytes"
-    value = float(size)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    value, unit = size / 1000, 0
+    while value >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {('kB', 'MB', 'GB', 'TB', 'PB', 'EB')[unit]}"
 
 
 def human_count(count: int) -> str:

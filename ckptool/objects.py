@@ -23,7 +23,7 @@ __all__ = [
     "spell_key",
 ]
 
-Scalar: TypeAlias = "None | bool | int | float | str"
+Scalar: TypeAlias = "bool | int | float | str | None"
 
 #: Python 2 names that unpicklers replace (``_compat_pickle``), as far as they stand in checkpoints.
 _MODULES = {
@@ -249,8 +249,10 @@ def parse_path(text: str) -> list[str | int]:
     at = 0
     while at < len(text):
         found = _STEP.match(text, at)
-        if found is None or (at == 0) == (text[at] == "."):
-            raise TargetError(f"{text!r} is no path", next='paths look like state_dict, models[0].net, callbacks["a.b"]')
+        if found is None or (at == 0 and text[0] == "."):
+            raise TargetError(
+                f"{text!r} is no path", next='paths look like state_dict, models[0].net, callbacks["a.b"]'
+            )
         word, index, quoted = found.groups()
         if word is not None:
             if at and text[at] != ".":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["WRAPPERS", "Prefix", "common_prefix", "prefix_of", "wrapper_counts", "without_wrappers"]
+__all__ = ["WRAPPERS", "Prefix", "common_prefix", "prefix_of", "without_wrappers", "wrapper_counts"]
 
 #: Segments that wrappers add to names, by who adds them.
 WRAPPERS: Final = {
@@ -41,7 +41,7 @@ def prefix_of(names: Sequence[str]) -> Prefix:
     while True:
         counts: dict[str, int] = {}
         for key in having:
-            head, dot, rest = key[len(name) :].partition(".")
+            head, dot, _ = key[len(name) :].partition(".")
             if dot and head in WRAPPERS:
                 counts[head] = counts.get(head, 0) + 1
         if not counts:

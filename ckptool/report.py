@@ -145,9 +145,9 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "torch": verdict.torch,
         "loads": verdict.loads,
         "blockers": [
-            {"global": blocker.name, "count": blocker.count, "called": blocker.called}
+            {"global": blocker.name, "count": blocker.number, "called": blocker.called}
             if blocker.name
-            else {"rule": blocker.rule, "count": blocker.count}
+            else {"rule": blocker.rule, "count": blocker.number}
             for blocker in verdict.blockers
         ],
     }

@@ -84,19 +84,27 @@ _OPTIMIZER_KEY = re.compile(r"(?:.*[_\-. ])?[Oo](?:pt|ptim|ptimi[sz]er)s?(?:[_\-
 
 #: What torch.optim and its kin keep per parameter.
 _SLOTS = frozenset(
-    "step exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum grad_avg eta mu ax prev"
-    " step_size d d_numer h m v momentum variance exp_avg_diff neg_pre_grad mu_product exp_avg_sq_row"
-    " exp_avg_sq_col RMS slow_buffer cached_p state1 state2 qmap1 qmap2 absmax1 absmax2 master_param".split()
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"),
+        *("sum", "grad_avg", "eta", "mu", "ax", "prev", "step_size", "d", "d_numer", "h", "m", "v", "momentum"),
+        *("variance", "exp_avg_diff", "neg_pre_grad", "mu_product", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
+        *("slow_buffer", "cached_p", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "master_param"),
+    )
 )
 
 #: Last segments that name parameters and buffers of torch's own modules.
 _PARAMETER = re.compile(
-    r"(?:weights?|bias(?:es)?|gamma|beta|running_(?:mean|var)|num_batches_tracked|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
+    r"(?:weights?|bias(?:es)?|gamma|beta|running_(?:mean|var)|num_batches_tracked"
+    r"|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
 )
 
+#: Last segments under which modules keep what is no tensor.
+_NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
 #: Where training scripts keep a model; evidence beside the content, never instead of it.
-_MODEL_KEY = re.compile(r"(?:.*state_?dict.*|(?:.*[_\-.])?(?:model|net|network|module|weights|params|ema)(?:[_\-.\d].*)?)\Z", re.I)
+_MODEL_KEY = re.compile(
+    r"(?:.*state_?dict.*|(?:.*[_\-.])?(?:model|net|network|module|weights|params|ema)(?:[_\-.\d].*)?)\Z", re.I
+)
 
 
 class _Task(NamedTuple):
@@ -192,35 +200,34 @@ class _Walk:
         return below
 
     def judge(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
-        """"high", "low", or "" for no state dict."""
+        """How surely it is a state dict: "high", "low", or "" for not at all."""
         nodes, reader = self.graph.nodes, self.reader
         if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
             return ""
-        tensors = others = dotted = known = 0
-        for key_ref, value in items:
-            key = nodes[key_ref]
+        tensors = others = dotted = 0
+        keys = [nodes[ref] for ref, _ in items]
+        for key in keys:
             if type(key) is not str or "/" in key or "\\" in key:
                 return ""
+            dotted += "." in key
+        if metadata >= 0:
+            return "high"
+        for key_ref, value in items:
             if reader.tensor(value) is not None:
                 tensors += 1
             else:
                 # Modules may keep anything under these (nn.Module.get_extra_state, quantized Linear).
-                others += key.rpartition(".")[2] in ("_extra_state", "_packed_params", "dtype", "scale", "zero_point")
-            dotted += "." in key
-            known += _PARAMETER.match(key.rpartition(".")[2]) is not None
-        if metadata >= 0:
-            return "high"
-        count = len(items)
+                others += str(nodes[key_ref]).rpartition(".")[2] in _NOT_TENSORS
         if not tensors:
             return ""
-        if tensors < count:
-            return "high" if (tensors + others) * 2 > count and dotted * 2 > count else ""
-        if dotted or task.path == "":
-            return "high"
-        if all(nodes[key] in _SLOTS for key, _ in items):
+        if tensors < len(items):
+            return "high" if (tensors + others) * 2 > len(items) and dotted * 2 > len(items) else ""
+        if _SLOTS.issuperset(keys):
             return ""
-        named = _MODEL_KEY.match(task.key) is not None
-        return "high" if isinstance(node, Call) or named or known * 2 > count else "low"
+        if dotted or task.path == "" or isinstance(node, Call) or _MODEL_KEY.match(task.key):
+            return "high"
+        known = sum(_PARAMETER.match(str(key)) is not None for key in keys)
+        return "high" if known * 2 > len(items) else "low"
 
     def metadata(self, node: Node) -> Ref:
         """The reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""

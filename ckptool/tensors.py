@@ -185,7 +185,9 @@ class TensorReader:
             return self._dense(args, self._flag(args, 4), None)
         if function == "_rebuild_tensor_v3" and count >= 7:
             return self._dense(args, self._flag(args, 4), self._dtype(args[6]))
-        if function == "_rebuild_parameter" and count >= 2 or function == "_rebuild_parameter_with_state" and count >= 4:
+        if (function == "_rebuild_parameter" and count >= 2) or (
+            function == "_rebuild_parameter_with_state" and count >= 4
+        ):
             inner = self.tensor(args[0])
             if inner is None:
                 return None

@@ -95,7 +95,7 @@ class _Tree:
             if pairs is None and isinstance(arguments, tuple):
                 found += [(f"({number})", item) for number, item in enumerate(arguments)]
             found += [(f"[{number}]", item) for number, item in enumerate(node.items)]
-            found += [(f".{nodes[key]}", value) for key, value in attributes(self.graph, node)]
+            found += [("." + _step(nodes[key]), value) for key, value in attributes(self.graph, node)]
         return found
 
 

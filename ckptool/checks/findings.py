@@ -77,7 +77,9 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
     called = [blocker.name for blocker in verdict.blockers if blocker.called]
     if names:
         rest = ", called when it is loaded without" if called else ""
-        what = f"torch.load(weights_only=True) refuses it: {listed(names)} not on the list of torch {verdict.torch}{rest}"
+        what = (
+            f"torch.load(weights_only=True) refuses it: {listed(names)} not on the list of torch {verdict.torch}{rest}"
+        )
         classes = ", ".join(names[:3])
         step = f"if you trust its source: torch.serialization.add_safe_globals([{classes}]), or weights_only=False"
         found.append(Finding("weights-only", "warning", what, step))

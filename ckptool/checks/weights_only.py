@@ -89,7 +89,7 @@ class Blocker(NamedTuple):
 
     name: str
     rule: str
-    count: int
+    number: int
     called: bool = False
 
 
@@ -104,7 +104,8 @@ class Verdict(NamedTuple):
 def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Verdict:
     """Predict ``torch.load(path, weights_only=True, map_location="cpu")``.
 
-    ``flaws`` are those of ``storage_flaws``. What only shows at run time (a device that is absent, arguments that a function refuses) is not foreseen.
+    ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is
+    absent, arguments that a function refuses.
     """
     blockers = globals_outside(checkpoint.graph)
     rules: Counter[str] = Counter()

@@ -113,13 +113,11 @@ def remap(
     """
     devices = api.DeviceMap(to, _pairs(pairs), _numbers(visible), include_cpu)
     devices.check()
-    return _edit_all(
-        "remap", paths, lambda checkpoint: api.remap_devices(checkpoint, devices, strings=strings), **how
-    )
+    return _edit_all("remap", paths, lambda checkpoint: api.remap_devices(checkpoint, devices, strings=strings), **how)
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         for part in text.split(","):
             origin, equals, target = (piece.strip() for piece in part.partition("="))
@@ -257,7 +255,9 @@ def _account(report: dict[str, Any]) -> str:
     for change in changes:
         lines.append("  " + clean(_change_words(change)))
     if not changes:
-        lines.append("  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it")
+        lines.append(
+            "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
+        )
     if not report["changed"]:
         lines.append("  nothing to do: the output is the input, byte for byte")
     elif not report["exact"]:
@@ -273,8 +273,8 @@ def _change_words(change: dict[str, Any]) -> str:
         words = change["what"]
     elif change["edit"] == "device-string":
         words = f"{where}{change['what']}"
-    elif change["count"]:
-        words = f"{where}{change['what']} {counted(change['count'], 'key')}"
+    elif change["number"]:
+        words = f"{where}{change['what']} {counted(change['number'], 'key')}"
         if change["kept"]:
             words += f"; {counted(change['kept'], 'key')} without it stay"
     else:

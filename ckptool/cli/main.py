@@ -127,4 +127,3 @@ def _run(arguments: Sequence[str] | None) -> int:
         text = clean(f"{type(error).__name__}: {error}")
         click.echo(f"ckptool: a bug in ckptool: {text}\n  please report it; CKPTOOL_DEBUG=1 shows where", err=True)
         return 70
-

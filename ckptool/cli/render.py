@@ -59,7 +59,9 @@ def emit_json(reports: Sequence[dict[str, Any]], style: str, several: bool) -> N
         emit(to_json(list(reports) if several else reports[0]) if reports or several else "[]")
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()) -> str:
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
+) -> str:
     """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
     rows = [[clean(cell) for cell in row] for row in rows]
     if style == "csv":

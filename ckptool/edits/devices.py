@@ -79,7 +79,9 @@ def check_target(device: str) -> None:
     raise TargetError(f"{device!r} is no device that torch could restore", next=hint or "targets look like cpu, cuda:0")
 
 
-def remap_devices(checkpoint: Checkpoint, devices: DeviceMap | str | Mapping[str, str], *, strings: bool = False) -> Checkpoint:
+def remap_devices(
+    checkpoint: Checkpoint, devices: DeviceMap | str | Mapping[str, str], *, strings: bool = False
+) -> Checkpoint:
     """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
 
     ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``.

@@ -23,7 +23,9 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if not chosen:
         known = ", ".join(repr(item.path) for item in found[:8])
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        what = f"no state dict at {key!r}; there is {known}{more}" if found else f"no state dict at {key!r}, nor anywhere"
+        what = (
+            f"no state dict at {key!r}; there is {known}{more}" if found else f"no state dict at {key!r}, nor anywhere"
+        )
         raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {checkpoint.path} --tree")
     return chosen
 

@@ -67,7 +67,13 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         inner = ""
         try:
             plain = zlib.decompressobj(31).decompress(head, 512)
-            inner = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a tar" if plain[257:262] == b"ustar" else ""
+            inner = (
+                " of a zip checkpoint"
+                if plain[:4] == b"PK\x03\x04"
+                else " of a tar"
+                if plain[257:262] == b"ustar"
+                else ""
+            )
         except zlib.error:
             inner = ""
         step = f"tar -xzf {name}" if inner == " of a tar" else f"gunzip -k {name}"
@@ -107,14 +113,19 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
         if _tar_members(source) >= {"sys_info", "pickle", "storages"}:
             what = "it is a checkpoint in the tar format of torch 0.1; ckptool does not read this format yet"
             return _not("torch-tar", what, source, "load it with torch.load(..., weights_only=False) if you trust it")
-        return _not("tar", f"it is a tar archive, first member {member!r}", source, f"tar -xf {source.name}, then name the file inside")
+        return _not(
+            "tar",
+            f"it is a tar archive, first member {member!r}",
+            source,
+            f"tar -xf {source.name}, then name the file inside",
+        )
     if head[:4] == b"PK\x05\x06":
         return _not("empty-zip", "it is an empty zip archive", source)
     if head[:4] == b"PK\x07\x08":
         return _not("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
-        what = "it ends like a zip checkpoint but does not begin like one: bytes were put in front, or its first block is lost"
+        what = "it ends like a zip checkpoint but does not begin like one: its first block is lost or something is before it"
         return MalformedError(what, path=source.name, next="get a whole copy of the file")
     return None
 
@@ -147,7 +158,9 @@ def _tar_members(source: Source) -> set[str]:
 
 def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
     if re.fullmatch(rb"ET\d\d", head[4:8]):
-        return _not("executorch", "it is an ExecuTorch program, not a checkpoint", source, "the executorch package runs it")
+        return _not(
+            "executorch", "it is an ExecuTorch program, not a checkpoint", source, "the executorch package runs it"
+        )
     if head[4:8] == b"PTMF":
         return _not("mobile-flatbuffer", "it is a PyTorch Mobile model (flatbuffer), not a checkpoint", source)
     return None
@@ -173,7 +186,12 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
 #: (records that must be there, kind, what it is, the next step)
 _ZIP_KINDS = (
     (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model", "torch.jit.load loads it"),
-    (("constants.pkl",), "torchscript", "a TorchScript archive: a program, not only weights", "torch.jit.load loads it"),
+    (
+        ("constants.pkl",),
+        "torchscript",
+        "a TorchScript archive: a program, not only weights",
+        "torch.jit.load loads it",
+    ),
     (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)", "torch.export.load loads it"),
     ((".data/extern_modules",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),
     ((".data/python_version",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),

@@ -93,7 +93,11 @@ class TorchZip:
         if archive.find(".format_version") is not None:
             return "torch 2.7 or later"
         if archive.find("byteorder") is not None:
-            return "torch 2.1 to 2.6" if archive.find(".data/serialization_id") is not None else "torch 2.1 or another tool"
+            return (
+                "torch 2.1 to 2.6"
+                if archive.find(".data/serialization_id") is not None
+                else "torch 2.1 or another tool"
+            )
         local = archive.local(self.record)
         if b"FB" not in local.raw[30 + len(self.record.name) :]:
             return "not torch.save"

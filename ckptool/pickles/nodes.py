@@ -209,6 +209,18 @@ class Style:
         self.put: frozenset[Ref] = frozenset()
         self.steps: dict[Ref, tuple[tuple[int, int], ...]] = {}
 
+    def extended(self, like: Mapping[Ref, Ref]) -> Style:
+        """The style in which each new reference of ``like`` is written as its old one; itself if that says nothing."""
+        forms = {new: self.forms[old] for new, old in like.items() if old in self.forms}
+        unput = {new for new, old in like.items() if old in self.unput}
+        put = {new for new, old in like.items() if old in self.put}
+        if not (forms or unput or put):
+            return self
+        twin = Style(self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base)
+        twin.forms = self.forms | forms
+        twin.unput, twin.put, twin.steps = self.unput | unput, self.put | put, self.steps
+        return twin
+
 
 class Graph:
     """One pickled object: an arena of nodes, the number of the root, and the style to write it in.
@@ -234,12 +246,23 @@ class Graph:
         self.refused: Final[Mapping[int, int]] = refused or {}
         self.oddities: Final = oddities
 
-    def edited(self, changes: Mapping[Ref, Node], added: Sequence[Node] = (), root: Ref | None = None) -> Graph:
-        """Another graph: the nodes of ``changes`` in place of the old ones, ``added`` behind the last."""
+    def edited(
+        self,
+        changes: Mapping[Ref, Node],
+        added: Sequence[Node] = (),
+        root: Ref | None = None,
+        like: Mapping[Ref, Ref] | None = None,
+    ) -> Graph:
+        """Another graph: the nodes of ``changes`` in place of the old ones, ``added`` behind the last.
+
+        The first of ``added`` gets the number ``len(self.nodes)``. ``like`` names for a new reference the
+        old one whose manner of writing it takes over; others are written as CPython's pickler would.
+        """
         nodes = self.nodes + list(added)
         for ref, node in changes.items():
             nodes[ref] = node
-        return Graph(nodes, self.root if root is None else root, self.style, self.refused, self.oddities)
+        style = self.style.extended(like) if like else self.style
+        return Graph(nodes, self.root if root is None else root, style, self.refused, self.oddities)
 
     def reachable(self) -> Iterator[Ref]:
         """Every reference that the root leads to, each once, parents before children."""

@@ -184,8 +184,8 @@ def _entries(raw: bytes, count: int, base: int) -> list[Record]:
     for _ in range(count):
         if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
             raise MalformedError("no directory entry where one must be", where=DIRECTORY, offset=base + at)
-        (_, _, _, flags, method, _, _, crc, packed, plain, name_size, extra_size, comment_size, _, _, _, header) = unpack(
-            raw, at
+        (_, _, _, flags, method, _, _, crc, packed, plain, name_size, extra_size, comment_size, _, _, _, header) = (
+            unpack(raw, at)
         )
         name_at = at + size
         extra_at = name_at + name_size
@@ -229,7 +229,9 @@ def _note_oddities(archive: Archive, size: int, unused: int) -> None:
         else:
             fold = name.lower()
             if fold in folds:
-                note(Oddity("case-twin", f"{name!r} differs from another record in case only; torch takes either", True))
+                note(
+                    Oddity("case-twin", f"{name!r} differs from another record in case only; torch takes either", True)
+                )
             folds.add(fold)
             archive.by_name[name] = record
         if record.flags & 1:
@@ -242,7 +244,9 @@ def _note_oddities(archive: Archive, size: int, unused: int) -> None:
     if gap and archive.source.read(archive.end - size, 4) == b"PK\x01\x02":
         note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
     elif gap:
-        note(Oddity("directory-gap", f"the directory does not end where the end record begins ({gap:+,} bytes)", gap < 0))
+        note(
+            Oddity("directory-gap", f"the directory does not end where the end record begins ({gap:+,} bytes)", gap < 0)
+        )
     if archive.records:
         first = min(record.header for record in archive.records)
         if first > 0:

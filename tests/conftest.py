@@ -1,0 +1,72 @@
+"""What all tests share: the fixtures with their manifest, and the folder of real checkpoints where there is one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "fixtures"
+#: Checkpoints by other people; they never go into the project, and tests that use them skip without them.
+CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
+
+
+class Fixture(NamedTuple):
+    """A line of fixtures/MANIFEST.tsv."""
+
+    path: Path
+    container: str
+    layout: str
+    state_dicts: list[str]
+    prefix: str
+    locations: list[str]
+    loads: bool
+    why: str
+
+
+def manifest() -> list[Fixture]:
+    """Every committed fixture."""
+    with (FIXTURES / "MANIFEST.tsv").open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [
+        Fixture(
+            FIXTURES / row["file"],
+            row["container"],
+            row["layout"],
+            json.loads(row["state_dicts"]),
+            row["prefix"],
+            row["locations"].split(),
+            row["loads"] == "yes",
+            row["why"],
+        )
+        for row in rows
+    ]
+
+
+MANIFEST = manifest()
+CHECKPOINTS = [item for item in MANIFEST if item.container in ("torch-zip", "torch-legacy")]
+LOADABLE = [item for item in CHECKPOINTS if item.loads]
+
+
+def by_name(item: Fixture) -> str:
+    return item.path.name
+
+
+def corpus_files() -> list[Path]:
+    """The real checkpoints, or nothing."""
+    return sorted(path for path in CORPUS.glob("*") if path.name not in ("MANIFEST.tsv", "README.md"))
+
+
+needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason="the folder of real checkpoints is not here")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """A name for an output."""
+    yield tmp_path / "out.pth"
