@@ -11,12 +11,12 @@ __all__ = ["difference"]
 _CONSTANTS = (type(None), bool, int, float)
 
 
-def difference(a: Graph, b: Graph) -> str:
+def difference(a: Graph, b: Graph, *, texts_by_value: bool = False) -> str:
     """Where two graphs differ, in words; "" when they are equal.
 
     Equal means: a one-to-one map between the nodes that the roots lead to, under which every node has
     the same type, value and order of children. Numbers, None and ``()`` have no identity. How a node
-    was written (opcode, memo, batches) does not count.
+    was written (opcode, memo, batches) does not count. With ``texts_by_value`` strings have no identity either.
     """
     forward: dict[Ref, Ref] = {}
     backward: dict[Ref, Ref] = {}
@@ -26,7 +26,7 @@ def difference(a: Graph, b: Graph) -> str:
         node, twin = a.nodes[left], b.nodes[right]
         if type(node) is not type(twin):
             return f"{_name(node)} became {_name(twin)}"
-        if isinstance(node, _CONSTANTS) or node == ():
+        if isinstance(node, _CONSTANTS) or node == () or (texts_by_value and type(node) is str):
             if not _same_constant(node, twin):
                 return f"{node!r} became {twin!r}"
             continue
