@@ -27,11 +27,11 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cog --check README.md
+	$(BIN)/cog --check -I . README.md
 	$(BIN)/python fixtures/make.py --check
 
 docs: $(READY) ## Generate the documentation anew
-	$(BIN)/cog -r README.md
+	$(BIN)/cog -r -I . README.md
 
 bench: $(READY) ## Measure against torch and cp (needs 12 GB of disk)
 	$(BIN)/python bench/run.py

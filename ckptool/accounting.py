@@ -64,13 +64,12 @@ def account(survey: Survey) -> Account:
             width = part.own_bytes // max(part.numel, 1) or 1
             views.setdefault(key, []).append((part.offset * width, size * width, distinct_elements(part) * width))
     for path, ref, top in survey.storages:
-        use = reader.use(ref)
-        if use is not None:
-            key = use.storage.key
-            if key not in first and top >= 0:
-                entry_bytes[top] += use.storage.nbytes
-            first.setdefault(key, path)
-            views.setdefault(key, []).append((0, use.storage.nbytes, use.storage.nbytes))
+        storage = reader.storage(ref)
+        if storage is not None:
+            if storage.key not in first and top >= 0:
+                entry_bytes[top] += storage.nbytes
+            first.setdefault(storage.key, path)
+            views.setdefault(storage.key, []).append((0, storage.nbytes, storage.nbytes))
     devices: dict[str, int] = dict.fromkeys(located, 0)
     total = unused = 0
     wasteful = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from .objects import attributes, callable_name, class_name, mapping, spell_key
 from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
@@ -101,19 +101,18 @@ _PARAMETER = re.compile(
 #: Last segments under which modules keep what is no tensor.
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
+#: Constants: there is nothing below them.
+_BARREN = frozenset((int, float, bool, type(None)))
+
 #: Where training scripts keep a model; evidence beside the content, never instead of it.
 _MODEL_KEY = re.compile(
     r"(?:.*state_?dict.*|(?:.*[_\-.])?(?:model|net|network|module|weights|params|ema)(?:[_\-.\d].*)?)\Z", re.I
 )
 
 
-class _Task(NamedTuple):
-    ref: Ref
-    path: str
-    key: str
-    eligible: bool
-    state_dict: int
-    top: int
+#: A place to go to: reference, path, last step, may there be state dicts, state dict it is a value of (or -1),
+#: top-level entry. A plain tuple, because there is one for every tensor.
+_Task: TypeAlias = tuple[Ref, str, str, bool, int, int]
 
 
 def survey(graph: Graph) -> Survey:
@@ -132,74 +131,74 @@ class _Walk:
 
     def run(self) -> None:
         nodes, reader, found = self.graph.nodes, self.reader, self.found
-        work = [_Task(self.graph.root, "", "", True, -1, -1)]
-        first = True
+        work: list[_Task] = [(self.graph.root, "", "", True, -1, -1)]
         while work:
             task = work.pop()
-            node = nodes[task.ref]
+            ref, path, key, _, state_dict, top = task
+            node = nodes[ref]
             kind = type(node)
-            if kind is str:
+            if kind is Call:
+                tensor = reader.tensor(ref)
+                if tensor is not None:
+                    found.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top))
+                    continue
+            elif kind is str:
                 if _DEVICE.match(node):  # type: ignore[arg-type]
-                    found.devices.append(DeviceName(task.path, task.ref, node, False))  # type: ignore[arg-type]
+                    found.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
-            tensor = reader.tensor(task.ref) if kind is Call else None
-            if tensor is not None:
-                found.tensors.append(TensorEntry(task.path, task.key, task.ref, tensor, task.state_dict, task.top))
+            if ref in self.seen:
                 continue
-            if task.ref in self.seen:
-                continue
-            self.seen.add(task.ref)
+            self.seen.add(ref)
             below = self.enter(task, node)
-            if first:
-                first = False
-                for number, child in enumerate(below):
-                    found.entries.append(Entry(child.key, child.path, child.ref))
-                    below[number] = child._replace(top=number)
-            # Constants can hold nothing.
-            work += [child for child in reversed(below) if not isinstance(nodes[child.ref], int | float | None)]
+            if len(self.seen) == 1:
+                found.entries.extend(Entry(child[2], child[1], child[0]) for child in below)
+                below = [(*child[:5], number) for number, child in enumerate(below)]
+            # Numbers and None can hold nothing.
+            work += [child for child in reversed(below) if type(nodes[child[0]]) not in _BARREN]
 
     def enter(self, task: _Task, node: Node) -> list[_Task]:
         """The places below a node."""
+        ref, path, _, _, _, top = task
         if isinstance(node, List | tuple | Set | FrozenSet):
-            refs: Sequence[Ref] = node if isinstance(node, tuple) else node.items
-            return self.elements(refs, task)
+            return self.elements(node if isinstance(node, tuple) else node.items, task)
         if isinstance(node, Dict):
-            return self.mapping(task, node, mapping(self.graph, task.ref) or [])
-        if isinstance(node, Persistent) and self.reader.use(task.ref) is not None:
-            self.found.storages.append((task.path, task.ref, task.top))
+            return self.mapping(task, node, mapping(self.graph, ref) or [])
+        if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
+            self.found.storages.append((path, ref, top))
         if isinstance(node, Call):
             return self.call(task, node)
         return []
 
     def elements(self, refs: Sequence[Ref], task: _Task, shape: str = "[{}]") -> list[_Task]:
+        _, path, _, eligible, _, top = task
         steps = [shape.format(index) for index in range(len(refs))]
-        return [_Task(ref, task.path + step, step, task.eligible, -1, task.top) for step, ref in zip(steps, refs)]
+        return [(ref, path + step, step, eligible, -1, top) for step, ref in zip(steps, refs)]
 
     def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> list[_Task]:
         nodes = self.graph.nodes
-        eligible, inside = task.eligible, -1
+        own, base, step, eligible, _, top = task
+        inside = -1
         metadata = self.metadata(node)
-        confidence = self.judge(task, node, items, metadata) if eligible else ""
+        confidence = self.judge(base, step, node, items, metadata) if eligible else ""
         if confidence:
             inside = len(self.found.state_dicts)
-            container = class_name(self.graph, task.ref)
-            self.found.state_dicts.append(StateDict(task.path, task.ref, container, items, metadata, confidence))
-        keys = {nodes[key] for key, _ in items if type(nodes[key]) is str}
-        if confidence or {"state", "param_groups"} <= keys:
+            container = class_name(self.graph, own)
+            self.found.state_dicts.append(StateDict(base, own, container, items, metadata, confidence))
+        if confidence or {"state", "param_groups"} <= {nodes[key] for key, _ in items if type(nodes[key]) is str}:
             eligible = False
-        base, top = task.path, task.top
-        below = []
+        below: list[_Task] = []
         for key_ref, ref in items:
             key = nodes[key_ref]
             path = spell_key(base, key)
-            if type(key) is str:
-                allowed = eligible and (not _OPTIMIZER_KEY.match(key) or self.metadata(nodes[ref]) >= 0)
-                below.append(_Task(ref, path, key, allowed, inside, top))
+            if type(key) is not str:
+                below.append((ref, path, path[len(base) :], eligible, inside, top))
             else:
-                below.append(_Task(ref, path, path[len(base) :], eligible, inside, top))
+                # A module's own state dict is one under any name.
+                allowed = eligible and (not _OPTIMIZER_KEY.match(key) or self.metadata(nodes[ref]) >= 0)
+                below.append((ref, path, key, allowed, inside, top))
         return below
 
-    def judge(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
+    def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """How surely it is a state dict: "high", "low", or "" for not at all."""
         nodes, reader = self.graph.nodes, self.reader
         if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
@@ -224,7 +223,7 @@ class _Walk:
             return "high" if (tensors + others) * 2 > len(items) and dotted * 2 > len(items) else ""
         if _SLOTS.issuperset(keys):
             return ""
-        if dotted or task.path == "" or isinstance(node, Call) or _MODEL_KEY.match(task.key):
+        if dotted or path == "" or isinstance(node, Call) or _MODEL_KEY.match(step):
             return "high"
         known = sum(_PARAMETER.match(str(key)) is not None for key in keys)
         return "high" if known * 2 > len(items) else "low"
@@ -239,30 +238,31 @@ class _Walk:
 
     def call(self, task: _Task, node: Call) -> list[_Task]:
         graph = self.graph
-        device = device_text(graph, task.ref)
+        ref, path, key, _, _, top = task
+        device = device_text(graph, ref)
         if device is not None:
-            self.found.devices.append(DeviceName(task.path, task.ref, device, True))
+            self.found.devices.append(DeviceName(path, ref, device, True))
             return []
-        name = class_name(graph, task.ref)
-        items = mapping(graph, task.ref)
+        name = class_name(graph, ref)
+        items = mapping(graph, ref)
         below = self.mapping(task, node, items) if items is not None else []
         if name == "OrderedDict":
             return below
         if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
-            self.found.objects.setdefault(name, task.path)
-        hidden = task._replace(eligible=False)
+            self.found.objects.setdefault(name, path)
+        hidden = (ref, path, key, False, -1, top)
         arguments = graph.nodes[node.args]
-        if isinstance(arguments, tuple) and len(arguments):
+        if isinstance(arguments, tuple):
             below += self.elements(arguments, hidden, "({})")
         below += self.elements(node.items, hidden if items is None else task)
-        attribute_names = set()
-        for key_ref, ref in attributes(graph, node):
-            key = graph.nodes[key_ref]
-            attribute_names.add(key if type(key) is str else None)
-            below.append(_Task(ref, spell_key(task.path, key), str(key), False, -1, task.top))
-        if {"_parameters", "_buffers", "_modules"} <= attribute_names:
-            self.found.modules.append(task.path)
-        elif not attribute_names:
-            for number, state in enumerate(node.states):
-                below.append(_Task(state, f"{task.path}(state {number})", "state", False, -1, task.top))
+        names = set()
+        for name_ref, value in attributes(graph, node):
+            attribute = graph.nodes[name_ref]
+            names.add(attribute if type(attribute) is str else None)
+            below.append((value, spell_key(path, attribute), str(attribute), False, -1, top))
+        if {"_parameters", "_buffers", "_modules"} <= names:
+            self.found.modules.append(path)
+        elif not names:
+            states = enumerate(node.states)
+            below += [(state, f"{path}(state {number})", "state", False, -1, top) for number, state in states]
         return below

@@ -13,7 +13,7 @@ from .dtypes import BY_NAME, Dtype, storage_dtype
 from .objects import callable_name, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Persistent, Ref
 
-__all__ = ["Storage", "StorageUse", "Tensor", "TensorReader", "extent"]
+__all__ = ["Storage", "Tensor", "TensorReader", "extent"]
 
 
 class Storage(NamedTuple):
@@ -32,17 +32,6 @@ class Storage(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-class StorageUse(NamedTuple):
-    """One mention of a storage: the references within the persistent id, for edits and reports.
-
-    ``base`` is the offset of a legacy view in elements, 0 otherwise.
-    """
-
-    storage: Storage
-    location_ref: Ref
-    base: int = 0
 
 
 class Tensor(NamedTuple):
@@ -91,7 +80,9 @@ class TensorReader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._tensors: dict[Ref, Tensor | None] = {}
-        self._uses: dict[Ref, StorageUse | None] = {}
+        self._uses: dict[Ref, Storage] = {}
+        self._functions: dict[Ref, str] = {}
+        self._shapes: dict[tuple[Ref, ...], tuple[int, ...] | None] = {}
         #: Every storage mentioned, by key, in the order of the pickle.
         self.storages: dict[str, Storage] = {}
         #: Persistent ids of other kinds: the legacy format's ('module', class, file, source).
@@ -99,17 +90,18 @@ class TensorReader:
         #: Keys whose persistent ids disagree.
         self.disagreeing: set[str] = set()
         self._depth = 0
+        self._has_views = False
         for ref, node in enumerate(graph.nodes):
             if type(node) is Persistent:
                 self._read_storage(ref, node)
 
-    def use(self, ref: Ref) -> StorageUse | None:
+    def storage(self, ref: Ref) -> Storage | None:
         """The storage that a persistent reference stands for, or None."""
         return self._uses.get(ref)
 
-    def uses(self) -> list[tuple[Ref, StorageUse]]:
-        """Every mention of a storage, in the order of the pickle."""
-        return [(ref, use) for ref, use in self._uses.items() if use is not None]
+    def uses(self) -> list[tuple[Ref, Storage]]:
+        """Every mention of a storage: the reference of its Persistent, in the order of the pickle."""
+        return list(self._uses.items())
 
     def tensor(self, ref: Ref) -> Tensor | None:
         """The tensor that a reference stands for, or None when it is something else."""
@@ -138,6 +130,7 @@ class TensorReader:
         if (kind != "storage" and kind != b"storage") or not 5 <= len(pid) <= 6:
             return
         cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
+        self._has_views |= len(pid) == 6
         if type(cls) is not Global or type(numel) is not int or numel < 0:
             return
         if type(key) is not str and type(key) is not int:
@@ -155,11 +148,16 @@ class TensorReader:
             else:
                 # Torch does not cache empty storages: each mention stands for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
-        self._uses[ref] = StorageUse(known, pid[3], self._view_base(pid[5]) if len(pid) == 6 else 0)
+        self._uses[ref] = known
 
     def _view_base(self, ref: Ref) -> int:
-        """Legacy view metadata is None or (view key, offset in elements, size in elements)."""
-        view = self.graph.nodes[ref]
+        """Where a legacy view begins in its storage, in elements.
+
+        View metadata is None or (view key, offset, size), offset and size in elements.
+        """
+        node = self.graph.nodes[ref]
+        pid = self.graph.nodes[node.pid] if isinstance(node, Persistent) else ()
+        view = self.graph.nodes[pid[5]] if type(pid) is tuple and len(pid) == 6 else None
         if type(view) is not tuple or len(view) != 3:
             return 0
         offset = self.graph.nodes[view[1]]
@@ -171,17 +169,21 @@ class TensorReader:
         node = self.graph.nodes[ref]
         if not isinstance(node, Call):
             return None
-        func, args = self.graph.nodes[node.func], self.graph.nodes[node.args]
-        if type(func) is not Global or type(args) is not tuple:
-            return None
-        return self._rebuilt(mapped_name(func), args)
+        name = self._functions.get(node.func)
+        if name is None:
+            func = self.graph.nodes[node.func]
+            name = self._functions[node.func] = mapped_name(func) if type(func) is Global else ""
+        args = self.graph.nodes[node.args]
+        return self._rebuilt(name, args) if type(args) is tuple else None
 
     def _rebuilt(self, name: str, args: tuple[Ref, ...]) -> Tensor | None:
+        if name == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
+            return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
             return self._other(name, args)
         count = len(args)
-        if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:
+        if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
             return self._dense(args, self._flag(args, 4), None)
         if function == "_rebuild_tensor_v3" and count >= 7:
             return self._dense(args, self._flag(args, 4), self._dtype(args[6]))
@@ -230,21 +232,20 @@ class TensorReader:
         return None
 
     def _dense(self, args: tuple[Ref, ...], grad: bool, dtype: str | None) -> Tensor | None:
-        use = self._uses.get(args[0])
+        storage = self._uses.get(args[0])
         offset = self.graph.nodes[args[1]]
         shape, stride = self._ints(args[2]), self._ints(args[3])
-        if use is None or type(offset) is not int or shape is None or stride is None:
+        if storage is None or type(offset) is not int or shape is None or stride is None:
             return None
-        storage = use.storage
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
-        numel = prod(shape)
-        size = -(-numel // kind.packed) * kind.itemsize
+        size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
+        base = self._view_base(args[0]) if self._has_views else 0
         return Tensor(
             "meta" if storage.location == "meta" else "dense",
             dtype or kind.name,
             shape,
             stride,
-            offset + use.base,
+            offset + base,
             storage.key,
             storage.location,
             grad,
@@ -348,11 +349,11 @@ class TensorReader:
         refs = nodes[ref]
         if type(refs) is not tuple:
             return self._size(ref)
-        values = tuple([nodes[item] for item in refs])
-        for value in values:
-            if type(value) is not int:
-                return None
-        return values  # type: ignore[return-value]
+        # Numbers are one node each, so tensors of one shape have equal tuples of references.
+        if refs not in self._shapes:
+            values = tuple([nodes[item] for item in refs])
+            self._shapes[refs] = values if all(type(value) is int for value in values) else None  # type: ignore[assignment]
+        return self._shapes[refs]
 
     def _size(self, ref: Ref) -> tuple[int, ...] | None:
         """A shape that is a tuple or torch.Size((...,))."""

@@ -72,9 +72,9 @@ class _Tree:
         device = device_text(self.graph, ref)
         if device is not None:
             return Branch(depth, name, kind, device), []
-        use = self.reader.use(ref)
-        if isinstance(node, Persistent) and use is not None:
-            return Branch(depth, name, use.storage.cls, f"{use.storage.nbytes:,} bytes {use.storage.location}"), []
+        storage = self.reader.storage(ref)
+        if isinstance(node, Persistent) and storage is not None:
+            return Branch(depth, name, storage.cls, f"{storage.nbytes:,} bytes {storage.location}"), []
         known = self.opened.get(ref)
         if known is not None:
             return Branch(depth, name, kind, f"the same object as {known}"), []

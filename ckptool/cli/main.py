@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from .. import __version__
 from ..errors import CkptoolError
 from .render import clean, say_error
 
-__all__ = ["cli", "main"]
+__all__ = ["COMMANDS", "EXIT_CODES", "cli", "main", "run"]
 
 #: Command, module, function, one line of help: enough for ``ckptool --help`` without an import.
 COMMANDS: Final = {
@@ -27,6 +28,17 @@ COMMANDS: Final = {
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
 }
 
+EXIT_CODES: Final = (
+    ("0", "done, also when there was nothing to do"),
+    ("1", "the answer is no: inspect --load could not load it"),
+    ("2", "usage: an unknown option, a missing -o, a device that torch could not restore"),
+    ("3", "the input cannot be read, or is something else"),
+    ("4", "refused: it would lose or overwrite something"),
+    ("5", "the output could not be written"),
+    ("70", "a bug in ckptool"),
+    ("128+N", "ended by signal N"),
+)
+
 EPILOG: Final = """\b
 Examples:
   ckptool inspect model.pth
@@ -34,10 +46,8 @@ Examples:
   ckptool remap model.pth --to cpu -o model.cpu.pth
 
 \b
-Exit codes: 0 done; 1 the answer is no; 2 usage; 3 the input cannot be read;
-4 refused, it would lose or overwrite something; 5 the output cannot be written;
-70 a bug in ckptool; 128+N ended by signal N.
-"""
+Exit codes:
+""" + "\n".join(f"  {code:<6} {text}" for code, text in EXIT_CODES)
 
 
 class _Commands(click.Group):
@@ -83,6 +93,9 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    # One run makes millions of small tuples and no cycles worth collecting: scanning them takes longer than
+    # making them.
+    gc.disable()
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _end)
@@ -90,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(arguments)
+        code = run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone (``| head``): nothing more to say, and nothing to say it to.
@@ -99,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; signals and a closed pipe are left to ``main``."""
     try:
         result = cli.main(args=arguments, prog_name="ckptool", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -106,17 +106,17 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
     moved: Counter[tuple[str, str]] = Counter()
     kept: Counter[str] = Counter()
     keys: set[str] = set()
-    for ref, use in checkpoint.survey.reader.uses():
-        old = use.storage.location
+    for ref, storage in checkpoint.survey.reader.uses():
+        old = storage.location
         new = devices(old)
-        if use.storage.key not in keys:
-            keys.add(use.storage.key)
+        if storage.key not in keys:
+            keys.add(storage.key)
             if new == old:
                 kept[old] += 1
             else:
                 moved[old, new] += 1
         if new != old:
-            _retag(rewrite, ref, use.location_ref, new)
+            _retag(rewrite, ref, new)
     objects = _device_objects(rewrite, devices)
     changes = [
         Change("remap", old, count, 0, f"{_storages(count)} tagged {old} now tagged {new}")
@@ -151,13 +151,13 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None
     return changes
 
 
-def _retag(rewrite: Rewrite, ref: Ref, location: Ref, new: str) -> None:
+def _retag(rewrite: Rewrite, ref: Ref, new: str) -> None:
     """Replace the location in one persistent id; ids that were one tuple stay one."""
     node = rewrite.graph.nodes[ref]
     assert isinstance(node, Persistent)
     pid = rewrite.graph.nodes[node.pid]
     assert type(pid) is tuple
-    rewrite.changed[node.pid] = (*pid[:3], rewrite.text(location, new), *pid[4:])
+    rewrite.changed[node.pid] = (*pid[:3], rewrite.text(pid[3], new), *pid[4:])
 
 
 def _device_objects(rewrite: Rewrite, devices: DeviceMap) -> int:

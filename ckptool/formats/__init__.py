@@ -16,13 +16,14 @@ class Format(NamedTuple):
     """``sniff(head, source)`` looks at the first bytes first, at more only if these fit."""
 
     name: str
+    words: str
     sniff: Callable[[bytes, Source], bool]
     read: Callable[[Source], Container]
 
 
 FORMATS: Final[tuple[Format, ...]] = (
-    Format("torch-zip", torch_zip.sniff, torch_zip.read),
-    Format("torch-legacy", torch_legacy.sniff, torch_legacy.read),
+    Format("torch-zip", torch_zip.WORDS, torch_zip.sniff, torch_zip.read),
+    Format("torch-legacy", torch_legacy.WORDS, torch_legacy.sniff, torch_legacy.read),
 )
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.

@@ -7,6 +7,7 @@ import struct
 import zlib
 
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
+from ..human import human_bytes
 from ..pickles import decode
 from ..source import Source
 from ..zips import Archive
@@ -40,7 +41,7 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if start.startswith(b"version https://git-lfs"):
         size = re.search(rb"\nsize (\d{1,18})", head)
-        real = f" that stands for a file of {_human(int(size.group(1)))}" if size else ""
+        real = f" that stands for a file of {human_bytes(int(size.group(1)))}" if size else ""
         return _not("git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull")
     lowered = start[:64].lower()
     if lowered.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
@@ -125,7 +126,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
         return _not("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
-        what = "it ends like a zip checkpoint but does not begin like one: its first block is lost or something is before it"
+        what = "it ends like a zip checkpoint but does not begin like one: its first block is lost, or not the first"
         return MalformedError(what, path=source.name, next="get a whole copy of the file")
     return None
 
@@ -232,14 +233,7 @@ def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
         return error
     whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {name!r})"
-    what = f"{whose} that is cut: it ends after {_human(source.size)} without the directory that a zip has at its end"
+    what = (
+        f"{whose} that is cut: it ends after {human_bytes(source.size)} without the directory that a zip has at its end"
+    )
     return MalformedError(what, path=source.name, next="copy or download it again, whole")
-
-
-def _human(size: int) -> str:
-    value = float(size)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{size:,} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1000
-    return ""

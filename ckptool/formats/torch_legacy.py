@@ -15,6 +15,7 @@ from ..tensors import TensorReader
 
 __all__ = ["TorchLegacy", "read", "sniff"]
 
+WORDS = "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included"
 MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _MAGIC_BYTES = MAGIC.to_bytes(10, "little")

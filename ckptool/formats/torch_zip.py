@@ -16,6 +16,9 @@ from . import identify
 __all__ = ["TorchZip", "read", "sniff"]
 
 
+WORDS = "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request"
+
+
 class TorchZip:
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
