@@ -59,7 +59,9 @@ class _Comparison:
         if isinstance(a, Mapping):
             if list(map(_key, a)) != list(map(_key, b)):
                 return f"{path}: keys {list(a)[:5]} against {list(b)[:5]}"
-            found = next(filter(None, (self.compare(x, y, f"{path}.{k}") for k, x, y in zip(a, a.values(), b.values()))), "")
+            found = next(
+                filter(None, (self.compare(x, y, f"{path}.{k}") for k, x, y in zip(a, a.values(), b.values()))), ""
+            )
             return found or self.metadata(a, b, path)
         if isinstance(a, list | tuple):
             if len(a) != len(b):

@@ -1,4 +1,4 @@
-"""Real checkpoints by other people: what ckptool says agrees with the manifest and with torch, edits with the oracle."""
+"""Real checkpoints by other people: reports agree with the manifest and with torch, edits with the oracle."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def strip(name: str) -> str:
 @loadable
 def test_strip_equals_the_naive_edit(fixture: Fixture, out: Path) -> None:
     if fixture.path.name == "collision.pth":
-        with pytest.raises(RefusedError, match="'a.*module.a|module.a.*'a"):
+        with pytest.raises(RefusedError, match=r"'a.*module.a|module.a.*'a"):
             edited(fixture, out, "strip")
         assert not out.exists()
         return

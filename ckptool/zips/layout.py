@@ -61,8 +61,7 @@ def rewritten(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     directory = b"".join(_entry(archive, place[record.entry]) for record in archive.records)
     pieces += [directory, _end(archive, at, len(directory))]
     # The comment, and what stands behind the archive.
-    tail = _end_of_records(archive)
-    pieces.append(Span(source, tail, source.size - tail))
+    pieces.append(Span(source, archive.end.tail, source.size - archive.end.tail))
     return Plan(merged(pieces))
 
 
@@ -72,7 +71,7 @@ def _records(archive: Archive, contents: Mapping[str, bytes], moved: list[_Moved
     ordered = sorted(archive.records, key=lambda record: record.header)
     at = 0
     for number, record in enumerate(ordered):
-        limit = ordered[number + 1].header if number + 1 < len(ordered) else archive.directory
+        limit = ordered[number + 1].header if number + 1 < len(ordered) else archive.end.directory
         shift = at - record.header
         size = limit - record.header
         content = contents.get(record.name)
@@ -116,10 +115,11 @@ def _one(
     new = _Moved(record, at, crc, size, packed, method)
     moved.append(new)
     header, wide = _header(new, local.raw, grid)
-    yield header
+    # What did not change is a span, so that it joins the next one.
+    yield Span(archive.source, record.header, len(header)) if header == local.raw else header
     yield body
     if content is None and len(descriptor) in (0, 24 if wide else 16):
-        yield descriptor
+        yield Span(archive.source, payload.offset + payload.size, len(descriptor))
     elif descriptor and (packed or record.compressed == 0):
         yield b"PK\x07\x08" + _u32(crc) + (_u64(packed) + _u64(size) if wide else _u32(packed) + _u32(size))
 
@@ -202,22 +202,13 @@ def _end(archive: Archive, directory: int, size: int) -> bytes:
     """The end records: zip64 where the source has it or the offsets need it."""
     count = len(archive.records)
     parts = b""
-    if archive.has_zip64 or directory >= FULL32 or count >= 0xFFFF:
-        if archive.has_zip64:
-            head = archive.source.read(archive.end, 24)
+    if archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
+        if archive.end.zip64 >= 0:
+            head = archive.source.read(archive.end.zip64, 24)
         else:
             head = b"PK\x06\x06" + _u64(44) + _u16(45) + _u16(45) + bytes(8)
         parts += head[:4] + _u64(44) + head[12:24] + _u64(count) * 2 + _u64(size) + _u64(directory)
         parts += b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
     counts = _u16(min(count, 0xFFFF)) * 2
-    end = archive.source.read(_end_of_records(archive) - 22, 22)
+    end = archive.source.read(archive.end.plain, 22)
     return parts + end[:8] + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + end[20:22]
-
-
-def _end_of_records(archive: Archive) -> int:
-    """The offset just behind the plain end record."""
-    if not archive.has_zip64:
-        return archive.end + 22
-    tail_size = min(archive.source.size - archive.end, 0xFFFF + 22)
-    tail = archive.source.read(archive.source.size - tail_size, tail_size)
-    return archive.source.size - tail_size + tail.rfind(b"PK\x05\x06", 0, len(tail) - 18) + 22

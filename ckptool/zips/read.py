@@ -13,10 +13,10 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..errors import MalformedError
-from ..limits import LIMITS, Limits
+from ..limits import LIMITS
 from ..source import Source, Span
 
-__all__ = ["Archive", "Local", "Oddity", "Record", "extras", "read_archive"]
+__all__ = ["Archive", "End", "Local", "Oddity", "Record", "extras", "read_archive"]
 
 DIRECTORY: Final = "central directory"
 _ENTRY: Final = Struct("<4s6H3I5H2I")
@@ -61,20 +61,40 @@ class Oddity(NamedTuple):
     ambiguous: bool = False
 
 
+class End(NamedTuple):
+    """The end records: what they say of the directory, and where they stand.
+
+    ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory``
+    and ``size`` are offset and bytes of the directory, ``entries`` what it counts.
+    """
+
+    zip64: int
+    plain: int
+    directory: int
+    size: int
+    entries: int
+
+    @property
+    def begin(self) -> int:
+        """Where the end records begin."""
+        return self.zip64 if self.zip64 >= 0 else self.plain
+
+    @property
+    def tail(self) -> int:
+        """The offset behind the plain end record: the comment, and whatever follows it."""
+        return self.plain + _END.size
+
+
 class Archive:
     """A zip archive: its directory, without the payloads.
 
-    ``records`` in the order of the directory; ``root`` the folder of the first entry ("" for none);
-    ``directory`` and ``end`` the offsets of the directory and of the end records (the zip64 one where
-    there is one); ``tail`` what stands behind the end record: the comment and what follows it.
+    ``records`` in the order of the directory; ``root`` the folder of the first entry ("" for none).
     """
 
-    def __init__(self, source: Source, records: list[Record], directory: int, end: int, has_zip64: bool) -> None:
+    def __init__(self, source: Source, records: list[Record], end: End) -> None:
         self.source = source
         self.records = records
-        self.directory = directory
         self.end = end
-        self.has_zip64 = has_zip64
         self.oddities: list[Oddity] = []
         first = records[0].name if records else ""
         self.root = first.partition("/")[0] if "/" in first else ""
@@ -134,27 +154,27 @@ class Archive:
         return None if record is None else self.read(record, LIMITS.text_bytes)
 
 
-def read_archive(source: Source, limits: Limits = LIMITS) -> Archive:
+def read_archive(source: Source) -> Archive:
     """Read the central directory; raises MalformedError where torch's reader would refuse the file."""
-    end_at, has_zip64, count, size, offset = _find_end(source)
+    end = _find_end(source)
+    offset, size, count = end.directory, end.size, end.entries
     if offset + size > source.size:
         raise MalformedError("the directory reaches beyond the end of the file", where=DIRECTORY, offset=offset)
     # Each entry takes 46 bytes at least: a larger count is a lie, and nothing is allocated for it.
     if count * _ENTRY.size > size:
         raise MalformedError(f"{count:,} entries do not fit into {size:,} bytes", where=DIRECTORY, offset=offset)
     raw = source.read(offset, size)
-    shift = end_at - offset - size
+    shift = end.begin - offset - size
     if shift > 0 and raw[:4] != b"PK\x01\x02" and source.read(offset + shift, 4) == b"PK\x01\x02":
         what = f"the last archive in it begins only at byte {shift:,}: torch refuses bytes in front of an archive"
         raise MalformedError(what, where=DIRECTORY, offset=offset)
     records = _entries(raw, count, offset)
-    archive = Archive(source, records, offset, end_at, has_zip64)
-    _note_oddities(archive, size, len(raw) - sum(record.entry_size for record in records))
+    archive = Archive(source, records, end)
+    _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
     return archive
 
 
-def _find_end(source: Source) -> tuple[int, bool, int, int, int]:
-    """(offset of the end records, zip64, entries, size and offset of the directory)."""
+def _find_end(source: Source) -> End:
     tail_size = min(source.size, 0xFFFF + _END.size)
     start = source.size - tail_size
     tail = source.read(start, tail_size)
@@ -162,19 +182,17 @@ def _find_end(source: Source) -> tuple[int, bool, int, int, int]:
     if at < 0:
         raise MalformedError("no end of the central directory: the file is cut or damaged", where=DIRECTORY)
     _, disk, first_disk, _, count, size, offset, _ = _END.unpack_from(tail, at)
-    end = start + at
-    locator = source.read(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    plain, zip64 = start + at, -1
+    locator = source.read(plain - _LOCATOR.size, _LOCATOR.size) if plain >= _LOCATOR.size else b""
     if locator[:4] == b"PK\x06\x07":
-        _, _, end64, _ = _LOCATOR.unpack(locator)
-        raw = source.read(end64, _END64.size)
+        _, _, there, _ = _LOCATOR.unpack(locator)
+        raw = source.read(there, _END64.size) if there < source.size else b""
         if len(raw) == _END64.size and raw[:4] == b"PK\x06\x06":
             _, _, _, _, disk, first_disk, _, count, size, offset = _END64.unpack(raw)
-            if disk or first_disk:
-                raise MalformedError("an archive in several parts", where=DIRECTORY, offset=end64)
-            return end64, True, count, size, offset
+            zip64 = there
     if disk or first_disk:
-        raise MalformedError("an archive in several parts", where=DIRECTORY, offset=end)
-    return end, False, count, size, offset
+        raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
+    return End(zip64, plain, offset, size, count)
 
 
 def _entries(raw: bytes, count: int, base: int) -> list[Record]:
@@ -218,8 +236,8 @@ def extras(raw: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def _note_oddities(archive: Archive, size: int, unused: int) -> None:
-    """What hostile.md calls structural ambiguity, as far as the directory alone shows it."""
+def _note_oddities(archive: Archive, unused: int) -> None:
+    """Structural ambiguity, as far as the directory alone shows it."""
     note = archive.oddities.append
     folds: set[str] = set()
     for record in archive.records:
@@ -240,13 +258,16 @@ def _note_oddities(archive: Archive, size: int, unused: int) -> None:
             note(Oddity("second-root", f"{name!r} is outside of the folder {archive.root!r}; torch refuses the file"))
     if unused:
         note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
-    gap = archive.end - archive.directory - size
-    if gap and archive.source.read(archive.end - size, 4) == b"PK\x01\x02":
+    end = archive.end
+    gap = end.begin - end.directory - end.size
+    # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
+    between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
+    signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
+    if signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
         note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
-    elif gap:
-        note(
-            Oddity("directory-gap", f"the directory does not end where the end record begins ({gap:+,} bytes)", gap < 0)
-        )
+    elif gap or between:
+        what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
+        note(Oddity("directory-gap", what, gap < 0 or between < 0))
     if archive.records:
         first = min(record.header for record in archive.records)
         if first > 0:

@@ -1,0 +1,132 @@
+"""What ``inspect`` says agrees with the manifest of the fixtures, and with torch where torch can be asked."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, MANIFEST, Fixture, by_name
+
+import ckptool
+from ckptool.errors import MalformedError, NotACheckpointError
+
+#: The zip has lost its directory: there is nothing to inspect before salvage.
+NO_DIRECTORY = {"truncated.pth", "zip_leading.pth"}
+READABLE = [item for item in CHECKPOINTS if item.path.name not in NO_DIRECTORY]
+readable = pytest.mark.parametrize("fixture", READABLE, ids=by_name)
+
+KINDS = {"lfs-pointer": "git-lfs-pointer", "other": None}
+
+
+@readable
+def test_container_layout_and_state_dicts(fixture: Fixture) -> None:
+    report = ckptool.inspect(fixture.path)
+    assert report["format"] == fixture.container
+    assert report["layout"]["kind"] == fixture.layout
+    assert [item["key"] for item in report["state_dicts"] if item["confidence"] == "high"] == fixture.state_dicts
+
+
+@readable
+def test_module_prefix(fixture: Fixture) -> None:
+    report = ckptool.inspect(fixture.path)
+    told = {
+        item["prefix"]["status"] if item["prefix"]["name"].startswith("module.") else "none"
+        for item in report["state_dicts"]
+        if item["confidence"] == "high"
+    }
+    if fixture.prefix in ("all", "none"):
+        assert told == {fixture.prefix}
+    elif fixture.prefix == "some":  # of the keys, or of the state dicts
+        assert "some" in told or len(told) > 1
+
+
+@readable
+def test_locations(fixture: Fixture) -> None:
+    if fixture.path.name == "legacy_protocol0.pth":
+        pytest.skip("protocol 0 writes persistent ids as text: no storage can be told")
+    locations = {item["location"] for item in ckptool.inspect(fixture.path)["devices"]}
+    assert locations - {"meta"} == set(fixture.locations)
+
+
+@readable
+def test_weights_only_agrees_with_torch(fixture: Fixture) -> None:
+    verdict = ckptool.inspect(fixture.path)["weights_only"]
+    assert verdict["loads"] == fixture.loads
+    assert bool(verdict["blockers"]) is not fixture.loads
+    assert all(("global" in blocker) != ("rule" in blocker) and blocker["count"] for blocker in verdict["blockers"])
+
+
+@pytest.mark.parametrize("fixture", LOADABLE, ids=by_name)
+def test_every_tensor_is_described_as_torch_loads_it(fixture: Fixture) -> None:
+    if fixture.path.name == "zip_two_pickles.pth":
+        pytest.skip("which pickle counts depends on the reader")
+    with ckptool.open(fixture.path) as checkpoint:
+        entries = checkpoint.survey.tensors
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = oracle.load(fixture.path)
+    for entry in entries:
+        found = _at(loaded, entry.path)
+        tensor = entry.tensor
+        if found is None or tensor.kind in ("nested", "jagged"):
+            continue
+        assert str(found.dtype) == f"torch.{tensor.dtype}", entry.path
+        assert tuple(found.shape) == tensor.shape, entry.path
+        assert found.requires_grad == tensor.requires_grad, entry.path
+        if tensor.kind in ("dense", "quantized") and found.device.type != "meta":
+            assert found.stride() == tensor.stride, entry.path
+            if fixture.path.name != "py2_views.pth":  # torch makes a storage of each view, we count from the root
+                assert found.storage_offset() == tensor.offset, entry.path
+            assert isinstance(found, torch.nn.Parameter) == (tensor.cls == "Parameter"), entry.path
+
+
+def _at(loaded: object, path: str) -> torch.Tensor | None:
+    """The tensor at a path, None inside of objects."""
+    from ckptool.objects import parse_path
+
+    try:
+        steps = parse_path(path)
+        value = loaded
+        for step in steps:
+            value = value[step]  # type: ignore[index]
+    except (ckptool.CkptoolError, KeyError, TypeError, IndexError):
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("fixture", [item for item in MANIFEST if item not in READABLE], ids=by_name)
+def test_what_is_no_checkpoint_is_named(fixture: Fixture) -> None:
+    with pytest.raises(MalformedError if fixture.path.name in NO_DIRECTORY else NotACheckpointError) as caught:
+        ckptool.open(fixture.path)
+    error = caught.value
+    assert error.exit_code == 3 and error.path == str(fixture.path) and len(error.what) > 10
+    expected = KINDS.get(fixture.container, fixture.container)
+    if isinstance(error, NotACheckpointError) and expected:
+        assert error.kind == expected
+
+
+def test_a_zip_that_is_named_safetensors_does_not_load(tmp_path: Path) -> None:
+    named = tmp_path / "model.safetensors"
+    named.write_bytes((FIXTURES / "bare.pth").read_bytes())
+    verdict = ckptool.inspect(named)["weights_only"]
+    assert not verdict["loads"] and "safetensors" in verdict["blockers"][0]["rule"]
+    with pytest.raises(Exception, match=r"(?i)header|safetensor|import"):
+        torch.load(named, weights_only=True)
+
+
+def test_bytes_are_accounted_for() -> None:
+    report = ckptool.inspect(FIXTURES / "slice_of_big.pth")
+    assert report["unused_bytes"] == 4000 * 4 - 3 * 4
+    assert sum(item["bytes"] for item in report["devices"]) == report["storage_bytes"]
+    report = ckptool.inspect(FIXTURES / "ddp4_training.pth")
+    assert sum(entry["bytes"] for entry in report["entries"]) == report["storage_bytes"]
+    assert report["unused_bytes"] == 0
+
+
+def test_each_finding_names_the_next_command() -> None:
+    findings = {item["code"]: item for item in ckptool.inspect(FIXTURES / "ddp4_training.pth")["findings"]}
+    assert findings["prefix"]["next"].startswith("ckptool strip-module ")
+    assert findings["device"]["next"].startswith("ckptool remap ") and "--to cpu" in findings["device"]["next"]
