@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work", help="folder for the files")
     parser.add_argument("--quick", action="store_true", help="small files and 3 rounds: does the script work?")
-    parser.add_argument("--large", action="store_true", help="also a file of 200,000 tensors")
+    parser.add_argument("--large", action="store_true", help="also a file of 200,000 tensors (a quarter of an hour)")
     parser.add_argument("--repeat", type=int, metavar="N", help="timed rounds (default 5; at most 3 for torch)")
     parser.add_argument("--exe", nargs="?", const="ckptool", help="measure this console script, not python -m ckptool")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every run to FILE")
@@ -84,8 +84,9 @@ def clean(work: Path) -> None:
         path = work / spec.name
         for leftover in (path, path.with_suffix(".unfinished")):
             leftover.unlink(missing_ok=True)
-    for name in ("output.pt", "output.log"):
-        (work / name).unlink(missing_ok=True)
+    for pattern in ("output.pt", "output.log", ".output.pt.*.ckptool-tmp"):
+        for leftover in work.glob(pattern):
+            leftover.unlink()
     if work.is_dir() and not any(work.iterdir()):
         work.rmdir()
 

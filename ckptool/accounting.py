@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from .survey import Survey, TensorEntry
+from .survey import Survey
 from .tensors import Tensor, extent
 
-__all__ = ["Account", "Share", "account", "distinct_elements", "storage_keys"]
+__all__ = ["Account", "Share", "account", "distinct_elements"]
 
 
 class Share(NamedTuple):
@@ -51,7 +50,7 @@ def account(survey: Survey) -> Account:
         kind[1] += tensor.own_bytes
         if entry.top >= 0:
             entry_tensors[entry.top] += 1
-        for part in _flat(tensor, survey):
+        for part in reader.parts(tensor) if tensor.parts else (tensor,):
             key = part.storage
             if not key:
                 continue
@@ -95,20 +94,6 @@ def account(survey: Survey) -> Account:
         sum(count > 1 for count in sharers.values()),
         wasteful,
     )
-
-
-def _flat(tensor: Tensor, survey: Survey) -> Iterator[Tensor]:
-    """The tensor and the tensors inside it, a few levels at most."""
-    yield tensor
-    for ref in tensor.parts:
-        part = survey.reader.tensor(ref)
-        if part is not None:
-            yield from _flat(part, survey)
-
-
-def storage_keys(entry: TensorEntry, survey: Survey) -> list[str]:
-    """The storages behind a tensor, its parts' included."""
-    return [part.storage for part in _flat(entry.tensor, survey) if part.storage]
 
 
 def distinct_elements(tensor: Tensor) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "human_bytes", "human_count", "listed"]
+from .limits import LIMITS
+
+__all__ = ["counted", "cut", "human_bytes", "human_count", "listed"]
 
 
 def human_bytes(size: int) -> str:
@@ -27,6 +29,11 @@ def human_count(count: int) -> str:
     return f"{count:,}"
 
 
+def cut(text: str, size: int = LIMITS.cell_chars) -> str:
+    """The text in one cell: cut where it is too long."""
+    return text if len(text) <= size else text[: size - 3] + "..."
+
+
 def counted(count: int, noun: str) -> str:
     """``1 tensor``, ``2,000 tensors``."""
     if count == 1:
@@ -38,7 +45,7 @@ def counted(count: int, noun: str) -> str:
 def listed(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
     """``a, b and c``; beyond ``most`` items the rest is counted."""
     total = len(items) if total is None else total
-    shown = list(items[:most])
+    shown = [cut(item) for item in items[:most]]
     if total > len(shown):
         return ", ".join(shown) + f" and {total - len(shown):,} more"
     return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1] if shown else ""

@@ -23,6 +23,8 @@ class Limits(NamedTuple):
     listed: int = 10_000
     #: characters of one name or value in a table; JSON is never cut.
     cell_chars: int = 120
+    #: characters of a path that are built; no model nests its names this deep.
+    path_chars: int = 600
     #: dimensions of one tensor: torch itself allows 64 in most operations; more is hostile or nonsense.
     dimensions: int = 1024
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from .accounting import Account, account
 from .checkpoint import Checkpoint, layout_of
 from .checks import Verdict, findings, storage_flaws, weights_only
 from .edits.select import selected
+from .limits import LIMITS
 from .locations import MapLocation, lands_on
 from .names import Globs
-from .objects import class_name, mapping, scalar
-from .pickles.nodes import List
+from .objects import Scalar, class_name, mapping, scalar
+from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .survey import StateDict, Survey, TensorEntry
 
@@ -41,7 +43,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "protocol": style.protocol,
         "byteorder": checkpoint.container.byteorder,
         "layout": {"kind": kind, "container": container},
-        "state_dicts": [_state_dict(checkpoint, number) for number in range(len(survey.state_dicts))],
+        "state_dicts": _state_dicts(checkpoint),
         "entries": _entries(checkpoint, sums),
         "devices": [
             {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
@@ -79,9 +81,15 @@ def _parameters(entries: Sequence[TensorEntry]) -> int:
     return total
 
 
-def _state_dict(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
-    state_dict = checkpoint.survey.state_dicts[number]
-    entries = [entry for entry in checkpoint.survey.tensors if entry.state_dict == number]
+def _state_dicts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    held: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
+    for entry in checkpoint.survey.tensors:
+        if entry.state_dict >= 0:
+            held[entry.state_dict].append(entry)
+    return [_state_dict(checkpoint, item, entries) for item, entries in zip(checkpoint.state_dicts, held)]
+
+
+def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[TensorEntry]) -> dict[str, Any]:
     names = _names(checkpoint, state_dict)
     prefix = prefix_of(names)
     return {
@@ -118,26 +126,40 @@ def _entries(checkpoint: Checkpoint, sums: Account) -> list[dict[str, Any]]:
     bare = any(state_dict.path == "" for state_dict in survey.state_dicts)
     by_path = {state_dict.path: number for number, state_dict in enumerate(survey.state_dicts)}
     result = []
+    lengths: dict[int, int | None] = {}
     for number, entry in enumerate(survey.entries):
         tensor = survey.reader.tensor(entry.ref)
         if bare and tensor is not None:
             continue
-        items = mapping(graph, entry.ref)
+        if entry.ref not in lengths:
+            items = mapping(graph, entry.ref)
+            lengths[entry.ref] = None if items is None else len(items)
         node = graph.nodes[entry.ref]
         described: dict[str, Any] = {"key": entry.key, "type": class_name(graph, entry.ref)}
         if tensor is not None:
             described |= {"type": "Tensor", "dtype": tensor.dtype, "shape": list(tensor.shape)}
-        elif items is not None:
-            described["length"] = len(items)
+        elif lengths[entry.ref] is not None:
+            described["length"] = lengths[entry.ref]
         elif isinstance(node, tuple | List):
             described["length"] = len(node if isinstance(node, tuple) else node.items)
         elif node is None or isinstance(node, bool | int | float | str):
-            described["value"] = scalar(graph, entry.ref)
+            described["value"] = _json_value(scalar(graph, entry.ref))
+        elif isinstance(node, Global):
+            described["value"] = f"{node.module}.{node.name}"
         described |= {"bytes": sums.entry_bytes[number], "tensors": sums.entry_tensors[number]}
         if entry.path in by_path:
             described["state_dict"] = by_path[entry.path]
         result.append(described)
     return result
+
+
+def _json_value(value: Scalar) -> Scalar:
+    """What JSON can carry: no NaN, no infinity, no number of more digits than Python itself prints."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
+        return f"an integer of {value.bit_length():,} bits"
+    return value
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

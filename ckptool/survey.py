@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from .limits import LIMITS
 from .objects import attributes, callable_name, class_name, mapping, spell_key
 from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .tensors import Tensor, TensorReader, device_text
@@ -128,6 +129,7 @@ class _Walk:
         self.reader = TensorReader(graph)
         self.found = Survey(self.reader, [], [], [], [], [], {}, [])
         self.seen: set[Ref] = set()
+        self.metadata_of: dict[int, Ref] = {}
 
     def run(self) -> None:
         nodes, reader, found = self.graph.nodes, self.reader, self.found
@@ -171,12 +173,14 @@ class _Walk:
 
     def elements(self, refs: Sequence[Ref], task: _Task, shape: str = "[{}]") -> list[_Task]:
         _, path, _, eligible, _, top = task
+        path = _bounded(path)
         steps = [shape.format(index) for index in range(len(refs))]
         return [(ref, path + step, step, eligible, -1, top) for step, ref in zip(steps, refs)]
 
     def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> list[_Task]:
         nodes = self.graph.nodes
         own, base, step, eligible, _, top = task
+        base = _bounded(base)
         inside = -1
         metadata = self.metadata(node)
         confidence = self.judge(base, step, node, items, metadata) if eligible else ""
@@ -189,10 +193,11 @@ class _Walk:
         below: list[_Task] = []
         for key_ref, ref in items:
             key = nodes[key_ref]
-            path = spell_key(base, key)
             if type(key) is not str:
+                path = spell_key(base, key)
                 below.append((ref, path, path[len(base) :], eligible, inside, top))
             else:
+                path = spell_key(base, _bounded(key))
                 # A module's own state dict is one under any name.
                 allowed = eligible and (not _OPTIMIZER_KEY.match(key) or self.metadata(nodes[ref]) >= 0)
                 below.append((ref, path, key, allowed, inside, top))
@@ -230,11 +235,15 @@ class _Walk:
 
     def metadata(self, node: Node) -> Ref:
         """The reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""
-        if isinstance(node, Call) and node.states:
-            for key, value in attributes(self.graph, node):
-                if self.graph.nodes[key] == "_metadata" and mapping(self.graph, value) is not None:
-                    return value
-        return -1
+        if not isinstance(node, Call) or not node.states:
+            return -1
+        found = self.metadata_of.get(id(node))
+        if found is None:
+            nodes = self.graph.nodes
+            named = (value for key, value in attributes(self.graph, node) if nodes[key] == "_metadata")
+            found = next((value for value in named if mapping(self.graph, value) is not None), -1)
+            self.metadata_of[id(node)] = found
+        return found
 
     def call(self, task: _Task, node: Call) -> list[_Task]:
         graph = self.graph
@@ -259,10 +268,16 @@ class _Walk:
         for name_ref, value in attributes(graph, node):
             attribute = graph.nodes[name_ref]
             names.add(attribute if type(attribute) is str else None)
-            below.append((value, spell_key(path, attribute), str(attribute), False, -1, top))
+            name_text = _bounded(attribute) if type(attribute) is str else repr(attribute)[:20]
+            below.append((value, spell_key(_bounded(path), name_text), name_text, False, -1, top))
         if {"_parameters", "_buffers", "_modules"} <= names:
             self.found.modules.append(path)
         elif not names:
             states = enumerate(node.states)
             below += [(state, f"{path}(state {number})", "state", False, -1, top) for number, state in states]
         return below
+
+
+def _bounded(text: str) -> str:
+    """A path or key as far as a path shows it: a million nested lists must not make a million long paths."""
+    return text if len(text) <= LIMITS.path_chars else text[: LIMITS.path_chars] + "..."

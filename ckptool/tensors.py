@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from .dtypes import BY_NAME, Dtype, storage_dtype
+from .limits import LIMITS
 from .objects import callable_name, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Persistent, Ref
 
@@ -68,6 +69,12 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return sum((size - 1) * step for size, step in zip(shape, stride)) + 1
 
 
+#: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
+_TOO_LARGE = 1 << 62
+
+#: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
+_PARTS = 64
+
 #: Wrappers within wrappers that torch never writes deeper than this.
 _DEPTH = 8
 
@@ -116,6 +123,18 @@ class TensorReader:
             self._depth -= 1
         return self._tensors[ref]
 
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor and the tensors inside it, some dozens at most."""
+        found = [tensor]
+        seen: set[Ref] = set()
+        for outer in found:
+            for ref in outer.parts:
+                part = self.tensor(ref) if ref not in seen and len(found) < _PARTS else None
+                seen.add(ref)
+                if part is not None:
+                    found.append(part)
+        return found
+
     # -- storages -------------------------------------------------------------------------------
 
     def _read_storage(self, ref: Ref, node: Persistent) -> None:
@@ -131,7 +150,7 @@ class TensorReader:
             return
         cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
         self._has_views |= len(pid) == 6
-        if type(cls) is not Global or type(numel) is not int or numel < 0:
+        if type(cls) is not Global or type(numel) is not int or not 0 <= numel < _TOO_LARGE:
             return
         if type(key) is not str and type(key) is not int:
             return
@@ -236,6 +255,8 @@ class TensorReader:
         offset = self.graph.nodes[args[1]]
         shape, stride = self._ints(args[2]), self._ints(args[3])
         if storage is None or type(offset) is not int or shape is None or stride is None:
+            return None
+        if abs(offset) >= _TOO_LARGE or prod(shape) >= _TOO_LARGE:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
@@ -352,7 +373,8 @@ class TensorReader:
         # Numbers are one node each, so tensors of one shape have equal tuples of references.
         if refs not in self._shapes:
             values = tuple([nodes[item] for item in refs])
-            self._shapes[refs] = values if all(type(value) is int for value in values) else None  # type: ignore[assignment]
+            fit = len(values) <= LIMITS.dimensions and all(type(v) is int and abs(v) < _TOO_LARGE for v in values)
+            self._shapes[refs] = values if fit else None  # type: ignore[assignment]
         return self._shapes[refs]
 
     def _size(self, ref: Ref) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from .checkpoint import Checkpoint
 from .human import counted
+from .limits import LIMITS
 from .objects import attributes, class_name, mapping, spell_key
 from .pickles.nodes import Call, FrozenSet, Global, List, Node, Persistent, Ref, Set
 from .tensors import device_text
@@ -64,7 +65,8 @@ class _Tree:
             return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), []
         kind = class_name(self.graph, ref)
         if node is None or isinstance(node, bool | int | float):
-            return Branch(depth, name, kind, "" if node is None else str(node)), []
+            huge = isinstance(node, int) and node.bit_length() > LIMITS.int_digits * 3
+            return Branch(depth, name, kind, "" if node is None else "a huge integer" if huge else str(node)), []
         if isinstance(node, str | bytes):
             return Branch(depth, name, kind, repr(node[:200])), []
         if isinstance(node, Global):

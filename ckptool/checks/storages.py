@@ -51,10 +51,7 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     storages = survey.reader.storages
     flaws = []
     for entry in survey.tensors:
-        parts = [entry.tensor]
-        for tensor in parts:
-            if len(parts) < 64:
-                parts += [part for part in map(survey.reader.tensor, tensor.parts) if part is not None]
+        for tensor in survey.reader.parts(entry.tensor) if entry.tensor.parts else (entry.tensor,):
             if not tensor.storage:
                 continue
             storage = storages[tensor.storage]

@@ -49,6 +49,8 @@ def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: boo
     """
     if repeat != "all" and not (repeat.isdigit() and int(repeat)):
         raise click.BadParameter("a number from 1 on, or 'all'", param_hint="--repeat")
+    if wrappers and (prefix, repeat) != ("module.", "1"):
+        raise click.UsageError("--wrappers takes out all known wrappers: --prefix and --repeat do not go with it.")
     times: int | Literal["all"] = "all" if repeat == "all" else int(repeat)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:

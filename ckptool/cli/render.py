@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from ..errors import CkptoolError
-from ..limits import LIMITS
 
-__all__ = ["clean", "cut", "emit", "emit_json", "pairs", "say_error", "table", "to_json"]
+__all__ = ["clean", "emit", "emit_json", "pairs", "say_error", "table", "to_json"]
 
 #: Control characters, line separators, bidi marks and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -30,11 +29,6 @@ def clean(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-def cut(text: str, size: int = LIMITS.cell_chars) -> str:
-    """The text in one cell: cut where it is too long."""
-    return text if len(text) <= size else text[: size - 3] + "..."
 
 
 def emit(text: str) -> None:

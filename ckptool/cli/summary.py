@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..human import counted, human_bytes, human_count, listed
-from .render import clean, cut, pairs, table
+from ..human import counted, cut, human_bytes, human_count, listed
+from .render import clean, pairs, table
 
 __all__ = ["summary"]
 

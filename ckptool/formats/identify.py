@@ -126,7 +126,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
         return _not("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
-        what = "it ends like a zip checkpoint, but does not begin like one: other bytes stand in front, or its start is lost"
+        what = "it ends like a zip checkpoint, but other bytes stand in front of it, or its start is lost"
         return MalformedError(what, path=source.name, next="get a whole copy of the file")
     return None
 
