@@ -33,7 +33,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 docs: $(READY) ## Generate the documentation anew
 	$(BIN)/cog -r -I . README.md
 
-bench: $(READY) ## Measure against torch and cp (needs 12 GB of disk)
+bench: $(READY) ## Measure against torch and cp (needs 5 GB of disk)
 	$(BIN)/python bench/run.py
 
 fixtures: $(READY) ## Make the fixtures anew

@@ -97,7 +97,7 @@ def prepare(specs: Sequence[files.Spec], work: Path) -> None:
     need = sum(spec.size for spec in missing) + max(spec.size for spec in specs) * 11 // 10
     work.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(work).free
-    tell(f"needs {need / 1e9:.1f} GB in {work}: {len(missing)} files to make and an output; {free / 1e9:.1f} GB are free")
+    tell(f"{work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed for {len(missing)} new files and an output")
     if free < need:
         sys.exit("not enough room: free some, choose another folder with --work, or use --quick")
     for spec in missing:
@@ -155,7 +155,8 @@ def main(arguments: Sequence[str]) -> None:
     """Measure and print, or clean up."""
     options = parse(arguments)
     if options.clean:
-        return clean(options.work)
+        clean(options.work)
+        return
     if not sys.platform.startswith("linux"):
         sys.exit("the figures of the operating system are read as Linux gives them; run this on Linux")
     specs = specs_of(options)

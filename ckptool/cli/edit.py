@@ -10,10 +10,11 @@ from typing import Any, Literal
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint, plan_of
+from ..checkpoint import Checkpoint, file_mode, plan_of
 from ..errors import CkptoolError, OutputError, TargetError
 from ..human import counted, human_bytes
-from ..write import check_output
+from ..source import Plan
+from ..write import check_output, write_plan
 from .options import key_option, paths, worst, writing
 from .render import clean, emit, emit_json, say_error
 
@@ -221,7 +222,7 @@ def _edit_one(
         edited = edit(checkpoint)
         plan, exact = plan_of(edited)
         if target is not None and not dry_run:
-            _write(edited, target, plan.size, force=force, bar=bar)
+            _write(edited, plan, target, force=force, bar=bar)
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low"]
         return {
             "schema": f"ckptool.{command}/1",
@@ -237,13 +238,14 @@ def _edit_one(
         }
 
 
-def _write(edited: Checkpoint, target: str, size: int, *, force: bool, bar: bool) -> None:
-    if not bar or size < _PROGRESS_FROM:
-        api.save(edited, target, force=force)
+def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> None:
+    source, mode = edited.source, file_mode(edited.source)
+    if not bar or plan.size < _PROGRESS_FROM:
+        write_plan(plan, target, source, force=force, mode=mode)
         return
     label = clean(os.path.basename(target))
-    with click.progressbar(length=size, label=label, file=sys.stderr) as progress:
-        api.save(edited, target, force=force, progress=progress.update)
+    with click.progressbar(length=plan.size, label=label, file=sys.stderr) as progress:
+        write_plan(plan, target, source, force=force, mode=mode, progress=progress.update)
 
 
 def _account(report: dict[str, Any]) -> str:

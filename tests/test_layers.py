@@ -1,0 +1,351 @@
+"""Law 7, one way: imports between the rooms of ckptool run in one direction, and each dangerous thing has one place."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "ckptool"
+
+#: The rooms from the bottom up: a module imports from rooms further down, and within its own. ``ckptool`` is the
+#: package itself, ``ckptool/__init__.py``.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
+    frozenset({"human", "locations", "source"}),
+    frozenset({"pickles"}),  # knows nothing of torch
+    frozenset({"objects", "zips"}),
+    frozenset({"tensors"}),
+    frozenset({"survey"}),
+    frozenset({"accounting"}),
+    frozenset({"checkpoint"}),
+    frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
+    frozenset({"report", "tree"}),
+    frozenset({"runtime"}),
+    frozenset({"loading"}),
+    frozenset({"api"}),
+    frozenset({"ckptool"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
+)
+
+#: Modules of more than 400 lines, and why.
+LONG = {
+    "ckptool/pickles/decode.py": "one machine with a method for each of 68 opcodes",
+    "ckptool/pickles/encode.py": "its mirror image",
+}
+
+
+class Import(NamedTuple):
+    """One import: ``target`` as an absolute name, ``local`` when it stands in a function, ``typing`` when it is for
+    type checkers only."""
+
+    target: str
+    line: int
+    local: bool
+    typing: bool
+
+
+class Module(NamedTuple):
+    """A module of ckptool: its dotted name, its path from the root of the repository, and its syntax tree."""
+
+    name: str
+    path: str
+    tree: ast.Module
+    lines: int
+
+    @property
+    def room(self) -> str:
+        return self.name.split(".")[1] if "." in self.name else "ckptool"
+
+
+def module_of(name: str, text: str, path: str = "") -> Module:
+    return Module(name, path or name.replace(".", "/") + ".py", ast.parse(text), text.count("\n"))
+
+
+def read_modules() -> list[Module]:
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(ROOT)
+        parts = path.with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(module_of(name, file.read_text(encoding="utf-8"), str(path)))
+    return found
+
+
+MODULES = read_modules()
+NAMES = {module.name for module in MODULES}
+PACKAGES = {module.name for module in MODULES if module.path.endswith("__init__.py")}
+every = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.path)
+
+
+def imports(module: Module) -> list[Import]:
+    """Every import of a module, wherever it stands."""
+    return [
+        Import(target, node.lineno, local, typing)
+        for node, local, typing in _walk(module.tree, False, False)
+        for target in _targets(module, node)
+    ]
+
+
+def _walk(node: ast.AST, local: bool, typing: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, local, typing
+        elif isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for part in child.body:
+                yield from _walk(ast.Module([part], []), local, True)
+            for part in child.orelse:
+                yield from _walk(ast.Module([part], []), local, typing)
+        else:
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _walk(child, local or function, typing)
+
+
+def _targets(module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parts = module.name.split(".")
+        package = parts if module.name in PACKAGES else parts[:-1]
+        package = package[: len(package) - node.level + 1]
+        base = ".".join([*package, *([base] if base else [])])
+    # ``from .. import api`` imports the module api, not a name of the package.
+    return [full if (full := f"{base}.{alias.name}") in NAMES else base for alias in node.names]
+
+
+def level(room: str) -> int:
+    return next((number for number, rooms in enumerate(LAYERS) if room in rooms), -1)
+
+
+def upward(module: Module) -> list[str]:
+    """The imports of a module that do not run downwards."""
+    wrong = []
+    for found in imports(module):
+        if found.target.split(".")[0] != "ckptool":
+            continue
+        room = found.target.split(".")[1] if "." in found.target else "ckptool"
+        if room != module.room and level(room) >= level(module.room):
+            wrong.append(f"{module.path}:{found.line} imports {found.target}")
+    return wrong
+
+
+def outside(module: Module) -> dict[str, list[Import]]:
+    """What is imported from outside of ckptool, by the name of the package."""
+    found: dict[str, list[Import]] = {}
+    for one in imports(module):
+        top = one.target.split(".")[0]
+        if top != "ckptool":
+            found.setdefault(top, []).append(one)
+    return found
+
+
+def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
+    """Every call, by the dotted name of what is called ("" where it has none)."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else f".{node.attr}"
+    return ""
+
+
+# -- direction ------------------------------------------------------------------------------------------------
+
+
+def test_every_room_has_its_layer() -> None:
+    rooms = {module.room for module in MODULES}
+    assert rooms - frozenset().union(*LAYERS) == set()
+    assert frozenset().union(*LAYERS) - rooms == set()
+    assert sum(map(len, LAYERS)) == len(frozenset().union(*LAYERS))
+
+
+@every
+def test_imports_run_downwards(module: Module) -> None:
+    assert upward(module) == []
+
+
+def test_there_is_no_cycle_not_even_within_a_room() -> None:
+    graph = {module.name: {found.target for found in imports(module) if found.target in NAMES} for module in MODULES}
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a cycle: {' -> '.join(error.args[1])}")
+    assert set(order) == NAMES
+
+
+# -- one place for each thing -----------------------------------------------------------------------------------
+
+
+@every
+def test_torch_is_imported_in_functions_of_the_runtime_only(module: Module) -> None:
+    for name in ("torch", "numpy", "safetensors"):
+        for found in outside(module).get(name, []):
+            assert found.typing or (found.local and module.path == "ckptool/runtime.py"), f"{module.path}:{found.line}"
+
+
+@every
+def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(module: Module) -> None:
+    allowed = set(sys.stdlib_module_names) | {"torch", "numpy"}
+    if module.room == "cli":
+        allowed |= {"click"}
+    if module.path == "ckptool/cli/render.py":
+        allowed |= {"tabulate"}
+    assert outside(module).keys() - allowed == set()
+
+
+#: Modules of the standard library that execute what they are given, or reach out of the process.
+DANGEROUS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "ctypes", "subprocess", "socket", "runpy"}
+DANGEROUS |= {"code", "multiprocessing", "urllib", "http", "importlib", "pkgutil", "zipimport", "tempfile", "shutil"}
+
+
+@every
+def test_nothing_that_executes_is_within_reach(module: Module) -> None:
+    exceptions = {
+        ("ckptool/cli/main.py", "importlib"),  # finds the module of a command by the name in COMMANDS
+        ("ckptool/runtime.py", "pickle"),  # the class of an error that torch.load raises
+    }
+    found = {(module.path, name) for name in outside(module).keys() & DANGEROUS}
+    assert found <= exceptions
+    called = {name for name, _ in calls(module)}
+    assert called & {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "breakpoint", "input"} == set()
+
+
+@every
+def test_only_render_prints(module: Module) -> None:
+    printers = {"ckptool/cli/render.py"}
+    errors = {"ckptool/cli/render.py", "ckptool/cli/main.py"}  # what went wrong at the very top
+    for name, call in calls(module):
+        where = f"{module.path}:{call.lineno}"
+        assert name not in ("print", "click.secho", "pprint.pprint", "warnings.warn", "logging.info"), where
+        if name in ("sys.stdout.write", "sys.stderr.write"):
+            assert module.path in printers, where
+        if name == "click.echo":
+            assert module.path in errors, where
+            assert module.path in printers or any(word.arg == "err" for word in call.keywords), where
+
+
+#: Calls that change a file system, but for ``open``.
+WRITERS = {
+    f"os.{name}"
+    for name in (
+        *("remove", "unlink", "rename", "renames", "replace", "link", "symlink", "mkdir", "makedirs", "rmdir", "chmod"),
+        *("fchmod", "chown", "truncate", "ftruncate", "utime", "write", "pwrite", "copy_file_range", "sendfile"),
+        *("mkfifo", "mknod", "removedirs", "setxattr", "posix_fallocate", "fsync", "fdatasync"),
+    )
+}
+WRITERS |= {".write_text", ".write_bytes", ".touch", ".unlink", ".mkdir", ".rename", ".hardlink_to", ".symlink_to"}
+
+
+def writes(module: Module) -> list[tuple[str, int]]:
+    """Calls that open for writing or change the file system: (name, line)."""
+    found = []
+    for name, call in calls(module):
+        words = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
+        flags = words & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
+        mode = call.args[1] if len(call.args) > 1 else None
+        mode = next((word.value for word in call.keywords if word.arg == "mode"), mode)
+        plain = mode is None or (isinstance(mode, ast.Constant) and not set("wax+") & set(str(mode.value)))
+        methods = {part for part in WRITERS if part.startswith(".")}
+        if (
+            name in WRITERS
+            or any(name.endswith(method) for method in methods)
+            or (name == "os.open" and (flags or not words & {"O_RDONLY"}))
+            or (name in ("open", "io.open", "os.fdopen") and not plain)
+            or (name == "click.open_file")
+        ):
+            found.append((name, call.lineno))
+    return found
+
+
+@every
+def test_only_write_writes(module: Module) -> None:
+    exceptions = {
+        ("ckptool/cli/edit.py", "os.makedirs"),  # the folder of --out-dir
+        ("ckptool/cli/main.py", "os.open"),  # /dev/null in place of a stdout whose reader has gone
+        ("ckptool/source.py", "os.open"),  # reads: its flags are checked below
+    }
+    if module.path != "ckptool/write.py":
+        assert {(module.path, name) for name, _ in writes(module)} <= exceptions
+
+
+def test_a_source_is_opened_for_reading() -> None:
+    (source,) = (module for module in MODULES if module.path == "ckptool/source.py")
+    words = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    assert "O_RDONLY" in words
+    assert words & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"} == set()
+
+
+def test_no_reader_but_ckptools_own() -> None:
+    """zipfile sees other bytes than torch does (hostile.md, section 1), pickle runs them."""
+    for module in MODULES:
+        assert outside(module).keys() & {"zipfile", "tarfile", "pickletools"} == set(), module.path
+
+
+# -- size ---------------------------------------------------------------------------------------------------------
+
+
+def test_modules_can_be_read_in_one_go() -> None:
+    assert {module.path: module.lines for module in MODULES if module.lines > 400 and module.path not in LONG} == {}
+
+
+def test_no_exception_is_kept_longer_than_it_is_needed() -> None:
+    assert {module.path for module in MODULES if module.lines > 400} >= LONG.keys()
+
+
+# -- the rules can fail ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        ("ckptool.errors", "from . import limits", True),
+        ("ckptool.pickles.decode", "def f():\n    from ..checkpoint import Checkpoint", True),
+        ("ckptool.edits.keys", "from ..write import write_plan", True),
+        ("ckptool.survey", "import ckptool.api", True),
+        ("ckptool.checks.findings", "from .. import api", True),
+        ("ckptool.report", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .cli import render", True),
+        ("ckptool.edits.keys", "from .rewrite import Rewrite", False),
+        ("ckptool.cli.show", "from ..report import key_listing", False),
+        ("ckptool.checks.findings", "from .. import errors", False),
+    ],
+)
+def test_an_upward_import_is_found(name: str, text: str, wrong: bool) -> None:
+    assert bool(upward(module_of(name, text))) is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("open('x', 'wb')", True),
+        ("open('x', mode='r+')", True),
+        ("open('x', mode=how)", True),
+        ("os.open('x', flags)", True),
+        ("os.open('x', os.O_RDONLY | os.O_CREAT)", True),
+        ("Path('x').write_bytes(b'')", True),
+        ("os.replace('a', 'b')", True),
+        ("open('x')", False),
+        ("open('x', 'rb')", False),
+        ("os.open('x', os.O_RDONLY)", False),
+    ],
+)
+def test_a_write_is_found(text: str, wrong: bool) -> None:
+    assert bool(writes(module_of("ckptool.x", text))) is wrong
+
+
+def test_imports_are_told_apart() -> None:
+    text = "import os\ndef f():\n    import torch\nif TYPE_CHECKING:\n    import numpy\nelse:\n    import json\n"
+    found = {one.target: (one.local, one.typing) for one in imports(module_of("ckptool.x", text))}
+    assert found == {"os": (False, False), "torch": (True, False), "numpy": (False, True), "json": (False, False)}
