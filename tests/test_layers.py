@@ -38,6 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 LONG = {
     "ckptool/pickles/decode.py": "one machine with a method for each of 68 opcodes",
     "ckptool/pickles/encode.py": "its mirror image",
+    "ckptool/tensors.py": "one reader for all of the _rebuild functions of torch",
 }
 
 

@@ -8,6 +8,7 @@ needs a shell; so do the other commands. To record them anew: ``CKPTOOL_UPDATE=1
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import io
@@ -25,12 +26,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 from conftest import FIXTURES, ROOT
 
 from ckptool import errors
 from ckptool.cli import edit, main, show
 from ckptool.cli.main import COMMANDS
+from ckptool.cli.render import say_error
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 FILES = sorted(TRANSCRIPTS.glob("*.txt"))
@@ -148,19 +151,18 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
 def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
     modules = (main, edit, show)
-    real = main.say_error
 
     def noted(error: errors.CkptoolError) -> None:
         said.add(type(error))
-        real(error)
+        say_error(error)
 
     for module in modules:
-        module.say_error = noted  # type: ignore[attr-defined]
+        vars(module)["say_error"] = noted
     try:
         yield
     finally:
         for module in modules:
-            module.say_error = real  # type: ignore[attr-defined]
+            vars(module)["say_error"] = say_error
 
 
 def _executed(command: str, environment: dict[str, str]) -> Step:
@@ -205,7 +207,9 @@ def test_transcript(path: Path) -> None:
     fresh = run(path).text
     if UPDATE:
         path.write_text(fresh, encoding="utf-8")
-    assert fresh.splitlines() == path.read_text(encoding="utf-8").splitlines(), "CKPTOOL_UPDATE=1 records it anew"
+    old = path.read_text(encoding="utf-8")
+    changes = difflib.unified_diff(old.splitlines(), fresh.splitlines(), "recorded", "now", lineterm="", n=1)
+    assert fresh == old, "CKPTOOL_UPDATE=1 records it anew\n" + "\n".join(changes)
 
 
 def test_every_command_has_a_transcript() -> None:
@@ -214,7 +218,7 @@ def test_every_command_has_a_transcript() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_has_a_transcript(name: str) -> None:
-    command = main.cli.get_command(main.click.Context(main.cli), name)
+    command = main.cli.get_command(click.Context(main.cli), name)
     assert command is not None
     used = {option for called, options, _ in ckptool_steps() if called == name for option in options}
     missing = [option.opts for option in command.params if option.param_type_name == "option"]
@@ -261,9 +265,9 @@ def test_a_bug_is_named_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_transcripts_leave_the_process_as_it_was() -> None:
-    before = (Path.cwd(), dict(os.environ), main.say_error, stat.S_IMODE(os.umask(0o022)))
+    before = (Path.cwd(), dict(os.environ), vars(main)["say_error"], stat.S_IMODE(os.umask(0o022)))
     os.umask(before[3])
     run.__wrapped__(FILES[0])
-    after = (Path.cwd(), dict(os.environ), main.say_error, stat.S_IMODE(os.umask(0o022)))
+    after = (Path.cwd(), dict(os.environ), vars(main)["say_error"], stat.S_IMODE(os.umask(0o022)))
     os.umask(after[3])
     assert before == after

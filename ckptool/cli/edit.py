@@ -252,7 +252,9 @@ def _account(report: dict[str, Any]) -> str:
     """What was done, for people."""
     sizes = f"{human_bytes(report['bytes'])} -> {human_bytes(report['output_bytes'])}"
     if report["dry_run"]:
-        lines = [f"{clean(report['path'])}: would change as follows, {sizes}"]
+        lines = [
+            f"{clean(report['path'])}: nothing is written, the output would be {human_bytes(report['output_bytes'])}"
+        ]
     else:
         lines = [f"{clean(report['path'])} -> {clean(report['output'])}: {sizes}"]
     changes = report["changes"]
@@ -280,7 +282,7 @@ def _change_words(change: dict[str, Any]) -> str:
     elif change["number"]:
         words = f"{where}{change['what']} {counted(change['number'], 'key')}"
         if change["kept"]:
-            words += f"; {counted(change['kept'], 'key')} without it stay"
+            words += f", {counted(change['kept'], 'other key')} as before"
     else:
-        words = f"{where}none of {counted(change['kept'], 'key')} has it"
+        words = f"{where}{change['what']}"
     return "; ".join([words, *change["notes"]])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
+from ..human import counted
 from ..objects import mapped_name
 from ..pickles.nodes import Call, Global, Persistent, Ref
 from ..tensors import device_text
@@ -119,18 +120,19 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
             _retag(rewrite, ref, new)
     objects = _device_objects(rewrite, devices)
     changes = [
-        Change("remap", old, count, 0, f"{_storages(count)} tagged {old} now tagged {new}")
+        Change("remap", old, count, 0, f"{counted(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
     ]
-    changes += [Change("remap", old, 0, count, f"{_storages(count)} stay on {old}") for old, count in kept.items()]
+    for old, count in kept.items():
+        changes.append(Change("remap", old, 0, count, f"{counted(count, 'storage')} on {old} as before"))
+    tags = {*kept, *(old for old, _ in moved)}
+    for pattern in devices.pairs:
+        if not any(tag == pattern or f"{tag.partition(':')[0]}:*" == pattern for tag in tags):
+            changes.append(Change("remap", pattern, 0, 0, f"no storage is tagged {pattern}"))
     if objects:
-        changes.append(Change("remap-objects", "", objects, 0, f"{objects:,} torch.device objects or arguments moved"))
+        changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
     changes += _strings(checkpoint, devices, rewrite if strings else None)
     return checkpoint.changed(rewrite.done(), changes)
-
-
-def _storages(count: int) -> str:
-    return f"{count:,} storage" if count == 1 else f"{count:,} storages"
 
 
 def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:

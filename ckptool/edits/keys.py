@@ -43,7 +43,8 @@ def strip_prefix(
             left -= 1
         return name
 
-    return rename_keys(checkpoint, strip, key=key, edit="strip-prefix", what=f"prefix {head!r} taken off")
+    what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
+    return rename_keys(checkpoint, strip, key=key, edit="strip-prefix", what=what, nothing=nothing)
 
 
 def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpoint:
@@ -51,7 +52,14 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpo
 
     Parameters and errors as for ``strip_prefix``.
     """
-    return rename_keys(checkpoint, without_wrappers, key=key, edit="strip-wrappers", what="wrapper names taken out")
+    return rename_keys(
+        checkpoint,
+        without_wrappers,
+        key=key,
+        edit="strip-wrappers",
+        what="wrapper names taken out of",
+        nothing="no key has the name of a wrapper in it",
+    )
 
 
 def add_prefix(checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None) -> Checkpoint:
@@ -79,6 +87,7 @@ def rename_keys(
     key: str | None = None,
     edit: str = "rename",
     what: str = "renamed",
+    nothing: str = "no key is renamed",
     remark: Callable[[Sequence[str]], tuple[str, ...]] | None = None,
 ) -> Checkpoint:
     """Rename the keys of state dicts by a function of the name; ``_metadata`` follows.
@@ -99,7 +108,7 @@ def rename_keys(
             if state_dict.metadata >= 0:
                 _follow(rewrite, state_dict.metadata, rename)
         notes = remark(names) if remark else ()
-        changes.append(Change(edit, state_dict.path, count, len(names) - count, what, notes))
+        changes.append(Change(edit, state_dict.path, count, len(names) - count, what if count else nothing, notes))
     return checkpoint.changed(rewrite.done(), changes)
 
 
