@@ -107,9 +107,9 @@ def unprivileged() -> Iterator[Callable[[Path], None]]:
             return
         for path in folder.parents:
             mode = stat.S_IMODE(path.stat().st_mode)
-            if not mode & stat.S_IXOTH:
+            if ~mode & 0o011:  # the group stays that of root
                 modes[path] = mode
-                path.chmod(mode | stat.S_IXOTH)
+                path.chmod(mode | 0o011)
         for path in (folder, *folder.iterdir()):
             os.chown(path, NOBODY, NOBODY)
         try:
