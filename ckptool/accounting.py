@@ -42,12 +42,16 @@ def account(survey: Survey) -> Account:
     views: dict[str, list[tuple[int, int, int]]] = {}
     first: dict[str, str] = {}
     sharers: dict[str, int] = {}
+    marks: set[object] = set()
     for entry in survey.tensors:
         tensor = entry.tensor
         located[tensor.location] = located.get(tensor.location, 0) + 1
         kind = typed.setdefault(tensor.dtype, [0, 0])
         kind[0] += 1
-        kind[1] += tensor.own_bytes
+        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
+        if mark not in marks:
+            marks.add(mark)
+            kind[1] += tensor.own_bytes
         if entry.top >= 0:
             entry_tensors[entry.top] += 1
         for part in reader.parts(tensor) if tensor.parts else (tensor,):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode, plan_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
-from .errors import CkptoolError, TargetError
+from .errors import CkptoolError, MalformedError, RefusedError, TargetError
 from .formats import read_container
 from .locations import MapLocation
 from .names import Globs
@@ -58,6 +58,8 @@ def open(path: Path) -> Checkpoint:
     except CkptoolError as error:
         source.close()
         error.path = error.path or name
+        if isinstance(error, MalformedError) and not error.next:
+            error.next = "it is damaged: get the file again, in a transfer that does not change bytes"
         raise
     except BaseException:
         source.close()
@@ -114,27 +116,31 @@ def load(
     it is; ``key`` names it where there are several. ``strip_prefix`` (such as "module.") is taken off the
     keys that have it. Raises TargetError when there is no state dict, or more than one and no ``key``.
     """
-    from . import edits
+    from .edits.keys import renamed_modules, stripping
+    from .edits.select import selected
     from .runtime import at_path, load_object
 
     with open(path) as checkpoint:
-        chosen = edits.select.selected(checkpoint, key)
+        chosen = selected(checkpoint, key)
         if len(chosen) != 1:
             there = ", ".join(repr(item.path) for item in chosen)
             what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
             raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
-        names = [str(checkpoint.graph.nodes[ref]) for ref, _ in chosen[0].items]
         steps = parse_path(chosen[0].path)
-        found: dict[str, torch.Tensor] = at_path(load_object(checkpoint.path, map_location), steps)
-        if strip_prefix is None:
-            return found
-        # One truth about prefixes: the edit decides the new names, in the order of the old ones.
-        edited = edits.strip_prefix(checkpoint, strip_prefix, key=chosen[0].path)
-        renamed = next(item for item in edited.state_dicts if item.path == chosen[0].path)
-        new_names = [str(edited.graph.nodes[ref]) for ref, _ in renamed.items]
-    return _renamed(found, dict(zip(names, new_names)))
-
-
-def _renamed(found: dict[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The same mapping under other keys; ``_metadata`` does not count for loading tensors and stays away."""
-    return type(found)((names.get(name, name), value) for name, value in found.items())
+    found: Any = at_path(load_object(checkpoint.path, map_location), steps)
+    if strip_prefix is None:
+        return found  # type: ignore[no-any-return]
+    rename = stripping(strip_prefix)
+    renamed = type(found)((rename(name), value) for name, value in found.items())
+    if len(renamed) < len(found):
+        first: dict[str, str] = {}
+        one, other = next((first[rename(key)], key) for key in found if first.setdefault(rename(key), key) != key)
+        what = f"the keys {one!r} and {other!r} would both be called {rename(one)!r}"
+        raise RefusedError(what, path=checkpoint.path, next="load it without strip_prefix and choose")
+    metadata = getattr(found, "_metadata", None)
+    if metadata is not None:
+        # load_state_dict reads the versions of modules from it.
+        values = list(metadata.values())
+        moved = renamed_modules(list(metadata), rename)
+        renamed._metadata = type(metadata)((path, values[source]) for path, _, source in moved)
+    return renamed  # type: ignore[no-any-return]

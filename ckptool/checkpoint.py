@@ -13,6 +13,7 @@ from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
+    "DAMAGED",
     "Change",
     "Checkpoint",
     "Container",
@@ -23,6 +24,10 @@ __all__ = [
     "layout_of",
     "plan_of",
 ]
+
+
+#: Code of the problems on whose account no edit is written: it would carry the damage over under a good name.
+DAMAGED = "damaged"
 
 
 class Problem(NamedTuple):
@@ -137,7 +142,7 @@ class Checkpoint:
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r} {self.container.format}>"
+        return f"<Checkpoint {self.path!r} {self.container.format}{', edited' if self.edited else ''}>"
 
     @property
     def format(self) -> str:
@@ -202,11 +207,11 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
 
 def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     """The output file of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``)."""
-    damage = [problem for problem in checkpoint.container.problems if problem.code == "cut"]
-    if damage:
-        raise MalformedError(damage[0].message, path=checkpoint.path, next="get a whole copy of the file")
     if not checkpoint.edited:
         return checkpoint.container.plan(None), True
+    damage = [problem for problem in checkpoint.container.problems if problem.code == DAMAGED]
+    if damage:
+        raise MalformedError(damage[0].message, path=checkpoint.path, next="get a whole copy of the file")
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
 

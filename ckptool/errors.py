@@ -47,6 +47,8 @@ class CkptoolError(Exception):
         self.what = what
         self.path = path
         self.next = next
+        if next and hasattr(self, "add_note"):  # Python 3.11: shown below a traceback
+            self.add_note(f"-> {next}")
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.path else self.what

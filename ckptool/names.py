@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fnmatch import translate
 
 __all__ = ["Globs"]
 
@@ -12,12 +11,13 @@ __all__ = ["Globs"]
 class Globs:
     """``include`` any of these (all, when there are none), then ``exclude`` any of those.
 
-    A pattern matches the key or the whole path, with case: ``*`` also crosses dots.
+    A pattern matches the key or the whole path, with case. ``*`` is any text, dots included, ``?`` one character;
+    brackets are themselves, as they stand in paths.
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-        self._include = [re.compile(translate(pattern)) for pattern in include]
-        self._exclude = [re.compile(translate(pattern)) for pattern in exclude]
+        self._include = [_compiled(pattern) for pattern in include]
+        self._exclude = [_compiled(pattern) for pattern in exclude]
 
     def __bool__(self) -> bool:
         return bool(self._include or self._exclude)
@@ -27,3 +27,7 @@ class Globs:
         if self._include and not any(pattern.match(name) for pattern in self._include for name in names):
             return False
         return not any(pattern.match(name) for pattern in self._exclude for name in names)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".") + r"\Z", re.DOTALL)

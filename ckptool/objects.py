@@ -13,6 +13,7 @@ __all__ = [
     "attributes",
     "callable_name",
     "class_name",
+    "device_text",
     "elements",
     "is_ordered_dict",
     "listed_pairs",
@@ -229,6 +230,23 @@ def scalar(graph: Graph, ref: Ref) -> Scalar:
     """The value of a constant or a string; None also for everything else."""
     node = graph.nodes[ref]
     return node if node is None or isinstance(node, bool | int | float | str) else None
+
+
+def device_text(graph: Graph, ref: Ref) -> str | None:
+    """``cuda:1`` for a ``torch.device`` call, None for anything else."""
+    node = graph.nodes[ref]
+    if not isinstance(node, Call) or callable_name(graph, node.func) != "torch.device":
+        return None
+    args = graph.nodes[node.args]
+    if type(args) is not tuple or not 1 <= len(args) <= 2:
+        return None
+    kind = graph.nodes[args[0]]
+    if type(kind) is not str:
+        return None
+    if len(args) == 1:
+        return kind
+    index = graph.nodes[args[1]]
+    return f"{kind}:{index}" if type(index) is int else kind if index is None else None
 
 
 def spell_key(base: str, key: Node) -> str:

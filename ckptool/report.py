@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from shlex import quote
 from typing import Any
 
 from .accounting import Account, account
 from .checkpoint import Checkpoint, layout_of
 from .checks import Verdict, findings, storage_flaws, weights_only
-from .edits.select import selected
+from .edits.select import normal_path, selected
+from .errors import TargetError
 from .limits import LIMITS
 from .locations import MapLocation, lands_on
 from .names import Globs
@@ -47,7 +49,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "entries": _entries(checkpoint, sums),
         "devices": [
             {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
-            | ({"lands_on": lands_on(share.name, map_location)} if map_location is not None else {})
+            | ({"lands_on": _landing(survey, share.name, map_location)} if map_location is not None else {})
             for share in sums.devices
         ],
         "dtypes": [{"dtype": share.name, "tensors": share.tensors, "bytes": share.nbytes} for share in sums.dtypes],
@@ -62,8 +64,15 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
             for name in survey.devices
         ],
         "weights_only": _verdict(verdict),
-        "findings": [finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws)],
+        "findings": [finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws, map_location)],
     }
+
+
+def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
+    """Where a tag lands; tensors saved on meta have no storage at all, and nothing moves them."""
+    if tag == "meta" and all(storage.location != "meta" for storage in survey.reader.storages.values()):
+        return tag
+    return lands_on(tag, location)
 
 
 def _parameters(entries: Sequence[TensorEntry]) -> int:
@@ -185,8 +194,9 @@ def key_listing(
 ) -> dict[str, Any]:
     """The report of ``keys``, schema ``ckptool.keys/1``.
 
-    The tensors of the state dicts (of the one at ``key``), or with ``everything`` all in the file; where there
-    is no state dict it is all in any case. ``sort`` is "file", "name" or "bytes" (largest first).
+    The tensors of the state dicts found with high confidence, or of the one at ``key``; with ``everything`` all in
+    the file, or all below the path ``key``. Where there is no state dict it is all in any case. ``sort`` is
+    "file", "name" or "bytes" (largest first).
     """
     survey = checkpoint.survey
     entries = _listed(checkpoint, survey, key, everything)
@@ -199,6 +209,8 @@ def key_listing(
     return {
         "schema": "ckptool.keys/1",
         "path": checkpoint.path,
+        "listed": len(chosen),
+        "in_file": len(survey.tensors),
         "tensors": [
             {
                 "state_dict": paths[entry.state_dict] if entry.state_dict >= 0 else None,
@@ -206,8 +218,8 @@ def key_listing(
                 "path": entry.path,
                 "kind": tensor.kind,
                 "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "stride": tensor.stride,
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride),
                 "offset": tensor.offset,
                 "location": tensor.location,
                 "bytes": tensor.own_bytes,
@@ -222,10 +234,22 @@ def key_listing(
 
 
 def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
-    if key is not None:
-        refs = {state_dict.ref for state_dict in selected(checkpoint, key)}
-        numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in refs}
-        return [entry for entry in survey.tensors if entry.state_dict in numbers]
-    if everything or not survey.state_dicts:
+    if everything and key is not None:
+        base = normal_path(key)
+        below = [entry for entry in survey.tensors if entry.path.startswith(base) and _starts_step(entry.path, base)]
+        if not below:
+            what = f"no tensor below {key!r}"
+            raise TargetError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all")
+        return below
+    if everything:
         return survey.tensors
-    return [entry for entry in survey.tensors if entry.state_dict >= 0]
+    chosen = {item.ref for item in selected(checkpoint, key)}
+    if not chosen:
+        return survey.tensors
+    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
+    return [entry for entry in survey.tensors if entry.state_dict in numbers]
+
+
+def _starts_step(path: str, base: str) -> bool:
+    """Does the path go on behind ``base`` with a new step?"""
+    return not base or path[len(base) : len(base) + 1] in ("", ".", "[", "(")

@@ -38,6 +38,8 @@ class FileSource:
         self._mtime = status.st_mtime_ns
 
     def read(self, offset: int, size: int) -> bytes:
+        if self.fd < 0:
+            raise UnreadableError("the checkpoint is closed", path=self.name, next="save it before it is closed")
         if size <= 0 or offset >= self.size:
             return b""
         try:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from .limits import LIMITS
-from .objects import attributes, callable_name, class_name, mapping, spell_key
+from .objects import attributes, callable_name, class_name, device_text, mapping, spell_key
 from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
-from .tensors import Tensor, TensorReader, device_text
+from .tensors import Tensor, TensorReader
 
 __all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .dtypes import BY_NAME, Dtype, storage_dtype
 from .limits import LIMITS
-from .objects import callable_name, mapped_name, mapping
+from .objects import callable_name, device_text, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Persistent, Ref
 
 __all__ = ["Storage", "Tensor", "TensorReader", "extent"]
@@ -394,20 +394,3 @@ class TensorReader:
             return "unknown"
         known = BY_NAME.get(node.name)
         return known.name if known else node.name
-
-
-def device_text(graph: Graph, ref: Ref) -> str | None:
-    """``cuda:1`` for a ``torch.device`` call, None for anything else."""
-    node = graph.nodes[ref]
-    if not isinstance(node, Call) or callable_name(graph, node.func) != "torch.device":
-        return None
-    args = graph.nodes[node.args]
-    if type(args) is not tuple or not 1 <= len(args) <= 2:
-        return None
-    kind = graph.nodes[args[0]]
-    if type(kind) is not str:
-        return None
-    if len(args) == 1:
-        return kind
-    index = graph.nodes[args[1]]
-    return f"{kind}:{index}" if type(index) is int else kind if index is None else None

@@ -7,9 +7,8 @@ from typing import Final, NamedTuple
 from .checkpoint import Checkpoint
 from .human import counted
 from .limits import LIMITS
-from .objects import attributes, class_name, mapping, spell_key
+from .objects import attributes, class_name, device_text, mapping, spell_key
 from .pickles.nodes import Call, FrozenSet, Global, List, Node, Persistent, Ref, Set
-from .tensors import device_text
 
 __all__ = ["Branch", "tree_of"]
 

@@ -1,6 +1,6 @@
 """The only module that opens a file for writing: it runs a plan, whole or not at all.
 
-The output grows in a temporary sibling ``.NAME.<number>.ckptool-tmp``, is brought to the disk, and only
+The output grows in a temporary sibling ``.NAME.<random>.ckptool-tmp``, is brought to the disk, and only
 then takes its name; then the folder is brought to the disk, too. Whatever happens before that, the path
 holds what it held.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 import threading
 from collections.abc import Callable
@@ -48,10 +49,14 @@ def check_output(path: str, source: Source, *, force: bool = False) -> str:
     Raises RefusedError when it is the input itself (also by another name), or exists and ``force`` is not
     given; OutputError when nothing can be written there.
     """
+    if not path or "\0" in path:
+        raise OutputError("it is no file name", path=repr(path))
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise OutputError("its folder does not exist", path=path, next=f"mkdir -p {os.path.dirname(path) or folder}")
+        step = "" if os.path.exists(folder) else f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}"
+        what = "its folder is a file" if os.path.exists(folder) else "its folder does not exist"
+        raise OutputError(what, path=path, next=step)
     try:
         status = os.stat(target)
     except FileNotFoundError:
@@ -82,9 +87,12 @@ def write_plan(
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
     _remove_leftovers(folder, name)
-    temporary = os.path.join(folder, f".{name[:200]}.{os.getpid()}{_SUFFIX}")
     try:
-        _produce(plan, temporary, mode, source, progress)
+        fd, temporary = _temporary(folder, name)
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+    try:
+        _produce(plan, fd, mode, source, progress)
         if force:
             os.replace(temporary, target)
         else:
@@ -101,17 +109,28 @@ def write_plan(
     return Written(path, plan.size)
 
 
-def _produce(plan: Plan, temporary: str, mode: int, source: Source, progress: Progress | None) -> None:
+def _stem(name: str) -> str:
+    """What temporary files of this output begin with; names are limited in bytes, not in characters."""
+    return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
+
+
+def _temporary(folder: str, name: str) -> tuple[int, str]:
+    """A new file beside the output, locked as long as it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    fd = os.open(temporary, flags, 0o600)
+    path = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
+    fd = os.open(path, flags, 0o600)
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fd, path
+
+
+def _produce(plan: Plan, fd: int, mode: int, source: Source, progress: Progress | None) -> None:
     try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with _Flusher(fd, plan.size):
             for piece in plan.pieces:
                 _copy(piece, fd, progress)
         if hasattr(os, "fchmod"):
-            os.fchmod(fd, mode)
+            os.fchmod(fd, mode & 0o777)
         if isinstance(source, FileSource):
             source.check_unchanged()
         os.fsync(fd)
@@ -214,7 +233,10 @@ def _take_name(temporary: str, target: str) -> None:
 def _sync_folder(folder: str) -> None:
     if not hasattr(os, "O_DIRECTORY"):
         return
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return  # a folder that may be written to but not read: the output is there and whole
     try:
         os.fsync(fd)
     except OSError as error:
@@ -236,7 +258,7 @@ def _remove_leftovers(folder: str, name: str) -> None:
     """Remove what a killed run left for the same output. A run that is alive holds a lock on its file."""
     if fcntl is None:
         return
-    head = f".{name[:200]}."
+    head = _stem(name)
     try:
         names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(_SUFFIX)]
     except OSError:
@@ -244,7 +266,7 @@ def _remove_leftovers(folder: str, name: str) -> None:
     for entry in names:
         path = os.path.join(folder, entry)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:

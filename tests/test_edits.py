@@ -97,7 +97,7 @@ def test_without_an_edit_the_output_is_the_input(fixture: Fixture, out: Path) ->
 
 @every
 def test_add_then_strip_gives_back_the_input(fixture: Fixture, tmp_path: Path) -> None:
-    if fixture.path.name in AMBIGUOUS | CUT:
+    if fixture.path.name in AMBIGUOUS | CUT | {"legacy_protocol0.pth"}:
         pytest.skip("refused")
     one, two = tmp_path / "one.pth", tmp_path / "two.pth"
     added = edited(fixture, one, "add")

@@ -35,11 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 #: Modules of more than 400 lines, and why.
-LONG = {
-    "ckptool/pickles/decode.py": "one machine with a method for each of 68 opcodes",
-    "ckptool/pickles/encode.py": "its mirror image",
-    "ckptool/tensors.py": "one reader for all of the _rebuild functions of torch",
-}
+LONG: dict[str, str] = {}
 
 
 class Import(NamedTuple):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import Checkpoint
+from ..checkpoint import DAMAGED, Checkpoint
 from ..human import counted, human_bytes, listed
 from ..limits import LIMITS
+from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
+from .calls import suspicious_calls
 from .storages import Flaw
-from .weights_only import Verdict
+from .weights_only import Blocker, Verdict
 
-__all__ = ["Finding", "findings", "suggested_output"]
+__all__ = ["Finding", "findings", "rule_words", "suggested_output"]
 
 
 class Finding(NamedTuple):
@@ -28,30 +30,52 @@ class Finding(NamedTuple):
 
 
 def suggested_output(path: str, word: str) -> str:
-    """A name beside the input: ``model.pth`` gives ``model.cpu.pth``."""
+    """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``."""
     stem, extension = os.path.splitext(path)
+    if extension == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
+        stem, inner = os.path.splitext(stem)
+        extension = inner + extension
     return f"{stem}.{word}{extension}"
 
 
 def command(name: str, path: str, *options: str, word: str) -> str:
     """A command line that writes beside the input, quoted for a shell."""
+    if path.startswith("-"):
+        path = os.path.join(os.curdir, path)
     words = ["ckptool", name, path, *options, "-o", suggested_output(path, word)]
     return " ".join(shlex.quote(part) for part in words)
 
 
-def findings(checkpoint: Checkpoint, account: Account, verdict: Verdict, flaws: Sequence[Flaw]) -> list[Finding]:
-    """Everything worth saying, errors first."""
+def findings(
+    checkpoint: Checkpoint,
+    account: Account,
+    verdict: Verdict,
+    flaws: Sequence[Flaw],
+    map_location: MapLocation = None,
+) -> list[Finding]:
+    """Everything worth saying, errors first.
+
+    ``map_location`` is the one that the user asks about: devices that it takes care of are no finding.
+    """
+    problems = checkpoint.container.problems
+    edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
+    if any(problem.code in _NO_EDITS for problem in problems):
+        # An edit would be refused: no command is suggested that does not work.
+        edits = [finding._replace(next="") for finding in edits]
     found = [
         *_container(checkpoint, flaws),
         *_weights_only(checkpoint, verdict),
-        *_prefixes(checkpoint),
-        *_devices(checkpoint, account),
+        *edits,
         *_state_dicts(checkpoint),
         *_bytes(account),
     ]
     order = {"error": 0, "warning": 1, "note": 2}
     found.sort(key=lambda finding: order[finding.level])
     return found[: LIMITS.listed]
+
+
+#: Problems on whose account an edit is refused.
+_NO_EDITS = frozenset((DAMAGED, "duplicate-record", "case-twin", "second-archive", "encrypted"))
 
 
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
@@ -69,25 +93,47 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
 
 
 def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
-    if verdict.loads:
-        return []
+    calls = suspicious_calls(checkpoint.graph)
+    if calls:
+        what = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
+        return [Finding("dangerous-call", "error", what, "do not load it; delete it, or report it where it came from")]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
-    rules = [blocker.rule for blocker in verdict.blockers if blocker.rule]
+    known = {problem.message for problem in checkpoint.container.problems}
+    rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
     found = []
-    called = [blocker.name for blocker in verdict.blockers if blocker.called]
     if names:
-        rest = ", called when it is loaded without" if called else ""
-        what = (
-            f"torch.load(weights_only=True) refuses it: {listed(names)} not on the list of torch {verdict.torch}{rest}"
+        modules = [module for start, module in _REGISTERED if all(name.startswith(start) for name in names)]
+        if modules:
+            what = f"torch.load(weights_only=True) takes {listed(names, most=2)} only when {modules[0]} is imported"
+            return [Finding("weights-only", "warning", what, f"import {modules[0]} before torch.load")]
+        what = f"torch.load(weights_only=True) refuses it: {listed(names)} not on torch {verdict.torch}'s list"
+        if any(blocker.called for blocker in verdict.blockers):
+            what += "; with weights_only=False their code runs"
+        found.append(
+            Finding("weights-only", "warning", what, "torch.load(..., weights_only=False) if you trust its source")
         )
-        classes = ", ".join(names[:3])
-        step = f"if you trust its source: torch.serialization.add_safe_globals([{classes}]), or weights_only=False"
-        found.append(Finding("weights-only", "warning", what, step))
-    if rules and not names:
-        what = f"torch.load(weights_only=True) refuses it: {listed(rules)}"
-        step = "if you trust its source: torch.load(..., weights_only=False), and save it again with protocol 2"
-        found.append(Finding("weights-only", "warning", what, step if rules[0].startswith("opcode") else ""))
+    elif rules and not any(problem.refused for problem in checkpoint.container.problems):
+        what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
+        step = "torch.load(..., weights_only=False) if you trust its source; save it again with protocol 2"
+        opcodes = any(rule.rule.startswith("opcode") for rule in rules)
+        found.append(Finding("weights-only", "warning", what, step if opcodes else ""))
     return found
+
+
+#: Classes that torch itself puts on the list when a module of its own is imported.
+_REGISTERED = (
+    ("torch.distributed.", "torch.distributed.tensor"),
+    ("torch._dynamo.", "torch._dynamo"),
+)
+
+
+def rule_words(rules: Sequence[Blocker], protocol: int) -> list[str]:
+    """The rules that stop weights_only, the many opcodes of a protocol as one."""
+    opcodes = [blocker.rule.removeprefix("opcode ") for blocker in rules if blocker.rule.startswith("opcode ")]
+    others = [blocker.rule for blocker in rules if blocker.rule and not blocker.rule.startswith("opcode ")]
+    if len(opcodes) > 1 and protocol != 2:
+        return [f"it was saved with pickle protocol {protocol}, weights_only reads protocol 2", *others]
+    return [f"its pickle uses {listed(opcodes)}", *others] if opcodes else others
 
 
 def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
@@ -100,7 +146,14 @@ def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
         prefix = prefix_of(names)
         where = f" in {state_dict.path!r}" if state_dict.path else ""
         inner = wrapper_counts(names)
-        if prefix.keys:
+        bare = set(names)
+        twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
+        if prefix.keys and twins:
+            what = f"{counted(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be taken off"
+            found.append(
+                Finding("prefix-collision", "warning", what, "leave one of each pair out where the file is made")
+            )
+        elif prefix.keys:
             found.append(_prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"})))
         elif inner.keys() - {"module"}:
             segments = listed([f"'{name}.'" for name in inner if name != "module"])
@@ -117,24 +170,32 @@ def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Fi
     return Finding("prefix", "warning", what, command("strip-module", path, *option, word="plain"))
 
 
-def _devices(checkpoint: Checkpoint, account: Account) -> list[Finding]:
+def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> list[Finding]:
     tags = [share.name for share in account.devices if share.name not in ("cpu", "meta", "")]
     path = checkpoint.path
     found = []
-    if tags:
-        kind = "that GPU" if len(tags) == 1 and tags[0].startswith("cuda") else "these devices"
-        what = f"tagged {listed(tags)}: on a machine without {kind}, torch.load needs map_location"
-        found.append(Finding("device", "warning", what, command("remap", path, "--to", "cpu", word="cpu")))
+    if isinstance(map_location, Mapping):
+        there = {share.name for share in account.devices}
+        unused = [device for device in map_location if device not in there]
+        if unused:
+            found.append(Finding("map-location", "warning", f"no storage is tagged {listed(unused)}"))
+    away = [tag for tag in tags if lands_on(tag, map_location) not in ("cpu", "meta")]
+    remedy = command("remap", path, "--to", "cpu", word="cpu") if away else ""
+    if away:
+        kind = "that device" if len(away) == 1 else "these devices"
+        what = f"tagged {listed(away)}: on a machine without {kind}, torch.load needs map_location"
+        found.append(Finding("device", "warning", what, remedy))
     strings = [name for name in checkpoint.survey.devices if not name.is_object]
     if strings:
         places = listed([f"{name.path} = {name.device!r}" for name in strings[:5]], len(strings))
-        step = command("remap", path, "--to", "cpu", "--strings", word="cpu")
-        found.append(Finding("device-strings", "note", f"plain strings name a device: {places}", step))
+        what = f"plain strings name a device: {places}; remap leaves them, with --strings it changes them"
+        found.append(Finding("device-strings", "note", what))
     objects = [name for name in checkpoint.survey.devices if name.is_object and name.device != "cpu"]
     if objects:
         places = listed([f"{name.path} = {name.device}" for name in objects[:5]], len(objects))
-        what = f"torch.device objects: {places}; map_location does not reach them"
-        found.append(Finding("device-objects", "note", what, command("remap", path, "--to", "cpu", word="cpu")))
+        what = f"torch.device objects: {places}; map_location does not reach them, remap does"
+        step = "" if remedy else command("remap", path, "--to", "cpu", word="cpu")
+        found.append(Finding("device-objects", "note", what, step))
     return found
 
 

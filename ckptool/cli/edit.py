@@ -11,12 +11,12 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint, file_mode, plan_of
-from ..errors import CkptoolError, OutputError, TargetError
+from ..errors import CkptoolError, OutputError
 from ..human import counted, human_bytes
 from ..source import Plan
 from ..write import check_output, write_plan
 from .options import key_option, paths, worst, writing
-from .render import clean, emit, emit_json, say_error
+from .render import clean, emit, emit_json, failure, say, say_error, say_problems
 
 __all__ = ["add_module", "remap", "strip_module"]
 
@@ -39,7 +39,8 @@ Examples:
 @click.option(
     "--wrappers",
     is_flag=True,
-    help="Take out the names of all known wrappers wherever they stand: module, _orig_mod, _fsdp_wrapped_module, ...",
+    help="Take out the names of all known wrappers wherever they stand: _orig_mod, _fsdp_wrapped_module, ...; module"
+    " in front of names and next to another wrapper.",
 )
 @key_option
 @writing
@@ -165,14 +166,10 @@ def _edit_all(
         bar = not (quiet or no_progress) and sys.stderr.isatty()
         try:
             report = _edit_one(command, path, target, edit, force=force, dry_run=dry_run, bar=bar)
-        except TargetError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            continue
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
-            reports.append({"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next})
+            reports.append(failure(command, path, error))
             continue
         codes.append(0)
         reports.append(report)
@@ -180,6 +177,8 @@ def _edit_all(
             emit(_account(report))
     if style != "table" and not quiet:
         emit_json(reports, style, len(paths) > 1)
+    if len(paths) > 1 and not quiet and any(codes):
+        say(f"{codes.count(0):,} of {len(paths):,} done, {len(paths) - codes.count(0):,} not")
     return worst(codes)
 
 
@@ -195,9 +194,12 @@ def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dr
             try:
                 os.makedirs(out_dir, exist_ok=True)
             except OSError as error:
-                raise OutputError(error.strerror or str(error), path=out_dir) from error
+                what = "it is a file, not a folder" if os.path.isfile(out_dir) else error.strerror or str(error)
+                raise OutputError(what, path=out_dir) from error
         return [os.path.join(out_dir, name) for name in names]
     if output is not None:
+        if output == "-":
+            raise click.UsageError("ckptool does not write to stdout: name a file.")
         if len(paths) > 1:
             raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
@@ -217,13 +219,15 @@ def _edit_one(
     bar: bool,
 ) -> dict[str, Any]:
     with api.open(path) as checkpoint:
-        if target is not None and not dry_run:
+        if target is not None and (not dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
             check_output(target, checkpoint.source, force=force)
+        say_problems(checkpoint)
         edited = edit(checkpoint)
         plan, exact = plan_of(edited)
         if target is not None and not dry_run:
             _write(edited, plan, target, force=force, bar=bar)
-        low = [item.path for item in checkpoint.state_dicts if item.confidence == "low"]
+        done = {change.path for change in edited.changes}
+        low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
             "schema": f"ckptool.{command}/1",
             "path": path,
@@ -234,6 +238,7 @@ def _edit_one(
             "changed": edited.edited,
             "exact": exact,
             "changes": [change._asdict() for change in edited.changes],
+            "modules": [path for path in edited.survey.modules[:1] if not edited.state_dicts],
             "left_alone": low if command != "remap" else [],
         }
 
@@ -266,6 +271,10 @@ def _account(report: dict[str, Any]) -> str:
         )
     if not report["changed"]:
         lines.append("  nothing to do: the output is the input, byte for byte")
+        lines += [
+            f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
+            for path in report["modules"]
+        ]
     elif not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:

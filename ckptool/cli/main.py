@@ -58,6 +58,13 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(cmd_name.replace("_", "-"), COMMANDS, 1)
+            if near:
+                ctx.fail(f"No such command {clean(cmd_name)!r}: did you mean {near[0]!r}?")
+            if os.path.exists(cmd_name):
+                ctx.fail(f"No such command {clean(cmd_name)!r}: did you mean 'ckptool inspect {clean(cmd_name)}'?")
             return None
         module, function, _ = COMMANDS[cmd_name]
         command = getattr(import_module(f"ckptool.cli.{module}"), function)
@@ -97,14 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # making them.
     gc.disable()
     for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
+        # nohup ignores SIGHUP, and so must we.
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), _end)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone (``| head``): nothing more to say, and nothing to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -115,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; signals and a closed pipe are left to ``main``."""
     try:
-        result = cli.main(args=arguments, prog_name="ckptool", standalone_mode=False)
+        # Not cli.main(): it turns a closed pipe into exit 1, "the answer is no".
+        with cli.make_context("ckptool", list(sys.argv[1:] if arguments is None else arguments)) as ctx:
+            result = cli.invoke(ctx)
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
@@ -133,7 +144,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         raise
     except OSError as error:
         # What went to stdout could not be written: a full disk behind a redirection.
-        click.echo(f"ckptool: {clean(str(error))}", err=True)
+        reason = error.strerror or str(error)
+        click.echo(f"ckptool: writing to stdout failed: {clean(reason)}", err=True)
         return 5
     except Exception as error:
         if os.environ.get("CKPTOOL_DEBUG"):

@@ -31,7 +31,13 @@ def paths(command: Command) -> Command:
 
 def key_option(command: Command) -> Command:
     text = "One state dict, by its path as inspect prints it ('.' for the root). Default: all that are found."
-    return click.option("--key", metavar="PATH", help=text)(command)
+    return click.option("--key", metavar="PATH", help=text, multiple=True, callback=_only_one)(command)
+
+
+def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
+    if len(values) > 1:
+        raise click.BadParameter("it names one state dict, and was given twice")
+    return values[0] if values else None
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:

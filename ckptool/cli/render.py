@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from typing import Any
 
 import click
 
+from ..checkpoint import Checkpoint
 from ..errors import CkptoolError
 
-__all__ = ["clean", "emit", "emit_json", "pairs", "say_error", "table", "to_json"]
+__all__ = ["clean", "emit", "emit_json", "failure", "pairs", "say", "say_error", "say_problems", "table", "to_json"]
 
 #: Control characters, line separators, bidi marks and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -33,6 +35,8 @@ def _escape(match: re.Match[str]) -> str:
 
 def emit(text: str) -> None:
     """Write text, already clean, to stdout."""
+    if sys.stdout is None:  # closed by whoever started us
+        raise OSError(errno.EBADF, "stdout is closed")
     sys.stdout.write(text + "\n")
 
 
@@ -109,3 +113,22 @@ def say_error(error: CkptoolError) -> None:
     click.echo(f"ckptool: {clean(str(error))}", err=True)
     if error.next:
         click.echo(f"  -> {clean(error.next)}", err=True)
+
+
+def say(text: str) -> None:
+    """A remark on stderr."""
+    click.echo(f"ckptool: {clean(text)}", err=True)
+
+
+def say_problems(checkpoint: Checkpoint) -> None:
+    """What is wrong with the file itself, on stderr, for commands that go on all the same."""
+    for problem in checkpoint.container.problems:
+        if problem.level == "error":
+            say(f"warning: {checkpoint.path}: {problem.message}")
+
+
+def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
+    """The report on an input that cannot be read or edited, so that JSON has an object for each input."""
+    found: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
+    kind = getattr(error, "kind", None)
+    return found | ({"format": kind} if kind else {})

@@ -13,7 +13,7 @@ from ..locations import parse_map_location
 from ..names import Globs
 from ..report import key_listing
 from .options import ALL_FORMATS, format_option, key_option, paths, worst
-from .render import clean, emit, emit_json, say_error, table
+from .render import clean, emit, emit_json, failure, say, say_error, say_problems, table
 
 __all__ = ["inspect", "keys"]
 
@@ -49,7 +49,7 @@ def inspect(
     location = parse_map_location(map_location)
     reports: list[dict[str, Any]] = []
     codes = []
-    for number, path in enumerate(paths):
+    for path in paths:
         try:
             with api.open(path) as checkpoint:
                 report = inspection(checkpoint, location)
@@ -65,24 +65,15 @@ def inspect(
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
-            reports.append(_failure("inspect", path, error))
+            reports.append(failure("inspect", path, error))
             continue
         codes.append(0)
         reports.append(report)
         if style == "table":
-            if number:
-                emit("")
-            emit(summary(report))
+            emit(("\n" if any("error" not in item for item in reports[:-1]) else "") + summary(report))
     if style != "table":
         emit_json(reports, style, len(paths) > 1)
     return worst(codes)
-
-
-def _failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
-    """The report on an input that cannot be read, so that JSON has an object for each input."""
-    found: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
-    kind = getattr(error, "kind", None)
-    return found | ({"format": kind} if kind else {})
 
 
 KEYS_EPILOG = """\b
@@ -117,48 +108,82 @@ def keys(
 ) -> int:
     """List the keys of the state dicts: name, dtype, shape, device, bytes."""
     globs = Globs(include, exclude)
+    several = len(paths) > 1
     reports: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
     codes = []
     for number, path in enumerate(paths):
         try:
             with api.open(path) as checkpoint:
                 report = key_listing(checkpoint, key=key, everything=everything, globs=globs, sort=sort)
-                several = key is None and len(checkpoint.state_dicts) > 1
-                by_path = everything or several or not checkpoint.state_dicts
+                say_problems(checkpoint)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
-            reports.append(_failure("keys", path, error))
+            reports.append(failure("keys", path, error))
             continue
         codes.append(0)
         reports.append(report)
+        if globs and not report["tensors"]:
+            say(f"{path}: no key matches")
         if style in ("json", "jsonl"):
             continue
-        label = "path" if by_path else "key"
         if names:
             for entry in report["tensors"]:
-                emit(clean(entry[label]))
-            continue
-        if len(paths) > 1 and style == "table":
-            emit(("\n" if number else "") + clean(path))
-        _print_keys(report, label, style)
+                emit(clean(_label(entry, report)))
+        elif style == "table":
+            title = [clean(path)] if several else []
+            emit("\n".join(([""] if number else []) + title + [_sections(report, everything)]))
+        else:
+            rows += [((path,) if several else ()) + _cells(entry) for entry in report["tensors"]]
     if style in ("json", "jsonl"):
-        emit_json(reports, style, len(paths) > 1)
+        emit_json(reports, style, several)
+    elif style != "table" and not names:
+        headers = (("file",) if several else ()) + ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
+        emit(table(headers, rows, style, right=(len(headers) - 1,)))
     return worst(codes)
 
 
-def _print_keys(report: dict[str, Any], label: str, style: str) -> None:
-    tensors = report["tensors"]
-    if not tensors and style == "table":
-        emit("no tensors")
-        return
-    machine = style in ("csv", "plain")
-    rows = []
-    for entry in tensors:
-        shape = "x".join(map(str, entry["shape"])) or ("" if machine else "scalar")
-        size = str(entry["bytes"]) if machine else f"{entry['bytes']:,}"
-        rows.append((entry[label], entry["dtype"], shape, entry["location"], size))
-    emit(table((label, "dtype", "shape", "device", "bytes"), rows, style, right=(4,)))
-    if style == "table":
-        total = sum(entry["bytes"] for entry in tensors)
-        emit(f"\n{counted(len(tensors), 'tensor')}, {human_bytes(total)}")
+def _label(entry: dict[str, Any], report: dict[str, Any]) -> str:
+    """The key where one state dict is listed, else the path; "." for a tensor that is the whole file."""
+    of_one = len({item["state_dict"] for item in report["tensors"]}) == 1 and entry["state_dict"] is not None
+    return str(entry["key"] if of_one else entry["path"] or ".")
+
+
+def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
+    """A line for machines: always the same columns."""
+    shape = "x".join(map(str, entry["shape"])) or "scalar"
+    where = entry["state_dict"] or ""
+    return where, entry["key"], entry["path"], entry["dtype"], shape, entry["location"], str(entry["bytes"])
+
+
+def _sections(report: dict[str, Any], everything: bool) -> str:
+    """A table for each state dict, one for what is outside, and what is not listed."""
+    groups: dict[str | None, list[dict[str, Any]]] = {}
+    for entry in report["tensors"]:
+        groups.setdefault(entry["state_dict"], []).append(entry)
+    parts = []
+    for place, entries in groups.items():
+        label = "path" if place is None else "key"
+        rows = [
+            (
+                entry[label] or ".",
+                entry["dtype"] if entry["kind"] in _PLAIN else f"{entry['dtype']} ({entry['kind']})",
+                "x".join(map(str, entry["shape"])) or "scalar",
+                entry["location"],
+                f"{entry['bytes']:,}",
+            )
+            for entry in entries
+        ]
+        drawn = table((label, "dtype", "shape", "device", "bytes"), rows, right=(4,))
+        where = f" in {place!r}" if place else "" if place is not None or len(groups) == 1 else " outside of them"
+        size = human_bytes(sum(entry["bytes"] for entry in entries))
+        parts.append(f"{drawn}\n\n{counted(len(entries), 'tensor')}{clean(where)}, {size}")
+    rest = report["in_file"] - report["listed"]
+    if not parts:
+        parts.append("no tensors")
+    return "\n\n".join(parts) + (f"; {rest:,} more in the file: --all" if rest and parts and not everything else "")
+
+
+#: Kinds of tensors that a dtype and a shape describe.
+_PLAIN = ("dense", "quantized", "meta")

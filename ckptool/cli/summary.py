@@ -60,9 +60,9 @@ def _state_dict_words(item: dict[str, Any]) -> str:
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [("layout", layout_words(report))]
     if report["tensors"]:
-        where = "in state dicts" if report["state_dicts"] else "in all"
-        count = f"{report['tensors']:,}, with {human_count(report['parameters'])} parameters {where}"
-        facts.append(("tensors", count))
+        where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
+        elements = f"{human_count(report['parameters'])} parameters and buffers"
+        facts.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
         stored = f"{human_bytes(report['storage_bytes'])} in {counted(report['storages'], 'storage')}"
         if report["unused_bytes"]:
             stored += f", {human_bytes(report['unused_bytes'])} of it unused"
@@ -89,12 +89,15 @@ def _verdict(verdict: dict[str, Any]) -> str:
         return f"weights_only=True of torch {verdict['torch']} loads it"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
-    return f"weights_only=True of torch {verdict['torch']} refuses it: {listed(names + rules, most=6)}"
+    # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.
+    reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
+    return f"weights_only=True of torch {verdict['torch']} refuses it: {listed(reasons, most=4)}"
 
 
 def _loaded(load: dict[str, Any]) -> str:
     if load["ok"]:
-        places = ", ".join(f"{count:,} on {device}" for device, count in load["devices"].items()) or "no tensors"
+        places = ", ".join(f"{counted(count, 'tensor')} on {device}" for device, count in load["devices"].items())
+        places = places or "no tensors"
         return f"yes: {places}"
     return f"no: {load['error']}"
 

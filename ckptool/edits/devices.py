@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
-from ..human import counted
-from ..objects import mapped_name
+from ..human import counted, listed
+from ..locations import check_target
+from ..objects import device_text, mapped_name
 from ..pickles.nodes import Call, Global, Persistent, Ref
-from ..tensors import device_text
 from .rewrite import Rewrite
 
-__all__ = ["DeviceMap", "check_target", "remap_devices"]
-
-#: Backends that restore tags "name" and "name:index" (torch/serialization.py, ``register_package`` calls), and
-#: those that take the place of privateuseone by their own package.
-_INDEXED = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
-_TARGET = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
+__all__ = ["DeviceMap", "remap_devices"]
 
 
 class DeviceMap(NamedTuple):
@@ -65,21 +59,6 @@ class DeviceMap(NamedTuple):
             raise TargetError("no target", next="say where to: --to cpu, --map cuda:1=cuda:0 or --visible 1,3")
 
 
-def check_target(device: str) -> None:
-    """Raise TargetError unless torch can restore this location tag (formats.md of torch: ``_get_restore_location``)."""
-    if _TARGET.match(device):
-        return
-    hint = ""
-    joined = re.match(r"([a-z]+)(\d+)\Z", device)
-    if device.lower().startswith("cpu"):
-        hint = "write 'cpu'"
-    elif joined:
-        hint = f"write '{joined.group(1)}:{joined.group(2)}'"
-    elif device.lower() != device:
-        hint = f"write '{device.lower()}'"
-    raise TargetError(f"{device!r} is no device that torch could restore", next=hint or "targets look like cpu, cuda:0")
-
-
 def remap_devices(
     checkpoint: Checkpoint, devices: DeviceMap | str | Mapping[str, str], *, strings: bool = False
 ) -> Checkpoint:
@@ -120,15 +99,20 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
             _retag(rewrite, ref, new)
     objects = _device_objects(rewrite, devices)
     changes = [
-        Change("remap", old, count, 0, f"{counted(count, 'storage')} tagged {old}, now tagged {new}")
+        Change("remap", "", count, 0, f"{counted(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
     ]
     for old, count in kept.items():
-        changes.append(Change("remap", old, 0, count, f"{counted(count, 'storage')} on {old} as before"))
+        changes.append(Change("remap", "", 0, count, f"{counted(count, 'storage')} on {old} as before"))
     tags = {*kept, *(old for old, _ in moved)}
-    for pattern in devices.pairs:
-        if not any(tag == pattern or f"{tag.partition(':')[0]}:*" == pattern for tag in tags):
-            changes.append(Change("remap", pattern, 0, 0, f"no storage is tagged {pattern}"))
+    there = f" (there are {listed(sorted(tags))})" if tags else ""
+    changes += [
+        Change("remap", "", 0, 0, f"no storage is tagged {pattern}{there}")
+        for pattern in devices.pairs
+        if pattern not in tags and not any(f"{tag.partition(':')[0]}:*" == pattern for tag in tags)
+    ]
+    if any(new == "meta" for _, new in moved):
+        changes.append(Change("remap", "", 0, 0, "what is tagged meta loads without its values"))
     if objects:
         changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
     changes += _strings(checkpoint, devices, rewrite if strings else None)

@@ -7,14 +7,15 @@ from typing import Literal
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
+from ..human import counted, listed
 from ..objects import mapping
 from ..pickles.nodes import Ref
-from ..prefixes import without_wrappers
+from ..prefixes import common_prefix, without_wrappers, wrapper_counts
 from ..survey import StateDict
 from .rewrite import Rewrite
 from .select import selected
 
-__all__ = ["add_prefix", "rename_keys", "strip_prefix", "strip_wrappers"]
+__all__ = ["add_prefix", "rename_keys", "renamed_modules", "strip_prefix", "strip_wrappers", "stripping"]
 
 Rename = Callable[[str], str]
 
@@ -32,6 +33,21 @@ def strip_prefix(
     Raises RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
     """
     head = _segments(prefix)
+    strip = stripping(prefix, repeat)
+
+    def remark(names: Sequence[str]) -> tuple[str, ...]:
+        still = sum(strip(name).startswith(head) for name in names)
+        notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
+        inside = [name for name in wrapper_counts(map(strip, names)) if name + "." != head]
+        return (*notes, f"{listed([repr(name) for name in inside])} still inside: --wrappers") if inside else notes
+
+    what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
+    return rename_keys(checkpoint, strip, key=key, edit="strip-prefix", what=what, nothing=nothing, remark=remark)
+
+
+def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
+    """The function of a name that takes the prefix off."""
+    head = _segments(prefix)
     limit = repeat if isinstance(repeat, int) else 1 << 30
     if limit < 1:
         raise TargetError("the prefix must be stripped at least once")
@@ -43,8 +59,7 @@ def strip_prefix(
             left -= 1
         return name
 
-    what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
-    return rename_keys(checkpoint, strip, key=key, edit="strip-prefix", what=what, nothing=nothing)
+    return strip
 
 
 def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpoint:
@@ -108,43 +123,57 @@ def rename_keys(
             if state_dict.metadata >= 0:
                 _follow(rewrite, state_dict.metadata, rename)
         notes = remark(names) if remark else ()
+        if not count:
+            shared = common_prefix(names)
+            notes += (f"they begin with {shared!r}",) if shared else ()
         changes.append(Change(edit, state_dict.path, count, len(names) - count, what if count else nothing, notes))
     return checkpoint.changed(rewrite.done(), changes)
 
 
 def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename) -> None:
-    """Rename the module paths of ``_metadata``. What becomes one: the later value, in the earlier place."""
+    """Rename the module paths of ``_metadata``."""
     items = mapping(rewrite.graph, metadata) or []
-    places: dict[str, int] = {}
-    fresh: list[tuple[Ref, Ref]] = []
-    for ref, value in items:
-        path = rewrite.graph.nodes[ref]
-        if type(path) is not str:
-            fresh.append((ref, value))
-            continue
-        new = rename(path + ".").removesuffix(".") if path else path
-        place = places.get(new)
-        if place is None:
-            places[new] = len(fresh)
-            fresh.append((rewrite.text(ref, new), value))
-        else:
-            fresh[place] = (fresh[place][0], value)
+    paths = [rewrite.graph.nodes[ref] for ref, _ in items]
+    if not all(type(path) is str for path in paths):
+        return
+    fresh = [
+        (rewrite.text(items[place][0], path), items[source][1])
+        for path, place, source in renamed_modules([str(path) for path in paths], rename)
+    ]
     if fresh != items:
         rewrite.refill(metadata, fresh)
+
+
+def renamed_modules(paths: Sequence[str], rename: Rename) -> list[tuple[str, int, int]]:
+    """New module paths: (path, number of the entry whose place it takes, number of the one whose value it has).
+
+    Of paths that become one, the later value takes the place of the earlier: so the entry of ``module``
+    replaces that of "" when the prefix goes.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for number, path in enumerate(paths):
+        new = rename(path + ".").removesuffix(".") if path else path
+        found[new] = (found[new][0] if new in found else number, number)
+    return [(path, place, source) for path, (place, source) in found.items()]
 
 
 def _refuse_collisions(
     checkpoint: Checkpoint, state_dict: StateDict, names: Sequence[str], renamed: Sequence[str]
 ) -> None:
     first: dict[str, str] = {}
+    pairs = []
     for old, new in zip(names, renamed):
         other = first.setdefault(new, old)
         if other != old:
-            where = f" in {state_dict.path!r}" if state_dict.path else ""
-            what = f"the keys {other!r} and {old!r}{where} would both be called {new!r}"
-            raise RefusedError(what, path=checkpoint.path, next="name one state dict by --key, or rename one key first")
+            pairs.append((other, old, new))
         if not new:
             raise RefusedError(f"the key {old!r} would have no name left", path=checkpoint.path)
+    if pairs:
+        other, old, new = pairs[0]
+        where = f" in {state_dict.path!r}" if state_dict.path else ""
+        more = f", and {counted(len(pairs) - 1, 'more pair')} likewise" if len(pairs) > 1 else ""
+        what = f"the keys {other!r} and {old!r}{where} would both be called {new!r}{more}"
+        raise RefusedError(what, path=checkpoint.path, next="leave one of each pair out where the file is made")
 
 
 def _segments(prefix: str) -> str:

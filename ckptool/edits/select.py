@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from ..checkpoint import Checkpoint
 from ..errors import TargetError
+from ..human import listed
 from ..objects import parse_path, spell_key
 from ..survey import StateDict
 
-__all__ = ["selected"]
+__all__ = ["normal_path", "selected"]
 
 
 def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
@@ -18,19 +21,16 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     found = checkpoint.state_dicts
     if key is None:
         return [item for item in found if item.confidence == "high"]
-    path = _normal(key)
+    path = normal_path(key)
     chosen = [item for item in found if item.path == path]
     if not chosen:
-        known = ", ".join(repr(item.path) for item in found[:8])
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        what = (
-            f"no state dict at {key!r}; there is {known}{more}" if found else f"no state dict at {key!r}, nor anywhere"
-        )
-        raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {checkpoint.path} --tree")
+        known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in found], most=8)
+        what = f"no state dict at {key!r}; there is {known}" if found else f"no state dict at {key!r}, nor elsewhere"
+        raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
     return chosen
 
 
-def _normal(key: str) -> str:
+def normal_path(key: str) -> str:
     """The path as the survey spells it; "" and "." are the root."""
     if key in ("", "."):
         return ""

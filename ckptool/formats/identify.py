@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from shlex import quote
 
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
 from ..human import human_bytes
@@ -55,6 +56,9 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     if _is_text(head) and source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
         what = "it is a short text that looks like a path: a symbolic link that Git checked out as a file"
         return _not("link-text", what, source, "name the file that it points to")
+    if _is_text(head):
+        first = head.strip().split(b"\n")[0][:60].decode("utf-8", "replace").strip()
+        return _not("text", f"it is text that begins {first!r}, not a checkpoint", source, "look into it")
     return None
 
 
@@ -77,18 +81,25 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
             )
         except zlib.error:
             inner = ""
-        step = f"tar -xzf {name}" if inner == " of a tar" else f"gunzip -k {name}"
+        step = f"tar -xzf {quote(name)}" if inner == " of a tar" else _unpacked("gunzip -c", name, ".gz")
         return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
     for magic, kind, tool in (
-        (b"BZh", "bzip2", "bunzip2 -k"),
-        (b"\xfd7zXZ\0", "xz", "unxz -k"),
-        (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+        (b"BZh", "bzip2", "bunzip2 -c"),
+        (b"\xfd7zXZ\0", "xz", "unxz -c"),
+        (b"\x28\xb5\x2f\xfd", "zstd", "unzstd -c"),
         (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
         (b"Rar!", "rar", "unrar x"),
     ):
         if head.startswith(magic):
-            return _not(kind, f"it is {kind} data", source, f"{tool} {name}, then name the file inside")
+            step = _unpacked(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
+            return _not(kind, f"it is {kind} data", source, f"{step}, then name the file inside")
     return None
+
+
+def _unpacked(tool: str, name: str, suffix: str) -> str:
+    """The command that unpacks a file, whatever it is called."""
+    plain = name.removesuffix(suffix) if name.endswith(suffix) else name + ".unpacked"
+    return f"{tool} < {quote(name)} > {quote(plain)}"
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -118,7 +129,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
             "tar",
             f"it is a tar archive, first member {member!r}",
             source,
-            f"tar -xf {source.name}, then name the file inside",
+            f"tar -xf {quote(source.name)}, then name the file inside",
         )
     if head[:4] == b"PK\x05\x06":
         return _not("empty-zip", "it is an empty zip archive", source)
@@ -181,7 +192,7 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
     if len(graph.nodes) < 2 and head[:1] != b"\x80":
         return None
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
-    return _not("pickle", what, source, f"python -m pickletools {source.name} shows it without running it")
+    return _not("pickle", what, source, f"python -m pickletools {quote(source.name)} shows it without running it")
 
 
 #: (records that must be there, kind, what it is, the next step)
@@ -215,7 +226,7 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     inside = [name for name in names if name.lower().endswith((".pth", ".pt", ".ckpt", ".bin", ".th", ".tar"))]
     if inside:
         what = f"it is a zip archive that contains {inside[0]!r}, not a checkpoint itself"
-        return _not("zip", what, source, f"unzip {source.name}, then name the file inside")
+        return _not("zip", what, source, f"unzip {quote(source.name)}, then name the file inside")
     roots = [name for name in names if name.endswith("/data.pkl")]
     if roots:
         what = f"its {roots[0]!r} is not in the folder of its first record, where torch looks"

@@ -5,11 +5,12 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from ..checkpoint import Problem, StoredBytes
+from ..checkpoint import DAMAGED, Problem, StoredBytes
 from ..errors import MalformedError, PickleError, TruncatedPickleError
 from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode
+from ..pickles.nodes import Persistent
 from ..source import Plan, Source, Span, merged
 from ..tensors import TensorReader
 
@@ -62,6 +63,10 @@ class TorchLegacy:
     def _locate(self) -> None:
         """Storages follow in the order of the key list, each an int64 count of elements and the raw bytes."""
         storages = TensorReader(self.graph).storages
+        if any(isinstance(node, Persistent) and node.text for node in self.graph.nodes):
+            what = "saved with pickle protocol 0, which turns tensors into text that torch cannot read back"
+            self.problems.append(Problem(DAMAGED, "error", what, True))
+            return
         at, size = self.storages, self.source.size
         for number, key in enumerate(self.keys):
             storage = storages.get(key)
@@ -77,7 +82,7 @@ class TorchLegacy:
                     f"the file is cut: it ends at byte {size:,}, within or before storage {key!r};"
                     f" {missing:,} of {len(self.keys):,} storages are missing"
                 )
-                self.problems.append(Problem("cut", "error", what, True))
+                self.problems.append(Problem(DAMAGED, "error", what, True))
                 return
             if count != storage.numel:
                 what = f"storage {key!r} holds {count:,} elements where the pickle says {storage.numel:,}"

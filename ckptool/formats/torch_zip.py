@@ -5,8 +5,11 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 
 from __future__ import annotations
 
-from ..checkpoint import Problem, StoredBytes
+import zlib
+
+from ..checkpoint import DAMAGED, Problem, StoredBytes
 from ..errors import MalformedError, NotACheckpointError
+from ..human import counted
 from ..limits import LIMITS
 from ..pickles import decode
 from ..source import Plan, Source
@@ -32,6 +35,10 @@ class TorchZip:
         self.graph = decoded.graph
         self.problems: list[Problem] = []
         self.byteorder = "little"
+        if record.crc and zlib.crc32(data) != record.crc:
+            # Torch does not look, and an edit would put a right checksum on wrong content.
+            what = "data.pkl has another checksum than the one on record: the file is damaged"
+            self._note(DAMAGED, "error", what)
         self._check_records()
         if decoded.end < len(data):
             rest = len(data) - decoded.end
@@ -82,12 +89,15 @@ class TorchZip:
             self._note("bad-byteorder", "error", f"byteorder is {shown!r}; torch takes 'little' or 'big'", True)
         deflated = [r for r in archive.records if r.method == 8 and r.size and "/data/" in r.name]
         if deflated:
-            what = f"{len(deflated):,} storages are deflated: torch.load(mmap=True) reads garbage from them"
+            what = f"{counted(len(deflated), 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
             self._note("deflated", "warning", what)
         foreign = [r for r in archive.records if r.method not in (0, 8)]
         if foreign:
             what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"
             self._note("bad-method", "error", what, True)
+        rest = archive.source.size - archive.end.tail
+        if rest:
+            self._note("trailing-bytes", "note", f"{counted(rest, 'byte')} stand behind the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
             self._note("record-case", "note", f"{self.record.name!r} is found because torch ignores case")
 

@@ -29,11 +29,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 __all__ = [
+    "CONSTANTS",
     "Buffer",
     "ByteArray",
     "Call",
     "Dict",
     "Extension",
+    "Filling",
     "FrozenSet",
     "Global",
     "Graph",
@@ -45,6 +47,7 @@ __all__ = [
     "Set",
     "Style",
     "children",
+    "ingredients",
 ]
 
 Ref: TypeAlias = int
@@ -104,8 +107,8 @@ class Buffer:
         self.inner = inner
 
 
-class Instance:
-    """What may be filled after it exists.
+class Filling:
+    """What an object got after it was made.
 
     ``items`` were appended, ``pairs`` were set (key, value, ...), ``states`` went to BUILD: nearly
     always none or one.
@@ -113,10 +116,33 @@ class Instance:
 
     __slots__ = ("items", "pairs", "states")
 
-    def __init__(self) -> None:
-        self.items: Sequence[Ref] = ()
-        self.pairs: Sequence[Ref] = ()
-        self.states: Sequence[Ref] = ()
+    def __init__(self, items: Sequence[Ref] = (), pairs: Sequence[Ref] = (), states: Sequence[Ref] = ()) -> None:
+        self.items = items
+        self.pairs = pairs
+        self.states = states
+
+
+class Instance:
+    """What may be filled after it exists; ``filling`` is None as long as nothing came."""
+
+    # One slot, not three: hundreds of thousands of these are never filled.
+    __slots__ = ("filling",)
+    filling: Filling | None
+
+    @property
+    def items(self) -> Sequence[Ref]:
+        """What was appended."""
+        return self.filling.items if self.filling is not None else ()
+
+    @property
+    def pairs(self) -> Sequence[Ref]:
+        """What was set: key, value, key, value ..."""
+        return self.filling.pairs if self.filling is not None else ()
+
+    @property
+    def states(self) -> Sequence[Ref]:
+        """What went to BUILD: nearly always nothing or one."""
+        return self.filling.states if self.filling is not None else ()
 
 
 class Global(Instance):
@@ -128,10 +154,10 @@ class Global(Instance):
     __slots__ = ("module", "name", "parts")
 
     def __init__(self, module: str, name: str, parts: tuple[Ref, Ref] | None = None) -> None:
-        self.items = self.pairs = self.states = ()
         self.module = module
         self.name = name
         self.parts = parts
+        self.filling = None
 
 
 class Call(Instance):
@@ -143,16 +169,17 @@ class Call(Instance):
     __slots__ = ("args", "func", "kwargs", "op")
 
     def __init__(self, op: int, func: Ref, args: Ref, kwargs: Ref = -1) -> None:
-        self.items = self.pairs = self.states = ()
         self.op = op
         self.func = func
         self.args = args
         self.kwargs = kwargs
+        self.filling = None
 
     def filled(self, items: Sequence[Ref], pairs: Sequence[Ref], states: Sequence[Ref]) -> Call:
         """The same call, filled otherwise."""
         twin = Call(self.op, self.func, self.args, self.kwargs)
-        twin.items, twin.pairs, twin.states = items, pairs, states
+        if items or pairs or states:
+            twin.filling = Filling(items, pairs, states)
         return twin
 
 
@@ -165,9 +192,9 @@ class Persistent(Instance):
     __slots__ = ("pid", "text")
 
     def __init__(self, pid: Ref, text: bool = False) -> None:
-        self.items = self.pairs = self.states = ()
         self.pid = pid
         self.text = text
+        self.filling = None
 
 
 class Extension(Instance):
@@ -176,31 +203,49 @@ class Extension(Instance):
     __slots__ = ("code",)
 
     def __init__(self, code: int) -> None:
-        self.items = self.pairs = self.states = ()
         self.code = code
+        self.filling = None
 
 
 Node: TypeAlias = (
-    "None | bool | int | float | str | bytes | tuple[int, ...] | List | Set | FrozenSet | Dict | ByteArray | Buffer"
-    " | Global | Call | Persistent | Extension"
+    "bool | int | float | str | bytes | tuple[int, ...] | List | Set | FrozenSet | Dict | ByteArray | Buffer"
+    " | Global | Call | Persistent | Extension | None"
 )
+
+
+#: Kinds without identity, besides ``()``.
+CONSTANTS: Final = (type(None), bool, int, float)
 
 
 class Style:
     """How a pickle was written, as far as the default policy of CPython's pickler does not tell.
 
-    ``protocol``  0 to 5; ``framed`` whether FRAMEs were used (4 and later);
+    ``protocol``  0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
+    ``dialect``   the protocol whose opcodes are the defaults; it differs only where no pickler wrote it so;
+    ``framed``    whether FRAMEs were used (4 and later);
     ``memo_base`` the first memo number: 0, or 1 from Python 2;
     ``forms``     nodes written with another opcode than the default one;
     ``unput``     nodes that were not memoised although the policy memoises their kind;
     ``put``       nodes that were memoised although the policy does not;
-    ``steps``     how a container was filled, where not in the usual batches: (opcode, number of elements).
+    ``steps``     how a container was filled, where not in the usual batches: (opcode, number of elements);
+    ``remade``    for an object that is among its own arguments the call that was begun first and thrown away.
+
+    A node that none of these mentions is memoised and written with the default opcode.
     """
 
-    __slots__ = ("forms", "framed", "header", "memo_base", "protocol", "put", "steps", "unput")
+    __slots__ = ("dialect", "forms", "framed", "header", "memo_base", "protocol", "put", "remade", "steps", "unput")
 
-    def __init__(self, protocol: int = 2, *, header: bool = True, framed: bool = False, memo_base: int = 0) -> None:
+    def __init__(
+        self,
+        protocol: int = 2,
+        *,
+        header: bool = True,
+        framed: bool = False,
+        memo_base: int = 0,
+        dialect: int | None = None,
+    ) -> None:
         self.protocol = protocol
+        self.dialect = protocol if dialect is None else dialect
         self.header = header
         self.framed = framed
         self.memo_base = memo_base
@@ -208,6 +253,7 @@ class Style:
         self.unput: frozenset[Ref] = frozenset()
         self.put: frozenset[Ref] = frozenset()
         self.steps: dict[Ref, tuple[tuple[int, int], ...]] = {}
+        self.remade: dict[Ref, Ref] = {}
 
     def extended(self, like: Mapping[Ref, Ref]) -> Style:
         """The style in which each new reference of ``like`` is written as its old one; itself if that says nothing."""
@@ -216,9 +262,12 @@ class Style:
         put = {new for new, old in like.items() if old in self.put}
         if not (forms or unput or put):
             return self
-        twin = Style(self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base)
+        twin = Style(
+            self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base, dialect=self.dialect
+        )
         twin.forms = self.forms | forms
-        twin.unput, twin.put, twin.steps = self.unput | unput, self.put | put, self.steps
+        twin.unput, twin.put = self.unput | unput, self.put | put
+        twin.steps, twin.remade = self.steps, self.remade
         return twin
 
 
@@ -279,23 +328,31 @@ class Graph:
 
 def children(node: Node) -> Sequence[Ref]:
     """The references that a node holds, in the order in which a pickler would save them."""
-    kind = type(node)
-    if kind is tuple:
-        return node  # type: ignore[return-value]
     if isinstance(node, Instance):
-        tail = (*node.items, *node.pairs, *node.states)
-        if isinstance(node, Call):
-            head = (node.func, node.args) if node.kwargs < 0 else (node.func, node.args, node.kwargs)
-            return head + tail if tail else head
-        if isinstance(node, Persistent):
-            return (node.pid, *tail)
-        if isinstance(node, Global) and node.parts is not None:
-            return node.parts + tail
-        return tail
+        made_of, filling = ingredients(node), node.filling
+        return (*made_of, *filling.items, *filling.pairs, *filling.states) if filling is not None else made_of
     if isinstance(node, Dict):
         return node.pairs
-    if isinstance(node, List | Set | FrozenSet):
+    if isinstance(node, List | Set):
         return node.items
+    return ingredients(node)
+
+
+def ingredients(node: Node) -> Sequence[Ref]:
+    """The references that must exist before the node can: what it is made of, not what it is filled with.
+
+    In a decoded graph they never lead back to the node, because a stack machine makes one thing after another.
+    """
+    if isinstance(node, tuple):
+        return node
+    if isinstance(node, Call):
+        return (node.func, node.args) if node.kwargs < 0 else (node.func, node.args, node.kwargs)
+    if isinstance(node, Persistent):
+        return (node.pid,)
+    if isinstance(node, FrozenSet):
+        return node.items
+    if isinstance(node, Global):
+        return node.parts or ()
     if isinstance(node, Buffer) and node.inner >= 0:
         return (node.inner,)
     return ()

@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ACCEPTED", "BATCH", "NAMES", "int_opcode", "item_steps", "pair_steps", "text_opcode"]
+__all__ = [
+    "ACCEPTED",
+    "BATCH",
+    "NAMES",
+    "bytes_opcode",
+    "extension_opcode",
+    "float_opcode",
+    "int_opcode",
+    "item_steps",
+    "member_steps",
+    "pair_steps",
+    "text_opcode",
+]
 
 MARK: Final = 0x28
 EMPTY_TUPLE: Final = 0x29
@@ -85,10 +97,10 @@ NAMES: Final[dict[int, str]] = {
 }
 
 #: What ``torch.load(weights_only=True)`` executes (torch/_weights_only_unpickler.py, ``Unpickler.load``).
-ACCEPTED: Final = frozenset(
-    (MARK, EMPTY_TUPLE, STOP, BINFLOAT, BININT, BININT1, BININT2, NONE, BINPERSID, REDUCE, SHORT_BINSTRING)
-    + (BINUNICODE, EMPTY_LIST, APPEND, BUILD, GLOBAL, APPENDS, BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, SETITEM)
-    + (TUPLE, SETITEMS, EMPTY_DICT, PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, NEWTRUE, NEWFALSE, LONG1, EMPTY_SET)
+ACCEPTED: Final = (
+    frozenset((MARK, EMPTY_TUPLE, STOP, BINFLOAT, BININT, BININT1, BININT2, NONE, BINPERSID, REDUCE, SHORT_BINSTRING))
+    | {BINUNICODE, EMPTY_LIST, APPEND, BUILD, GLOBAL, APPENDS, BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, SETITEM}
+    | {TUPLE, SETITEMS, EMPTY_DICT, PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, NEWTRUE, NEWFALSE, LONG1, EMPTY_SET}
 )
 
 #: Elements in one APPENDS, SETITEMS or ADDITEMS (``BATCHSIZE`` in _pickle.c).
@@ -114,6 +126,21 @@ def text_opcode(size: int, protocol: int) -> int:
     return BINUNICODE
 
 
+def bytes_opcode(size: int) -> int:
+    """The opcode for a bytes object (protocol 3 and later)."""
+    return SHORT_BINBYTES if size < 0x100 else BINBYTES if size <= 0xFFFFFFFF else BINBYTES8
+
+
+def float_opcode(protocol: int) -> int:
+    """The opcode for a float."""
+    return BINFLOAT if protocol else FLOAT
+
+
+def extension_opcode(code: int) -> int:
+    """The opcode for a code of the extension registry."""
+    return EXT1 if code < 0x100 else EXT2 if code < 0x10000 else EXT4
+
+
 def item_steps(count: int, protocol: int, exact: bool) -> list[tuple[int, int]]:
     """How ``count`` elements are appended: (opcode, number of elements) in order.
 
@@ -126,6 +153,14 @@ def item_steps(count: int, protocol: int, exact: bool) -> list[tuple[int, int]]:
 def pair_steps(count: int, protocol: int, exact: bool) -> list[tuple[int, int]]:
     """How ``count`` key-value pairs are set; ``exact`` for a plain dict, else a mapping such as OrderedDict."""
     return _steps(count, protocol, SETITEM, SETITEMS, lone_remainder=not exact, closing_empty=exact)
+
+
+def member_steps(count: int) -> list[tuple[int, int]]:
+    """How ``count`` members are added to a set: a full last batch is followed by an empty one (``save_set``)."""
+    if not count:
+        return []
+    full, rest = divmod(count, BATCH)
+    return [(ADDITEMS, BATCH)] * full + [(ADDITEMS, rest)]
 
 
 def _steps(
