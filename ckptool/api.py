@@ -106,7 +106,6 @@ def keys(
 def load(
     path: Path,
     map_location: MapLocation = None,
-    *,
     strip_prefix: str | None = None,
     key: str | None = None,
 ) -> dict[str, torch.Tensor]:

@@ -34,10 +34,12 @@ def usual_steps(node: Node, protocol: int) -> list[tuple[int, int]]:
     return steps + [(op.BUILD, 1)] * len(node.states)
 
 
-def steps_so_far(filling: Filling) -> list[tuple[int, int]]:
-    """The steps that filled an object until now, if each was one usual step."""
+def steps_so_far(filling: Filling, members: bool = False) -> list[tuple[int, int]]:
+    """The steps that filled an object until now, if each was a usual one; ``members`` came by ADDITEMS."""
     items, pairs = len(filling.items), len(filling.pairs) >> 1
-    steps = [(op.APPEND if items == 1 else op.APPENDS, items)] if items else []
+    steps = []
+    if items:
+        steps.append((op.ADDITEMS if members else op.APPEND if items == 1 else op.APPENDS, items))
     if pairs:
         steps.append((op.SETITEM if pairs == 1 else op.SETITEMS, pairs))
     return steps + [(op.BUILD, 1)] * len(filling.states)
@@ -48,11 +50,17 @@ def chunks(node: Node, noted: Sequence[tuple[int, int]] | None, protocol: int) -
 
     The steps that were noted when it was read count if they still fit, else the usual ones.
     """
-    if isinstance(node, Dict):
-        if noted is None and protocol and 2 < len(node.pairs) < 2 * op.BATCH:
-            # Nearly every dict.
-            yield op.SETITEMS, node.pairs
+    if noted is None and protocol:
+        # Nearly every container is filled in one step.
+        if isinstance(node, Dict) and len(node.pairs) < 2 * op.BATCH:
+            if node.pairs:
+                yield op.SETITEM if len(node.pairs) == 2 else op.SETITEMS, node.pairs
             return
+        if isinstance(node, List) and len(node.items) <= op.BATCH:
+            if node.items:
+                yield op.APPEND if len(node.items) == 1 else op.APPENDS, node.items
+            return
+    if isinstance(node, Dict):
         filling = Filling(pairs=node.pairs)
     elif isinstance(node, List | Set):
         filling = Filling(items=node.items)

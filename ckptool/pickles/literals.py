@@ -6,6 +6,7 @@ Each function is called with the machine and the opcode when ``machine.pos`` sta
 from __future__ import annotations
 
 import re
+from codecs import raw_unicode_escape_decode
 from struct import Struct
 
 from . import opcodes as op
@@ -84,7 +85,8 @@ def text(machine: Machine, code: int) -> None:
 def text_line(machine: Machine, code: int) -> None:
     """UNICODE."""
     try:
-        machine.push(machine.line().decode("raw-unicode-escape"), code if machine.dialect else -1)
+        # The method decode() would import a module for this codec, which is an event for an audit hook.
+        machine.push(raw_unicode_escape_decode(machine.line())[0], code if machine.dialect else -1)
     except UnicodeDecodeError:
         machine.fail("a text with an escape that is none")
 

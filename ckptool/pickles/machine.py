@@ -46,9 +46,8 @@ class Machine:
     """The state of one run over a pickle.
 
     ``outer`` are the stacks that wait below a MARK. ``memo`` holds what was memoised in order, as every
-    pickler does; numbers out of order are in ``sparse``, and ``gaps`` is set: a PUT
-    of four billion costs nothing.
-    ``bare`` are the nodes that a pickler never memoises, ascending.
+    pickler does; numbers out of order are in ``sparse``, so that a PUT of four billion costs nothing, and
+    ``gaps`` is set. ``bare`` are the nodes that a pickler never memoises, ascending.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
@@ -152,6 +151,8 @@ class Machine:
             self.gaps = True
             if index not in self.sparse:
                 heappush(self.sparse_heap, index)
+            elif self.sparse[index] != ref:
+                self.odd(f"memo {index} is written twice")
             self.sparse[index] = ref
 
     def memoize(self, ref: Ref) -> None:
@@ -252,7 +253,7 @@ class Machine:
             held = node.pairs
             usual = not held and (code == op.SETITEM or 2 <= count < op.BATCH)
             if not usual or ref in self.steps:
-                self.note_step(ref, code, count, steps_so_far(Filling(pairs=held)))
+                self.note_step(ref, code, count, Filling(pairs=held))
             if isinstance(held, list):
                 held += pairs
             elif pairs:
@@ -263,7 +264,7 @@ class Machine:
             if filling is None:
                 filling = node.filling = Filling()
             if not usual or ref in self.steps:
-                self.note_step(ref, code, count, steps_so_far(filling))
+                self.note_step(ref, code, count, filling)
             if isinstance(filling.pairs, list):
                 filling.pairs += pairs
             else:
@@ -284,8 +285,7 @@ class Machine:
             else:
                 usual = not held and (code == op.APPEND or 2 <= count <= op.BATCH)
             if not usual or ref in self.steps:
-                many = [(code, len(held))] if held else []
-                self.note_step(ref, code, count, many if code == op.ADDITEMS else steps_so_far(Filling(items=held)))
+                self.note_step(ref, code, count, Filling(items=held))
             if isinstance(held, list):
                 held += items
             elif items:
@@ -296,7 +296,7 @@ class Machine:
             if filling is None:
                 filling = node.filling = Filling()
             if not usual or ref in self.steps:
-                self.note_step(ref, code, count, steps_so_far(filling))
+                self.note_step(ref, code, count, filling)
             if isinstance(filling.items, list):
                 filling.items += items
             else:
@@ -310,11 +310,11 @@ class Machine:
         if forms and forms.get(ref) in (op.LIST, op.DICT):
             del forms[ref]
 
-    def note_step(self, ref: Ref, code: int, count: int, before: list[tuple[int, int]]) -> None:
-        """Remember how a container is filled, ``before`` included, from its first unusual step on."""
+    def note_step(self, ref: Ref, code: int, count: int, before: Filling) -> None:
+        """Remember how a container is filled from its first unusual step on; ``before`` came in usual ones."""
         steps = self.steps.get(ref)
         if steps is None:
-            steps = self.steps[ref] = before
+            steps = self.steps[ref] = steps_so_far(before, code == op.ADDITEMS)
         steps.append((code, count))
 
     def build(self, ref: Ref, state: Ref) -> None:

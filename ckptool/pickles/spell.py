@@ -6,6 +6,7 @@ may have put another value there since; a form that does not fit the value is th
 
 from __future__ import annotations
 
+from codecs import raw_unicode_escape_encode
 from collections.abc import Sequence
 from struct import Struct
 
@@ -100,7 +101,7 @@ def text(value: str, form: int, dialect: int) -> tuple[bytes, bytes]:
         if old is not None:
             return old
     if form == op.UNICODE or (form < 0 and dialect == 0):
-        return b"V%b\n" % value.translate(_LINE_ESCAPES).encode("raw-unicode-escape"), b""
+        return b"V%b\n" % raw_unicode_escape_encode(value.translate(_LINE_ESCAPES))[0], b""
     raw = value.encode("utf-8", "surrogatepass")
     size = len(raw)
     if form == op.SHORT_BINUNICODE and size < 0x100:
