@@ -246,7 +246,8 @@ def device_text(graph: Graph, ref: Ref) -> str | None:
     if len(args) == 1:
         return kind
     index = graph.nodes[args[1]]
-    return f"{kind}:{index}" if type(index) is int else kind if index is None else None
+    # Torch keeps the index in eight bits; Python refuses to print very large numbers.
+    return f"{kind}:{index}" if type(index) is int and abs(index) < 1 << 31 else kind if index is None else None
 
 
 def spell_key(base: str, key: Node) -> str:
@@ -256,7 +257,7 @@ def spell_key(base: str, key: Node) -> str:
             return f"{base}.{key}" if base else key
         quoted = key.replace("\\", "\\\\").replace('"', '\\"')
         return f'{base}["{quoted}"]'
-    if isinstance(key, int) and not isinstance(key, bool):
+    if isinstance(key, int) and not isinstance(key, bool) and abs(key) < 1 << 63:
         return f"{base}[{key}]"
     return f"{base}[{key!r}]" if key is None or isinstance(key, bool | float | bytes) else f"{base}[?]"
 

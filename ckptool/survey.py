@@ -268,7 +268,7 @@ class _Walk:
         for name_ref, value in attributes(graph, node):
             attribute = graph.nodes[name_ref]
             names.add(attribute if type(attribute) is str else None)
-            name_text = _bounded(attribute) if type(attribute) is str else repr(attribute)[:20]
+            name_text = _bounded(attribute) if type(attribute) is str else spell_key("", attribute)
             below.append((value, spell_key(_bounded(path), name_text), name_text, False, -1, top))
         if {"_parameters", "_buffers", "_modules"} <= names:
             self.found.modules.append(path)

@@ -152,7 +152,7 @@ class TensorReader:
         self._has_views |= len(pid) == 6
         if type(cls) is not Global or type(numel) is not int or not 0 <= numel < _TOO_LARGE:
             return
-        if type(key) is not str and type(key) is not int:
+        if type(key) is not str and (type(key) is not int or abs(key) >= _TOO_LARGE):
             return
         text = location.decode("utf-8", "surrogateescape") if type(location) is bytes else location
         if type(text) is not str:
@@ -225,7 +225,7 @@ class TensorReader:
         if function == "_rebuild_nested_tensor" and count >= 4:
             return self._combined("nested", args, args[0], (), "")
         if function == "_rebuild_meta_tensor_no_storage" and count >= 4:
-            shape, stride = self._ints(args[1]), self._ints(args[2])
+            shape, stride = self._shape(args[1]), self._ints(args[2])
             if shape is None or stride is None:
                 return None
             return Tensor("meta", self._dtype(args[0]), shape, stride, 0, "", "meta", self._flag(args, 3))
@@ -246,17 +246,17 @@ class TensorReader:
         if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
             held = mapping(self.graph, args[0]) or []
             parts = tuple(value for _, value in held if self.tensor(value))
-            values = {str(self.graph.nodes[key]): value for key, value in held}
+            values = {key: value for ref, value in held if isinstance(key := self.graph.nodes[ref], str)}
             return self._combined("jagged", parts, values.get("_values", parts[0] if parts else -1), (), "")
         return None
 
     def _dense(self, args: tuple[Ref, ...], grad: bool, dtype: str | None) -> Tensor | None:
         storage = self._uses.get(args[0])
         offset = self.graph.nodes[args[1]]
-        shape, stride = self._ints(args[2]), self._ints(args[3])
+        shape, stride = self._shape(args[2]), self._ints(args[3])
         if storage is None or type(offset) is not int or shape is None or stride is None:
             return None
-        if abs(offset) >= _TOO_LARGE or prod(shape) >= _TOO_LARGE:
+        if abs(offset) >= _TOO_LARGE:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
@@ -301,8 +301,8 @@ class TensorReader:
         return tuple(found)
 
     def _wrapper(self, args: tuple[Ref, ...], parts: tuple[Ref, ...]) -> Tensor | None:
-        shape, stride, offset = self._ints(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]
-        if shape is None or stride is None or type(offset) is not int:
+        shape, stride, offset = self._shape(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]
+        if shape is None or stride is None or type(offset) is not int or abs(offset) >= _TOO_LARGE:
             return None
         cls = self.graph.nodes[args[0]]
         tensors = [self.tensor(ref) for ref in parts]
@@ -334,7 +334,7 @@ class TensorReader:
         members = 2 if name == "sparse_coo" else 3
         if len(data) <= members:
             return None
-        shape = self._size(data[members])
+        shape = self._shape(data[members])
         if shape is None:
             return None
         return self._combined(name, data[:members], data[members - 1], shape, "")
@@ -363,8 +363,6 @@ class TensorReader:
             return Tensor("opaque", self._dtype(args[1]), (), (), 0, "", device, self._flag(args, 3))
         return inner._replace(location=device, requires_grad=self._flag(args, 3), parts=(args[0],))
 
-    # -- arguments ------------------------------------------------------------------------------
-
     def _ints(self, ref: Ref) -> tuple[int, ...] | None:
         nodes = self.graph.nodes
         refs = nodes[ref]
@@ -377,13 +375,18 @@ class TensorReader:
             self._shapes[refs] = values if fit else None  # type: ignore[assignment]
         return self._shapes[refs]
 
+    def _shape(self, ref: Ref) -> tuple[int, ...] | None:
+        """A shape whose number of elements torch can count."""
+        shape = self._ints(ref)
+        return None if shape is None or abs(prod(shape)) >= _TOO_LARGE else shape
+
     def _size(self, ref: Ref) -> tuple[int, ...] | None:
-        """A shape that is a tuple or torch.Size((...,))."""
-        node = self.graph.nodes[ref]
-        if isinstance(node, Call) and callable_name(self.graph, node.func) == "torch.Size":
-            inner = self.graph.nodes[node.args]
-            return self._ints(inner[0]) if type(inner) is tuple and inner else None
-        return self._ints(ref) if type(node) is tuple else None
+        """The shape in torch.Size((...,))."""
+        nodes, node = self.graph.nodes, self.graph.nodes[ref]
+        if not isinstance(node, Call) or callable_name(self.graph, node.func) != "torch.Size":
+            return None
+        inner = nodes[node.args]
+        return self._ints(inner[0]) if type(inner) is tuple and inner and type(nodes[inner[0]]) is tuple else None
 
     def _flag(self, args: tuple[Ref, ...], index: int) -> bool:
         return len(args) > index and self.graph.nodes[args[index]] is True

@@ -47,6 +47,8 @@ def _state_dict_words(item: dict[str, Any]) -> str:
     prefix = item["prefix"]
     if prefix["status"] == "none":
         words = "no prefix"
+        if item["common_prefix"] and item["keys"] > 1:
+            words += f" of a wrapper, all keys begin with {item['common_prefix']!r}"
     elif prefix["status"] == "all":
         words = f"prefix {prefix['name']!r} on all keys"
     else:
