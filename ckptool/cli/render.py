@@ -40,6 +40,12 @@ def emit(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
+def emit_lines(lines: Sequence[str]) -> None:
+    """Write lines, already clean, to stdout: none at all for none."""
+    if lines:
+        emit("\n".join(lines))
+
+
 def to_json(value: Any, indent: int | None = 2) -> str:
     """UTF-8 JSON in which controls, bidi marks and lone surrogates are escaped."""
     import json

@@ -13,7 +13,7 @@ from ..locations import parse_map_location
 from ..names import Globs
 from ..report import key_listing
 from .options import ALL_FORMATS, format_option, key_option, paths, worst
-from .render import clean, emit, emit_json, failure, say, say_error, say_problems, table
+from .render import clean, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
 
 __all__ = ["inspect", "keys"]
 
@@ -129,8 +129,7 @@ def keys(
         if style in ("json", "jsonl"):
             continue
         if names:
-            for entry in report["tensors"]:
-                emit(clean(_label(entry, report)))
+            emit_lines(_labels(report))
         elif style == "table":
             title = [clean(path)] if several else []
             emit("\n".join(([""] if number else []) + title + [_sections(report, everything)]))
@@ -144,10 +143,11 @@ def keys(
     return worst(codes)
 
 
-def _label(entry: dict[str, Any], report: dict[str, Any]) -> str:
-    """The key where one state dict is listed, else the path; "." for a tensor that is the whole file."""
-    of_one = len({item["state_dict"] for item in report["tensors"]}) == 1 and entry["state_dict"] is not None
-    return str(entry["key"] if of_one else entry["path"] or ".")
+def _labels(report: dict[str, Any]) -> list[str]:
+    """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
+    places = {entry["state_dict"] for entry in report["tensors"]}
+    label = "key" if len(places) == 1 and None not in places else "path"
+    return [clean(entry[label] or ".") for entry in report["tensors"]]
 
 
 def _cells(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -185,7 +185,9 @@ def test_a_knot_of_a_pickle_with_pop_is_written_as_the_pickler_does(data: bytes)
 
 
 @pytest.mark.parametrize("refused", [{}, {op.POP: 1}])
-@pytest.mark.parametrize("node", [(0,), (1, 0), Call(op.REDUCE, 0, 1), Persistent(0)], ids=["pair", "triple", "call", "persistent"])
+@pytest.mark.parametrize(
+    "node", [(0,), (1, 0), Call(op.REDUCE, 0, 1), Persistent(0)], ids=["pair", "triple", "call", "persistent"]
+)
 def test_what_holds_itself_with_nothing_between_is_no_pickle(node: Node, refused: dict[int, int]) -> None:
     with pytest.raises(ValueError, match="ingredient of itself"):
         encode(Graph([node, ()], 0, Style(2), refused))
