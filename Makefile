@@ -40,4 +40,4 @@ fixtures: $(READY) ## Make the fixtures anew
 	$(BIN)/python fixtures/make.py
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) build dist demo bench/work *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """Compare ckptool with torch, with cp and with a bare start of Python, in one run on one machine.
 
-`python bench/run.py` makes its own checkpoints (kept in bench/work for the next time), checks with torch that
+`python bench/run.py` makes its own checkpoints (kept in bench/scratch for the next time), checks with torch that
 ckptool's output is right, measures, and prints one table. Only the ratios mean something elsewhere: each is
 taken from runs that alternated on the same files. `--quick` takes small files, to see that the script works.
 The exit code is 0 when everything ran, whatever the times were; 1 when a command failed or its output was wrong.
@@ -47,7 +47,7 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Read the command line; ends the process on a usage error, as argparse does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work", help="folder for the files")
+    parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
     parser.add_argument("--quick", action="store_true", help="small files and 3 rounds: does the script work?")
     parser.add_argument("--large", action="store_true", help="also a file of 200,000 tensors (a quarter of an hour)")
     parser.add_argument("--repeat", type=int, metavar="N", help="timed rounds (default 5; at most 3 for torch)")
