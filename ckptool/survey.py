@@ -226,7 +226,7 @@ class _Walk:
             return ""
         if tensors < len(items):
             return "high" if (tensors + others) * 2 > len(items) and dotted * 2 > len(items) else ""
-        if _SLOTS.issuperset(keys):
+        if _SLOTS.issuperset(keys) and path:
             return ""
         if dotted or path == "" or isinstance(node, Call) or _MODEL_KEY.match(step):
             return "high"
