@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode, plan_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
-from .errors import CkptoolError, MalformedError, RefusedError, TargetError
-from .formats import read_container
+from .errors import CkptoolError, RefusedError, TargetError
 from .locations import MapLocation
 from .names import Globs
 from .objects import parse_path
+from .opening import open_checkpoint
 from .report import inspection, key_listing
-from .source import open_source
 from .survey import StateDict, TensorEntry
 from .tensors import Tensor
 from .write import Written, check_output, write_plan
@@ -44,26 +43,7 @@ __all__ = [
 
 Path = str | os.PathLike[str]
 
-
-def open(path: Path) -> Checkpoint:
-    """Open a checkpoint: its metadata only, whatever its size.
-
-    The file stays open until ``close()`` or the end of a ``with`` block. Raises UnreadableError and its
-    kinds: NotACheckpointError names what else the file is, MalformedError says where it is damaged.
-    """
-    name = os.fspath(path)
-    source = open_source(name)
-    try:
-        return Checkpoint(name, source, read_container(source))
-    except CkptoolError as error:
-        source.close()
-        error.path = error.path or name
-        if isinstance(error, MalformedError) and not error.next:
-            error.next = "it is damaged: get the file again, in a transfer that does not change bytes"
-        raise
-    except BaseException:
-        source.close()
-        raise
+open = open_checkpoint
 
 
 def save(

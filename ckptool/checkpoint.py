@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from .errors import MalformedError, PickleError, RefusedError
@@ -17,8 +17,10 @@ __all__ = [
     "Change",
     "Checkpoint",
     "Container",
+    "FoundPickle",
     "Problem",
     "StoredBytes",
+    "StoredRecord",
     "Verified",
     "file_mode",
     "layout_of",
@@ -34,12 +36,15 @@ class Problem(NamedTuple):
     """Something about the container that a user should know.
 
     ``level`` is "note", "warning" or "error"; ``refused`` says that torch.load does not take such a file.
+    ``where`` names a record, ``offset`` is in bytes into the file, -1 for none.
     """
 
     code: str
     level: str
     message: str
     refused: bool = False
+    where: str = ""
+    offset: int = -1
 
 
 class StoredBytes(NamedTuple):
@@ -49,6 +54,32 @@ class StoredBytes(NamedTuple):
     span: Span | None
     size: int
     compressed: bool = False
+
+
+class StoredRecord(NamedTuple):
+    """One stretch of a file with content of its own: a record of a zip, a storage of a legacy file.
+
+    ``span`` are its bytes as stored, ``size`` its bytes inflated; ``crc`` the CRC-32 of the inflated bytes on
+    record: 0 for "not computed", None where the format has none. ``key`` is that of the storage, "" for another
+    record.
+    """
+
+    name: str
+    span: Span
+    size: int
+    crc: int | None
+    compressed: bool
+    key: str
+
+
+class FoundPickle(NamedTuple):
+    """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
+    ``error`` says why. ``rest`` are bytes behind its STOP."""
+
+    where: str
+    graph: Graph | None
+    error: str = ""
+    rest: int = 0
 
 
 class Container(Protocol):
@@ -90,6 +121,18 @@ class Container(Protocol):
 
     def stored(self, key: str) -> StoredBytes:
         """Where the bytes of the storage ``key`` are."""
+        ...
+
+    def records(self) -> Iterable[StoredRecord]:
+        """Everything stored, in the order of the file; raises MalformedError where a record cannot be found."""
+        ...
+
+    def audit(self, keys: Collection[str]) -> Sequence[Problem]:
+        """What a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
+        ...
+
+    def pickles(self) -> Iterable[FoundPickle]:
+        """Every pickle in the file, the object itself first."""
         ...
 
     def plan(self, pickle: bytes | None) -> Plan:

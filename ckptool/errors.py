@@ -88,7 +88,10 @@ class MalformedError(UnreadableError):
 
 
 class PickleError(MalformedError):
-    """A pickle stream that the machine cannot follow."""
+    """A pickle stream that the machine cannot follow; ``seen`` are the nodes up to there, which a reader that
+    executes has executed."""
+
+    seen: list[object] | tuple[object, ...] = ()
 
 
 class TruncatedPickleError(PickleError):

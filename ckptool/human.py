@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .limits import LIMITS
 
-__all__ = ["counted", "cut", "human_bytes", "human_count", "listed"]
+__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "shown"]
 
 
 def human_bytes(size: int) -> str:
@@ -32,6 +32,11 @@ def human_count(count: int) -> str:
 def cut(text: str, size: int = LIMITS.cell_chars) -> str:
     """The text in one cell: cut where it is too long."""
     return text if len(text) <= size else text[: size - 3] + "..."
+
+
+def shown(text: str) -> str:
+    """The text in quotes, cut where it is too long."""
+    return repr(cut(text))
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,6 +15,10 @@ class Limits(NamedTuple):
 
     #: bytes of one pickle, inflated. 200,000 tensors need about 55 MB; numpy arrays live inside the pickle.
     pickle_bytes: int = 1 << 30
+    #: nodes of one pickle: 200,000 tensors with their optimizer take about 6 million.
+    nodes: int = 40_000_000
+    #: bytes that one deflated record may grow to while it is checked.
+    inflated_bytes: int = 1 << 40
     #: bytes of a small text record (``version``, ``byteorder``): the real ones have under 64.
     text_bytes: int = 4096
     #: decimal digits of one integer: CPython itself stops at 4,300 when it prints one.

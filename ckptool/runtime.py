@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .errors import UnreadableError
 from .locations import MapLocation
@@ -11,14 +11,7 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Loaded", "at_path", "load_object", "tensors_in"]
-
-
-class Loaded(NamedTuple):
-    """What really loading gave: tensors by the device they arrived on, or torch's own words."""
-
-    devices: dict[str, int]
-    error: str
+__all__ = ["at_path", "count_nonfinite", "load_object", "tensors_in"]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -28,11 +21,7 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     """
     import pickle
 
-    try:
-        import torch
-    except ImportError as error:
-        hint = "pip install torch (a CPU build is enough)"
-        raise UnreadableError("really loading it needs torch, which is not installed", path=path, next=hint) from error
+    torch = _torch("really loading it", path)
     location = dict(map_location) if isinstance(map_location, Mapping) else map_location
     try:
         return torch.load(path, map_location=location, weights_only=True)
@@ -42,6 +31,31 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
         # Backends that are not there, and operands that the restricted unpickler does not expect.
         what = f"torch.load fails with {type(error).__name__}: {_first_sentence(error)}"
         raise UnreadableError(what, path=path) from error
+
+
+def count_nonfinite(
+    data: bytearray, dtype: str, view: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+) -> tuple[int, int]:
+    """How many elements are NaN, and how many infinite; ``view`` is the (shape, stride) of one with holes."""
+    torch = _torch("reading values")
+    values = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    if view is not None:
+        values = values.as_strided(*view)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.element_size() == 1:
+        # float8 types know few operations; what is no number in them is none in float32.
+        values = values.to(torch.float32)
+    return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def _torch(purpose: str, path: str = "") -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        hint = "pip install torch (a CPU build is enough)"
+        raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint) from error
+    return torch
 
 
 def _first_sentence(error: BaseException) -> str:

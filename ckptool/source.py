@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from .errors import ChangedError, UnreadableError
 
-__all__ = ["BytesSource", "FileSource", "Piece", "Plan", "Source", "Span", "merged", "open_source"]
+__all__ = ["BytesSource", "FileSource", "Piece", "Plan", "SliceSource", "Source", "Span", "merged", "open_source"]
 
 
 class Source(Protocol):
@@ -84,6 +84,24 @@ class BytesSource:
 
     def read(self, offset: int, size: int) -> bytes:
         return self.data[offset : offset + max(size, 0)]
+
+    def close(self) -> None:
+        pass
+
+
+class SliceSource:
+    """A stretch of another source: a file within a file. It neither owns nor closes the other."""
+
+    def __init__(self, source: Source, offset: int, size: int, name: str = "") -> None:
+        self.name = name or source.name
+        self.source = source
+        self.offset = offset
+        self.size = max(min(size, source.size - offset), 0)
+
+    def read(self, offset: int, size: int) -> bytes:
+        if offset >= self.size or size <= 0:
+            return b""
+        return self.source.read(self.offset + offset, min(size, self.size - offset))
 
     def close(self) -> None:
         pass

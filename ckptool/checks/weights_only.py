@@ -101,7 +101,7 @@ class Verdict(NamedTuple):
     blockers: tuple[Blocker, ...]
 
 
-def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Verdict:
+def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = TORCH) -> Verdict:
     """Predict ``torch.load(path, weights_only=True, map_location="cpu")``.
 
     ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is

@@ -5,7 +5,9 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from ..checkpoint import DAMAGED, Problem, StoredBytes
+from collections.abc import Collection, Iterator
+
+from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, PickleError, TruncatedPickleError
 from ..limits import LIMITS
 from ..objects import elements
@@ -13,6 +15,7 @@ from ..pickles import Decoded, decode
 from ..pickles.nodes import Persistent
 from ..source import Plan, Source, Span, merged
 from ..tensors import TensorReader
+from .pickles_in import bare_pickles, nested_pickles
 
 __all__ = ["TorchLegacy", "read", "sniff"]
 
@@ -33,6 +36,7 @@ class TorchLegacy:
         self.source = source
         self.begin, self.end, self.storages = bounds[3], bounds[4], bounds[5]
         self.graph = parts[3].graph
+        self._parts = parts
         self.pickle = pickle
         self.problems: list[Problem] = []
         self.writer = "torch 1.5 or earlier, or a later one on request"
@@ -42,6 +46,8 @@ class TorchLegacy:
         listed = elements(keys_graph.nodes[keys_graph.root])
         self.keys = [str(keys_graph.nodes[ref]) for ref in listed]
         self._places: dict[str, StoredBytes] = {}
+        #: Where the last storage ends.
+        self.tail = source.size
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}"))
@@ -52,6 +58,22 @@ class TorchLegacy:
 
     def stored(self, key: str) -> StoredBytes:
         return self._places.get(key, StoredBytes(None, 0))
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, stored in self._places.items():
+            if stored.span is not None:
+                yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        return []
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        for number in (3, 0, 1, 2, 4):
+            graph = self._parts[number].graph
+            yield FoundPickle(_PARTS[number], graph)
+            yield from nested_pickles(graph, _PARTS[number])
+        if self.tail < self.source.size:
+            yield from bare_pickles(self.source, self.tail, "behind the last storage")
 
     def plan(self, pickle: bytes | None) -> Plan:
         source = self.source
@@ -90,9 +112,10 @@ class TorchLegacy:
                 return
             self._places[key] = StoredBytes(Span(self.source, at + 8, nbytes), nbytes)
             at += 8 + nbytes
+        self.tail = at
         if at < size:
             rest = f"{size - at:,} bytes stand behind the last storage"
-            self.problems.append(Problem("trailing-bytes", "note", rest))
+            self.problems.append(Problem("trailing-bytes", "warning", rest, offset=at))
         missing_keys = [key for key in storages if key not in self._places]
         if missing_keys:
             what = f"storage {missing_keys[0]!r} is used but not in the list of storages"

@@ -6,18 +6,32 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection, Iterator
+from typing import Final
 
-from ..checkpoint import DAMAGED, Problem, StoredBytes
+from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, NotACheckpointError
-from ..human import counted
+from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..pickles import decode
-from ..source import Plan, Source
-from ..zips import Archive, Record, read_archive, rewritten
+from ..source import BytesSource, Plan, Source
+from ..zips import Archive, Audit, Oddity, Record, audit, layout_holds, read_archive, rewritten
 from . import identify
+from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
 __all__ = ["TorchZip", "read", "sniff"]
 
+
+#: The records that torch.save writes beside the storages.
+_OWN: Final = (
+    "data.pkl",
+    "version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+    ".data/version",
+)
 
 WORDS = "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request"
 
@@ -33,6 +47,8 @@ class TorchZip:
         self.pickle = data
         decoded = decode(data, where="data.pkl")
         self.graph = decoded.graph
+        self.end = decoded.end
+        self._audited: Audit | None = None
         self.problems: list[Problem] = []
         self.byteorder = "little"
         if record.crc and zlib.crc32(data) != record.crc:
@@ -42,7 +58,7 @@ class TorchZip:
         self._check_records()
         if decoded.end < len(data):
             rest = len(data) - decoded.end
-            self._note("after-stop", "note", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
+            self._note("after-stop", "warning", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
         self.writer = self._writer()
@@ -57,6 +73,43 @@ class TorchZip:
             return StoredBytes(None, 0)
         return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
 
+    def records(self) -> Iterator[StoredRecord]:
+        data = f"{self.archive.root}/data/"
+        for record in sorted(self.archive.records, key=lambda record: record.header):
+            key = record.name[len(data) :] if record.name.startswith(data) else ""
+            # An empty record has the checksum 0 and nothing to check.
+            crc = record.crc if record.size else None
+            yield StoredRecord(record.name, self.archive.payload(record), record.size, crc, record.method != 0, key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        archive = self.archive
+        known = {problem.code for problem in self.problems}
+        found = [_problem(oddity) for oddity in self._audit().oddities if oddity.code not in known]
+        root = archive.root + "/" if archive.root else ""
+        used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
+        folded = {name.lower() for name in used}
+        for record in archive.records:
+            if record.name not in used and record.name.lower() not in folded and not record.name.endswith("/"):
+                what = f"the record {shown(record.name)} ({human_bytes(record.size)}) is used by nothing"
+                found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+        if (archive.text(".format_version") or b"") >= b"1" and not layout_holds(archive, list(keys)):
+            what = "the storages are not laid out as .format_version says: torch computes wrong offsets for"
+            found.append(Problem("layout-contract", "warning", what + " map_location='meta'"))
+        return found
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
+        yield from nested_pickles(self.graph, "data.pkl")
+        if self.end < len(self.pickle):
+            data = BytesSource(self.pickle, self.archive.source.name)
+            yield from bare_pickles(data, self.end, "data.pkl, behind its end")
+        yield from zip_pickles(self.archive, self.record, self._audit().hidden)
+
+    def _audit(self) -> Audit:
+        if self._audited is None:
+            self._audited = audit(self.archive)
+        return self._audited
+
     def plan(self, pickle: bytes | None) -> Plan:
         return rewritten(self.archive, {} if pickle is None else {self.record.name: pickle})
 
@@ -67,9 +120,7 @@ class TorchZip:
         """What torch's reader would refuse, and what two readers could see differently."""
         archive = self.archive
         for oddity in archive.oddities[: LIMITS.listed]:
-            refused = oddity.code == "second-root"
-            level = "error" if refused or oddity.ambiguous else "warning"
-            self._note(oddity.code, level, oddity.message, refused)
+            self.problems.append(_problem(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
         version = archive.text("version")
@@ -97,9 +148,9 @@ class TorchZip:
             self._note("bad-method", "error", what, True)
         rest = archive.source.size - archive.end.tail
         if rest:
-            self._note("trailing-bytes", "note", f"{counted(rest, 'byte')} stand behind the end of the archive")
+            self._note("trailing-bytes", "warning", f"{counted(rest, 'byte')} stand behind the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
-            self._note("record-case", "note", f"{self.record.name!r} is found because torch ignores case")
+            self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
 
     def _writer(self) -> str:
         archive = self.archive
@@ -117,6 +168,11 @@ class TorchZip:
         keys = [name.rpartition("/")[2] for name in archive.by_name if "/data/" in name]
         pointers = any(len(key) > 9 for key in keys)
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
+
+
+def _problem(oddity: Oddity) -> Problem:
+    refused = oddity.code == "second-root"
+    return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
 
 
 def sniff(head: bytes, source: Source) -> bool:

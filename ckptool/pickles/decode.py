@@ -72,6 +72,9 @@ def _run(data: bytes, start: int, where: str, limits: Limits, dialect: int) -> t
     gc.disable()
     try:
         return machine, _execute(machine)
+    except PickleError as error:
+        error.seen = list(machine.nodes)
+        raise
     finally:
         if collecting:
             gc.enable()
@@ -94,8 +97,12 @@ def _execute(machine: Machine) -> Ref:
     modern = machine.dialect >= 4
     stack = machine.stack
     at = pos = machine.start
+    # A node takes one byte of pickle at least: only beyond so many bytes there can be too many.
+    stop = pos + machine.limits.nodes
     try:
         while True:
+            if pos > stop:
+                stop = machine.count_nodes(pos)
             at = pos
             code = data[pos]
             pos += 1

@@ -92,6 +92,14 @@ class Machine:
         if len(self.oddities) < self.limits.listed:
             self.oddities.append((self.at, what))
 
+    def count_nodes(self, pos: int) -> int:
+        """Fail for too many nodes; otherwise the offset up to which there can be no more than the limit."""
+        left = self.limits.nodes - len(self.nodes)
+        if left < 0:
+            self.at = pos
+            self.fail(f"more than {self.limits.nodes:,} objects in one pickle, which is the limit")
+        return pos + left
+
     # -- reading and pushing --------------------------------------------------------------------
 
     def take(self, size: int) -> bytes:

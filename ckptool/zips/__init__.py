@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from .layout import rewritten
-from .read import Archive, Record, read_archive
+from .audit import Audit, audit, signatures
+from .layout import layout_holds, rewritten
+from .read import LOCAL, Archive, Oddity, Record, read_archive
 
-__all__ = ["Archive", "Record", "read_archive", "rewritten"]
+__all__ = [
+    "LOCAL",
+    "Archive",
+    "Audit",
+    "Oddity",
+    "Record",
+    "audit",
+    "layout_holds",
+    "read_archive",
+    "rewritten",
+    "signatures",
+]

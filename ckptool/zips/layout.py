@@ -9,7 +9,8 @@ the whole stretch is one span. Headers by other writers are carried over as they
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ from ..errors import RefusedError
 from ..source import Piece, Plan, Span, merged
 from .read import FULL32, LOCAL, Archive, Record, extras
 
-__all__ = ["alignment", "rewritten"]
+__all__ = ["alignment", "layout_holds", "rewritten"]
 
 _PADDING: Final = 0x4246  # "FB"
 _WIDE: Final = 1  # zip64
@@ -84,6 +85,23 @@ def _records(archive: Archive, contents: Mapping[str, bytes], moved: list[_Moved
         for piece in _one(archive, record, limit, at, grid, content, moved):
             yield piece
             at += len(piece) if isinstance(piece, bytes) else piece.size
+
+
+def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
+    """Do the storages ``keys``, in the order of the pickle, stand where torch computes them to be?
+
+    With ``.format_version`` 1 it does not look offsets up under ``map_location="meta"``, in FakeTensorMode and with
+    ``calculate_storage_offsets`` (torch/serialization.py, ``_load._get_offset``).
+    """
+    grid = alignment(archive)
+    found = [archive.find(f"data/{key}") for key in keys]
+    if not keys or keys[0] != "0" or None in found:
+        return not keys
+    records = [record for record in found if record is not None]
+    return all(
+        record.header + _torch_size(record, grid) == after.header or _torch_size(record, grid) < 0
+        for record, after in pairwise(records)
+    )
 
 
 def _torch_size(record: Record, grid: int) -> int:

@@ -13,10 +13,11 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..errors import MalformedError
+from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
 
-__all__ = ["Archive", "End", "Local", "Oddity", "Record", "extras", "read_archive"]
+__all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "extras", "read_archive"]
 
 DIRECTORY: Final = "central directory"
 _ENTRY: Final = Struct("<4s6H3I5H2I")
@@ -54,11 +55,17 @@ class Local(NamedTuple):
 
 
 class Oddity(NamedTuple):
-    """Something two readers could see differently. ``ambiguous`` ones forbid an edit."""
+    """Something two readers could see differently. ``ambiguous`` ones forbid an edit.
+
+    ``level`` is "error" or "warning"; ``where`` a record, ``offset`` in bytes into the file, -1 for none.
+    """
 
     code: str
     message: str
     ambiguous: bool = False
+    level: str = "error"
+    where: str = ""
+    offset: int = -1
 
 
 class End(NamedTuple):
@@ -243,19 +250,20 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     for record in archive.records:
         name = record.name
         if name in archive.by_name:
-            note(Oddity("duplicate-record", f"two records are called {name!r}; torch takes either one", True))
+            what = f"two records are called {shown(name)}; torch takes either one"
+            note(Oddity("duplicate-record", what, True, where=name))
         else:
             fold = name.lower()
             if fold in folds:
-                note(
-                    Oddity("case-twin", f"{name!r} differs from another record in case only; torch takes either", True)
-                )
+                what = f"{shown(name)} differs from another record in case only; torch takes either"
+                note(Oddity("case-twin", what, True, where=name))
             folds.add(fold)
             archive.by_name[name] = record
         if record.flags & 1:
-            note(Oddity("encrypted", f"{name!r} is encrypted; torch cannot read it", True))
+            note(Oddity("encrypted", f"{shown(name)} is encrypted; torch cannot read it", True, where=name))
         if archive.root and not name.startswith(archive.root + "/"):
-            note(Oddity("second-root", f"{name!r} is outside of the folder {archive.root!r}; torch refuses the file"))
+            what = f"{shown(name)} is outside of the folder {shown(archive.root)}; torch refuses the file"
+            note(Oddity("second-root", what, where=name))
     if unused:
         note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
     end = archive.end

@@ -1,0 +1,80 @@
+"""Every global that any pickle of a file names, in three words: allowed, not on torch's list, called when loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from ..checkpoint import FoundPickle
+from ..objects import mapped_name
+from ..pickles.nodes import Call, Extension, Global, Graph, Ref
+from .calls import suspicious_calls
+from .torch_lists import allowed, registered
+
+__all__ = ["ALLOWED", "CALLED", "NOT_LISTED", "NamedGlobal", "dangerous_calls", "named_globals"]
+
+ALLOWED: Final = "allowed"
+NOT_LISTED: Final = "not on torch's list"
+CALLED: Final = "called when loaded"
+
+
+class NamedGlobal(NamedTuple):
+    """A global as one pickle names it.
+
+    ``module`` and ``name`` as they are spelled there; ``mapped`` is ``module.name`` as Python 3 resolves it;
+    ``word`` is one of the three words: "called when loaded" is for those that are not on torch's list only;
+    ``times`` how often it is named; ``pickle`` where.
+    """
+
+    module: str
+    name: str
+    mapped: str
+    word: str
+    times: int
+    pickle: str
+
+
+def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGlobal]:
+    """The globals of all pickles, each once a pickle, in the order of the file."""
+    listed = allowed(torch) | registered(torch)
+    found = []
+    for pickle in pickles:
+        if pickle.graph is not None:
+            found += _of(pickle.graph, pickle.where, listed)
+    return found
+
+
+def _of(graph: Graph, where: str, listed: frozenset[str]) -> list[NamedGlobal]:
+    times: dict[tuple[str, str], int] = {}
+    called: set[tuple[str, str]] = set()
+    refs: dict[Ref, tuple[str, str]] = {}
+    for ref, node in enumerate(graph.nodes):
+        if type(node) is Global:
+            pair = (node.module, node.name)
+        elif type(node) is Extension:
+            pair = ("copyreg extension", str(node.code))
+        else:
+            continue
+        refs[ref] = pair
+        times[pair] = times.get(pair, 0) + 1
+        if node.filling is not None:
+            called.add(pair)
+    for node in graph.nodes:
+        if type(node) is Call and node.func in refs:
+            called.add(refs[node.func])
+    found = []
+    for pair, count in times.items():
+        mapped = mapped_name(Global(*pair))
+        word = ALLOWED if mapped in listed else CALLED if pair in called else NOT_LISTED
+        found.append(NamedGlobal(*pair, mapped, word, count, where))
+    return found
+
+
+def dangerous_calls(pickles: Iterable[FoundPickle]) -> list[tuple[str, str]]:
+    """Calls that have no business in a checkpoint, as (the pickle, the call as a reader would write it)."""
+    return [
+        (pickle.where, call)
+        for pickle in pickles
+        if pickle.graph is not None
+        for call in suspicious_calls(pickle.graph)
+    ]

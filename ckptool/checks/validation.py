@@ -1,0 +1,229 @@
+"""Is the file whole, unambiguous and loadable? Each check passes, warns, fails, or could not be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from ..checkpoint import DAMAGED, Checkpoint, FoundPickle, Problem
+from ..errors import MalformedError
+from ..human import counted, human_bytes, listed, shown
+from .checksums import Checksums, checksums
+from .findings import rule_words
+from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, named_globals
+from .storages import Flaw, storage_flaws
+from .weights_only import Verdict, weights_only
+
+__all__ = ["FAIL", "NOT_POSSIBLE", "PASS", "WARNING", "Check", "Note", "Safety", "broken", "safety", "validation"]
+
+PASS: Final = "pass"
+WARNING: Final = "warning"
+FAIL: Final = "fail"
+NOT_POSSIBLE: Final = "not possible"
+
+
+class Note(NamedTuple):
+    """One thing found: ``level`` "error" or "warning"; ``where`` a record or path, ``offset`` in bytes, -1 for none."""
+
+    code: str
+    level: str
+    message: str
+    where: str = ""
+    offset: int = -1
+
+
+class Check(NamedTuple):
+    """One check: its ``group`` (container, integrity, safety, expectations), ``status``, and what it says."""
+
+    name: str
+    group: str
+    status: str
+    message: str
+    notes: tuple[Note, ...] = ()
+
+
+class Safety(NamedTuple):
+    """What the pickles of a file name; ``verdict`` is None where there is no object that torch would load."""
+
+    globals: list[NamedGlobal]
+    pickles: list[FoundPickle]
+    verdict: Verdict | None
+    checks: list[Check]
+
+
+#: The checks that problems of a container belong to; the others are about its structure.
+_CHECK_OF: Final = {
+    "missing-storage": "complete",
+    "unreferenced-storage": "complete",
+    "unreferenced-record": "complete",
+    "storage-size": "sizes",
+    "odd-pickle": "pickles",
+    "after-stop": "pickles",
+}
+
+#: Problems on whose account nobody knows which pickle torch reads.
+_AMBIGUOUS: Final = frozenset(("duplicate-record", "case-twin", "second-archive"))
+
+
+def judged(name: str, group: str, notes: Iterable[Note], good: str) -> Check:
+    """A check from what was found: it fails with errors, warns with warnings, passes with nothing."""
+    found = tuple(notes)
+    errors = [note for note in found if note.level == "error"]
+    if not found:
+        return Check(name, group, PASS, good)
+    first = (errors or list(found))[0].message
+    rest = len(found) - 1
+    message = f"{first} (and {rest:,} more)" if rest else first
+    return Check(name, group, FAIL if errors else WARNING, message, found)
+
+
+def validation(
+    checkpoint: Checkpoint,
+    *,
+    torch: str,
+    quick: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[Check], Safety]:
+    """Check a checkpoint that could be opened. ``quick`` leaves out the checksums, which need every byte."""
+    notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
+    keys = checkpoint.survey.reader.storages
+    legacy = checkpoint.format == "torch-legacy"
+    for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
+        if problem.code == DAMAGED:
+            notes["complete" if legacy else "checksums"].append(_note(problem))
+        elif problem.level != "note":
+            notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
+    flaws = storage_flaws(checkpoint)
+    for flaw in flaws:
+        notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
+    count, size = len(keys), sum(storage.nbytes for storage in keys.values())
+    stored = f"{counted(count, 'storage')}, {human_bytes(size)}"
+    structure = "end to end, nothing between" if legacy else "every record once, where the directory says"
+    checks = [
+        judged("structure", "container", notes["structure"], structure),
+        judged("complete", "container", notes["complete"], f"all there: {stored}"),
+        _checksums(checkpoint, notes["checksums"], quick, progress),
+        judged("sizes", "integrity", notes["sizes"], "every storage has the size that the pickle says"),
+        judged(
+            "geometry",
+            "integrity",
+            notes.get("geometry", []),
+            f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
+        ),
+    ]
+    found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
+    either = [note for note in notes["structure"] if note.code in _AMBIGUOUS]
+    if either:
+        what = f"it depends on which record torch reads: {either[0].message}"
+        found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
+    return checks + found.checks, found
+
+
+def _note(problem: Problem) -> Note:
+    return Note(problem.code, problem.level, problem.message, problem.where, problem.offset)
+
+
+def _of_flaw(flaw: Flaw) -> Note:
+    return Note(flaw.code, "error", flaw.message, flaw.path)
+
+
+def _checksums(
+    checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progress: Callable[[int], None] | None
+) -> Check:
+    name, group = "checksums", "integrity"
+    if quick:
+        return judged(name, group, notes, "")._replace(
+            status=FAIL if notes else NOT_POSSIBLE, message=notes[0].message if notes else "left out by --quick"
+        )
+    found = checksums(checkpoint.container, progress)
+    bad = [*_wrong(checkpoint, found)]
+    if bad:
+        return judged(name, group, bad, "")
+    if found.without and not found.checked:
+        what = "the legacy format has no checksums: what a flipped bit changed cannot be seen"
+        return Check(name, group, NOT_POSSIBLE, what)
+    agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
+    if found.uncomputed:
+        what = f"{counted(found.uncomputed, 'record')} have no checksum on record (0: not computed)"
+        return Check(name, group, NOT_POSSIBLE, f"{what}; {agree}" if found.checked else what)
+    return Check(name, group, PASS, agree)
+
+
+def _wrong(checkpoint: Checkpoint, found: Checksums) -> list[Note]:
+    users: dict[str, list[str]] = {record.key: [] for record in found.wrong if record.key}
+    if users:
+        for entry in checkpoint.survey.tensors:
+            for part in checkpoint.survey.reader.parts(entry.tensor):
+                if part.storage in users and entry.path not in users[part.storage]:
+                    users[part.storage].append(entry.path)
+    notes = []
+    for record in found.wrong:
+        what = f"{shown(record.name)} has another checksum than the one on record"
+        tensors = [path or "the tensor" for path in users.get(record.key, [])]
+        if tensors:
+            what += f": damaged {'tensor' if len(tensors) == 1 else 'tensors'} {listed(tensors)}"
+        notes.append(Note("checksum", "error", what, record.name, record.span.offset))
+    return notes + [Note("unreadable-record", "error", f"{shown(name)}: {why}", name) for name, why in found.lost]
+
+
+def safety(pickles: Iterable[FoundPickle], torch: str, verdict: Verdict | None, notes: Sequence[Note] = ()) -> Safety:
+    """What all the pickles of a file name, and what torch would do with the first."""
+    found = list(pickles)
+    named = named_globals(found, torch)
+    odd = list(notes)
+    for number, pickle in enumerate(found):
+        if pickle.error:
+            what = f"{pickle.where} cannot be followed to its end: {pickle.error}"
+            odd.append(Note("broken-pickle", "error", what, pickle.where))
+        elif number and pickle.graph is not None:
+            odd += [
+                Note("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
+                for offset, text in pickle.graph.oddities
+            ]
+            if pickle.rest:
+                what = f"{counted(pickle.rest, 'byte')} stand behind the end of the pickle in {pickle.where}"
+                odd.append(Note("after-stop", "warning", what, pickle.where))
+    checks = [
+        judged("pickles", "safety", odd, f"{counted(len(found), 'pickle')} followed to the end, nothing run"),
+        _globals(found, named, torch),
+    ]
+    if verdict is not None:
+        checks.append(_loads(verdict, found))
+    return Safety(named, found, verdict, checks)
+
+
+def _globals(pickles: Sequence[FoundPickle], named: Sequence[NamedGlobal], torch: str) -> Check:
+    outside = [item for item in named if item.word != ALLOWED]
+    calls = dangerous_calls(pickles)
+    notes = [
+        Note("dangerous-call", "error", f"loading it without weights_only runs {call}", where) for where, call in calls
+    ]
+    for item in outside:
+        words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
+        what = f"{item.mapped} is not on torch {torch}'s list; {words}"
+        notes.append(Note("global", "warning", what, item.pickle))
+    good = f"no global outside torch {torch}'s weights_only list"
+    check = judged("globals", "safety", notes, good)
+    if calls or not outside:
+        return check
+    names = list(dict.fromkeys(item.mapped for item in outside))
+    return check._replace(message=f"not on torch {torch}'s list: {listed(names)}")
+
+
+def _loads(verdict: Verdict, pickles: Sequence[FoundPickle]) -> Check:
+    call = f"torch.load(weights_only=True) of torch {verdict.torch}"
+    if verdict.loads:
+        return Check("weights-only", "safety", PASS, f"{call} takes it")
+    names = [blocker.name for blocker in verdict.blockers if blocker.name]
+    graph = pickles[0].graph if pickles else None
+    rules = rule_words([b for b in verdict.blockers if b.rule], graph.style.protocol if graph else 2)
+    what = f"{call} refuses it: {listed(names + rules)}"
+    return Check("weights-only", "safety", WARNING, what, (Note("weights-only", "warning", what),))
+
+
+def broken(error: MalformedError) -> Check:
+    """The check of the structure of a file whose container cannot be read."""
+    note = Note(
+        "malformed", "error", MalformedError.__str__(error).removeprefix(f"{error.path}: "), error.where, error.offset
+    )
+    return Check("structure", "container", FAIL, note.message, (note,))

@@ -1,0 +1,223 @@
+"""Every pickle in a file, wherever it hides: scanners that look at one of them only are fooled by another.
+
+A pickle may stand bare, one behind the other, in any record of an archive, in a record that the directory does
+not list, in an archive within an archive, and in the bytes that another pickle hands to ``pickle.loads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, cast
+
+from ..checkpoint import FoundPickle
+from ..errors import MalformedError, PickleError, TruncatedPickleError
+from ..limits import LIMITS
+from ..pickles import Decoded, decode
+from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
+from ..source import BytesSource, SliceSource, Source
+from ..zips import LOCAL, Archive, Record, audit, read_archive, signatures
+
+__all__ = ["bare_pickles", "decode_at", "nested_pickles", "pickles_in", "zip_pickles"]
+
+#: Pickles within pickles are followed so deep; a longer chain is not a checkpoint.
+_DEPTH: Final = 8
+#: Bytes of a stretch that is only supposed to be a pickle.
+_GUESS: Final = 64 << 20
+_HEADER: Final = b"PK\x03\x04"
+_TAR_BLOCKS: Final = 10_000
+
+
+def decode_at(source: Source, begin: int, *, where: str, most: int = _GUESS) -> Decoded:
+    """Decode the pickle at an offset whose length nothing tells; ``end`` counts from the start of the source.
+
+    Raises PickleError; ``most`` bounds the bytes that are read.
+    """
+    size = 1 << 16
+    while True:
+        data = source.read(begin, min(size, most))
+        try:
+            found = decode(data, where=where)
+            return Decoded(found.graph, begin + found.end)
+        except TruncatedPickleError:
+            if begin + len(data) >= source.size or size >= most:
+                raise
+            size *= 4
+
+
+def pickles_in(source: Source, depth: int = 0) -> Iterator[FoundPickle]:
+    """Every pickle in a file of whatever kind; nothing for one that holds none."""
+    head = source.read(0, 512)
+    if head[:4] == _HEADER or b"PK\x05\x06" in source.read(max(source.size - 0x10016, 0), 0x10016):
+        try:
+            archive = read_archive(source)
+        except MalformedError:
+            yield from _unlisted(source, signatures(source, 0, source.size), "", depth)
+        else:
+            yield from zip_pickles(archive, None, audit(archive).hidden, depth)
+    elif head[257:262] == b"ustar" or (len(head) == 512 and head[:1] > b" " and head[156:157] in b"\x000"):
+        yield from _tar(source, depth)
+    if head[:4] != _HEADER:
+        yield from bare_pickles(source, 0, "", depth)
+
+
+def bare_pickles(source: Source, begin: int, where: str, depth: int = 0) -> Iterator[FoundPickle]:
+    """Pickles one behind the other from an offset on."""
+    number = 0
+    while begin < source.size and number < LIMITS.listed:
+        number += 1
+        name = f"{where}: " * bool(where) + f"pickle {number}"
+        try:
+            found = decode_at(source, begin, where=name)
+        except PickleError as error:
+            # Bytes that happen to begin like one name nothing.
+            if any(type(node) is Global for node in error.seen):
+                yield _broken(name, error)
+            return
+        if len(found.graph.nodes) < 2 and source.read(begin, 1) != b"\x80":
+            return
+        yield FoundPickle(name, found.graph)
+        yield from nested_pickles(found.graph, name, depth)
+        begin = found.end
+
+
+def zip_pickles(archive: Archive, main: Record | None, hidden: list[int], depth: int = 0) -> Iterator[FoundPickle]:
+    """Every pickle of an archive but the record ``main``; ``hidden`` are offsets of headers that are not listed."""
+    for record in archive.records:
+        if record is main or not record.size:
+            continue
+        try:
+            yield from _record(archive, record, depth)
+        except MalformedError as error:
+            if _named(record.name):
+                yield _broken(record.name, error)
+    yield from _unlisted(archive.source, iter(hidden), "not listed: ", depth)
+
+
+def _record(archive: Archive, record: Record, depth: int) -> Iterator[FoundPickle]:
+    span = archive.payload(record)
+    if record.method == 0:
+        inner: Source = SliceSource(archive.source, span.offset, span.size, record.name)
+    elif _named(record.name) or record.size <= _GUESS:
+        inner = BytesSource(archive.read(record, LIMITS.pickle_bytes), record.name)
+    else:
+        return
+    yield from _content(inner, record.name, _is_storage(archive, record), depth)
+
+
+def _content(inner: Source, name: str, storage: bool, depth: int) -> Iterator[FoundPickle]:
+    """What the content of a record holds: an archive, a pickle, or tensor bytes."""
+    head = inner.read(0, 4)
+    if head == _HEADER and depth < _DEPTH:
+        for found in pickles_in(inner, depth + 1):
+            yield found._replace(where=f"{name}: {found.where}")
+    elif _named(name):
+        yield from _whole(inner, name, depth)
+    elif not storage and head[:1] == b"\x80" and head[1:2] <= b"\x05":
+        yield from bare_pickles(inner, 0, name, depth)
+
+
+def _whole(inner: Source, name: str, depth: int) -> Iterator[FoundPickle]:
+    """A record that is called a pickle: one, and possibly more behind it."""
+    try:
+        found = decode_at(inner, 0, where=name, most=LIMITS.pickle_bytes)
+    except PickleError as error:
+        yield _broken(name, error)
+        return
+    yield FoundPickle(name, found.graph, "", inner.size - found.end)
+    yield from nested_pickles(found.graph, name, depth)
+    yield from bare_pickles(inner, found.end, f"{name}, behind its end", depth)
+
+
+def _broken(where: str, error: MalformedError) -> FoundPickle:
+    """A pickle that cannot be followed to its end: a reader that executes has executed it up to there."""
+    seen = cast("list[Node]", error.seen) if isinstance(error, PickleError) else []
+    # A view of the nodes only; there is no root.
+    return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
+
+
+def _named(name: str) -> bool:
+    return name.lower().endswith((".pkl", ".pickle"))
+
+
+def _is_storage(archive: Archive, record: Record) -> bool:
+    return record.name.startswith((f"{archive.root}/data/", "data/"))
+
+
+def _unlisted(source: Source, offsets: Iterator[int], prefix: str, depth: int) -> Iterator[FoundPickle]:
+    """Records found by their local headers, their sizes unknown."""
+    for number, offset in enumerate(offsets):
+        if number >= LIMITS.listed:
+            return
+        raw = source.read(offset, LOCAL.size + 0x200)
+        size = int.from_bytes(raw[26:28], "little")
+        name = raw[LOCAL.size : LOCAL.size + size].decode("utf-8", "replace")
+        payload = offset + LOCAL.size + size + int.from_bytes(raw[28:30], "little")
+        if len(raw) < LOCAL.size or raw[8:10] != b"\0\0" or not _named(name):
+            continue
+        yield from _whole(SliceSource(source, payload, source.size - payload, name), prefix + name, depth)
+
+
+def _tar(source: Source, depth: int) -> Iterator[FoundPickle]:
+    """The pickles in a tar archive: torch 0.1 has one called 'pickle', and more with storages and tensors."""
+    at = 0
+    for _ in range(_TAR_BLOCKS):
+        block = source.read(at, 512)
+        digits = block[124:136].strip(b" \0")
+        if len(block) < 512 or not block[:1].strip(b"\0") or not digits.isdigit():
+            return
+        size = int(digits, 8) if not digits.strip(b"01234567") else 0
+        name = block[:100].rstrip(b"\0").decode("utf-8", "replace")
+        inner = SliceSource(source, at + 512, size, name)
+        if size:
+            head = inner.read(0, 2)
+            if head[:1] == b"\x80" and head[1:] <= b"\x05":
+                yield from bare_pickles(inner, 0, name, depth)
+            elif head == b"PK" and depth < _DEPTH:
+                yield from _content(inner, name, False, depth)
+        at += 512 + -(-size // 512) * 512
+
+
+def nested_pickles(graph: Graph, where: str, depth: int = 0) -> Iterator[FoundPickle]:
+    """Pickles in the bytes that a pickle carries, as ``torch.storage._load_from_bytes`` and ``pickle.loads`` take."""
+    if depth >= _DEPTH:
+        return
+    name = f"{where}: bytes in it"
+    for data, handed in _carried(graph):
+        inner = BytesSource(data, name)
+        if data[:4] == _HEADER:
+            yield from (found._replace(where=f"{name}: {found.where}") for found in pickles_in(inner, depth + 1))
+            continue
+        marked = data[:1] == b"\x80" and data[1:2] <= b"\x05"
+        for found in bare_pickles(inner, 0, name, depth + 1) if marked or handed else ():
+            # Bytes that only happen to parse name nothing.
+            if marked or (found.graph is not None and _names_something(found.graph)):
+                yield found
+
+
+def _carried(graph: Graph) -> Iterator[tuple[bytes, bool]]:
+    """The bytes in a graph that may be a pickle, and whether they are handed to a call."""
+    nodes = graph.nodes
+    loaders = {ref for ref, node in enumerate(nodes) if type(node) is Global and "load" in node.name}
+    handed = set()
+    for node in nodes:
+        args = nodes[node.args] if type(node) is Call else None
+        if type(node) is not Call or type(args) is not tuple:
+            continue
+        for ref in args[:4]:
+            kind = type(nodes[ref])
+            # Python 2 has its bytes in str; torch's own calls are given strings all the time.
+            if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
+                handed.add(ref)
+    for ref, node in enumerate(nodes):
+        if type(node) is bytes or type(node) is ByteArray:
+            data = node if type(node) is bytes else node.data  # type: ignore[union-attr]
+        elif type(node) is str and (node[:1] == "\x80" or ref in handed):
+            data = node.encode("latin-1", "replace")
+        else:
+            continue
+        if len(data) > 2:
+            yield data, ref in handed
+
+
+def _names_something(graph: Graph) -> bool:
+    return any(type(node) is Global or type(node) is Extension for node in graph.nodes)

@@ -1,0 +1,36 @@
+"""From a path to a checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+from .checkpoint import Checkpoint
+from .errors import CkptoolError, MalformedError
+from .formats import read_container
+from .source import FileSource, open_source
+
+__all__ = ["open_checkpoint"]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: its metadata only, whatever its size.
+
+    The file stays open until ``close()`` or the end of a ``with`` block. Raises UnreadableError and its
+    kinds: NotACheckpointError names what else the file is, MalformedError says where it is damaged.
+    """
+    return checkpoint_of(open_source(os.fspath(path)))
+
+
+def checkpoint_of(source: FileSource) -> Checkpoint:
+    """The checkpoint in an open file, which is closed when there is none."""
+    try:
+        return Checkpoint(source.name, source, read_container(source))
+    except CkptoolError as error:
+        source.close()
+        error.path = error.path or source.name
+        if isinstance(error, MalformedError) and not error.next:
+            error.next = "it is damaged: get the file again, in a transfer that does not change bytes"
+        raise
+    except BaseException:
+        source.close()
+        raise

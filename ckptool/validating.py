@@ -1,0 +1,171 @@
+"""The report of ``validate`` on one file: every check, every global, and what could not be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import fspath
+from typing import Any, Final
+
+from .checkpoint import Checkpoint
+from .checks.expectations import Policy, expectations
+from .checks.torch_lists import NEWEST, VERSIONS
+from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
+from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
+from .formats.pickles_in import pickles_in
+from .human import counted, listed
+from .limits import LIMITS
+from .loading import load_report
+from .locations import parse_map_location
+from .opening import checkpoint_of
+from .source import FileSource, open_source
+from .values import nonfinite
+
+__all__ = ["check_policy", "validation_report"]
+
+INVALID: Final = "invalid"
+VALID: Final = "valid"
+UNREADABLE: Final = "unreadable"
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise TargetError for a policy that no file can meet: an unknown torch, a bad map_location."""
+    if policy.torch and policy.torch not in VERSIONS:
+        what = f"the list of torch {policy.torch!r} is not known"
+        raise TargetError(what, next=f"known are {listed(VERSIONS, most=len(VERSIONS))}")
+    parse_map_location(policy.map_location or None)
+
+
+def validation_report(
+    path: str, policy: Policy = Policy(), *, quick: bool = False, progress: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """The report of ``validate``, schema ``ckptool.validate/1``. Raises nothing about the file: that is its answer.
+
+    ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes.
+    """
+    name = fspath(path)
+    check_policy(policy)
+    torch = policy.torch or NEWEST
+    report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
+    source: FileSource | None = None
+    try:
+        source = open_source(name)
+        report["bytes"] = source.size
+        with checkpoint_of(source) as checkpoint:
+            report["format"] = checkpoint.format
+            return report | _checked(checkpoint, policy, torch, quick, progress)
+    except MalformedError as error:
+        # It is a checkpoint, and it is broken: that is an answer.
+        return report | _without_container(name, broken(error), error, policy, torch, INVALID)
+    except UnreadableError as error:
+        if isinstance(error, NotACheckpointError):
+            report["format"] = error.kind
+        note = Note("unreadable", "error", error.what)
+        check = Check("readable", "container", FAIL, error.what, (note,))
+        return report | _without_container(name, check, error, policy, torch, UNREADABLE)
+
+
+def _checked(
+    checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Callable[[int], None] | None
+) -> dict[str, Any]:
+    checks, found = validation(checkpoint, torch=torch, quick=quick, progress=progress)
+    assert found.verdict is not None
+    checks += expectations(checkpoint, policy, found.verdict)
+    if policy.finite:
+        checks.append(_finite(checkpoint, progress))
+    if policy.load:
+        checks.append(_loads(checkpoint.path, policy.map_location))
+    if hasattr(checkpoint.source, "check_unchanged"):
+        checkpoint.source.check_unchanged()
+    return _summed(checks, found, policy, torch, "")
+
+
+def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> Check:
+    name, group = "finite", "expectations"
+    try:
+        found = nonfinite(checkpoint, progress)
+    except UnreadableError as error:
+        return Check(name, group, NOT_POSSIBLE, error.what)
+    if not found:
+        return Check(name, group, PASS, "no NaN and no Inf in any tensor")
+    notes = []
+    for item in found:
+        words = [f"{count:,} {kind}" for count, kind in ((item.nans, "NaN"), (item.infs, "Inf")) if count]
+        notes.append(Note("nonfinite", "error", f"{item.path or 'the tensor'}: {' and '.join(words)}", item.path))
+    message = f"{counted(len(found), 'tensor')} with NaN or Inf: {listed([note.message for note in notes], most=3)}"
+    return Check(name, group, FAIL, message, tuple(notes))
+
+
+def _loads(path: str, map_location: str) -> Check:
+    name, group = "load", "expectations"
+    try:
+        loaded = load_report(path, parse_map_location(map_location or None))
+    except UnreadableError as error:
+        return Check(name, group, NOT_POSSIBLE, error.what)
+    if not loaded["ok"]:
+        if "needs torch" in loaded["error"]:
+            return Check(name, group, NOT_POSSIBLE, loaded["error"])
+        return Check(name, group, FAIL, loaded["error"], (Note("load", "error", loaded["error"]),))
+    where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in loaded["devices"].items()])
+    return Check(name, group, PASS, f"torch.load loads it: {where or 'no tensors'}")
+
+
+def _without_container(
+    path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
+) -> dict[str, Any]:
+    """What can be said of a file that is no whole checkpoint: its pickles are looked at all the same."""
+    found = Safety([], [], None, [])
+    try:
+        source = open_source(path)
+    except UnreadableError:
+        pass
+    else:
+        try:
+            found = safety(pickles_in(source), torch, None)
+        except (PickleError, MalformedError) as problem:
+            found = Safety([], [], None, [broken(problem)])
+        finally:
+            source.close()
+    checks = [check, *(found.checks if found.pickles else [])]
+    if isinstance(error, PickleError):
+        checks = [item for item in checks if item.name != "pickles"]
+    report = _summed(checks, found, policy, torch, status)
+    return report | {"error": str(error).removeprefix(f"{error.path}: "), "next": error.next}
+
+
+def _summed(checks: list[Check], found: Safety, policy: Policy, torch: str, status: str) -> dict[str, Any]:
+    failures = sum(check.status == FAIL for check in checks)
+    warnings = sum(check.status == WARNING for check in checks)
+    skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]
+    if not status:
+        bad = failures or (policy.strict and (warnings or skipped))
+        status = INVALID if bad else VALID
+        complete = not skipped
+    else:
+        complete = False
+    return {
+        "status": status,
+        "valid": status == VALID,
+        "strict": policy.strict,
+        "coverage": "complete" if complete else "partial",
+        "not_checked": skipped if found.verdict is not None else ["everything that needs a whole container"],
+        "failures": failures,
+        "warnings": warnings,
+        "torch": torch,
+        "checks": [_check(check) for check in checks],
+        "pickles": [pickle.where for pickle in found.pickles],
+        "globals": [item._asdict() for item in found.globals[: LIMITS.listed]],
+        "globals_in_all": len(found.globals),
+        "error": None,
+        "next": "",
+    }
+
+
+def _check(check: Check) -> Mapping[str, Any]:
+    return {
+        "name": check.name,
+        "group": check.group,
+        "status": check.status,
+        "message": check.message,
+        "notes": [note._asdict() for note in check.notes[: LIMITS.listed]],
+        "notes_in_all": len(check.notes),
+    }

@@ -1,0 +1,244 @@
+"""Everything in a zip archive that two readers could see differently, beyond what its directory alone shows.
+
+Torch's reader looks at the central directory only (``read``). Here every local header and descriptor is held
+against it, and every byte of the file must belong to something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from struct import Struct
+from typing import Final, NamedTuple, TypeAlias
+
+from ..human import counted, shown
+from ..source import Source
+from .read import FULL32, LOCAL, Archive, Oddity, Record, extras
+
+__all__ = ["Audit", "audit", "signatures"]
+
+#: (code, what is wrong with the record, level, ambiguous)
+_Note: TypeAlias = Callable[..., None]
+
+_SIZES: Final = Struct("<3I").unpack_from
+_END: Final = Struct("<4s4H2IH").unpack
+_WINDOW: Final = 1 << 20
+_HEADER: Final = b"PK\x03\x04"
+_PADDING: Final = 0x4246  # "FB", as torch pads
+
+
+class Audit(NamedTuple):
+    """What is odd about an archive, and the offsets of local headers that its directory does not list."""
+
+    oddities: list[Oddity]
+    hidden: list[int]
+
+
+def audit(archive: Archive) -> Audit:
+    """Hold the archive against itself."""
+    found = Audit([], [])
+    found.oddities.extend(_names(archive))
+    _stretches(archive, found)
+    _ends(archive, found)
+    return found
+
+
+def _names(archive: Archive) -> Iterator[Oddity]:
+    for record in archive.records:
+        name = record.name
+        parts = name.split("/")
+        flaws = [
+            ("name-encoding", "is not UTF-8", any("\udc80" <= char <= "\udcff" for char in name)),
+            ("name-nul", "has a NUL byte in it", "\0" in name),
+            ("name-backslash", "has a backslash in it, a folder to some readers", "\\" in name),
+            ("name-absolute", "is an absolute path", name.startswith("/") or name[1:3] == ":/"),
+            ("name-parent", "leads out of its folder", ".." in parts),
+            ("name-empty", "has an empty part", "" in parts[1:-1] or not name),
+        ]
+        for code, what, found in flaws:
+            if found:
+                yield Oddity(code, f"the name {shown(name)} {what}", where=name, offset=record.entry)
+        if name.endswith("/"):
+            yield Oddity("directory-entry", f"{shown(name)} is an entry for a folder", level="warning", where=name)
+
+
+def _stretches(archive: Archive, found: Audit) -> None:
+    """Walk the records in the order of the file: no byte between them, none in two of them."""
+    note = found.oddities.append
+    at = 0
+    name = ""
+    for record in sorted(archive.records, key=lambda record: (record.header, record.entry)):
+        name = record.name
+        if record.header > at:
+            _between(archive.source, at, record.header, f"before the record {shown(name)}", found)
+        elif record.header < at:
+            what = f"the record {shown(name)} begins within the one before it"
+            note(Oddity("overlap", what, True, where=name, offset=record.header))
+        at = max(at, _local(archive, record, found))
+    end = archive.end
+    if at > end.directory:
+        what = "the last record reaches into the directory"
+        note(Oddity("overlap", what, True, where=name, offset=end.directory))
+    elif at < end.directory:
+        _between(archive.source, at, end.directory, "before the directory", found)
+    found.hidden.extend(signatures(archive.source, end.directory + end.size, end.begin))
+
+
+def _between(source: Source, begin: int, end: int, place: str, found: Audit) -> None:
+    """Bytes that belong to no record: left over by an edit in place, or hidden there."""
+    hidden = list(signatures(source, begin, end))
+    found.hidden.extend(hidden)
+    size = counted(end - begin, "byte")
+    if hidden:
+        what = f"{counted(len(hidden), 'record')} that the directory does not list in the {size} {place}"
+        found.oddities.append(Oddity("unlisted-record", what, offset=hidden[0]))
+    elif begin == 0:
+        found.oddities.append(Oddity("leading-bytes", f"{size} stand before the first record", offset=0))
+    else:
+        what = f"{size} {place} belong to no record"
+        found.oddities.append(Oddity("dead-bytes", what, level="warning", offset=begin))
+
+
+def signatures(source: Source, begin: int, end: int, signature: bytes = _HEADER) -> Iterator[int]:
+    """The offsets at which a signature stands between two offsets; the file is read in windows."""
+    at = begin
+    while at < end:
+        window = source.read(at, min(_WINDOW, end - at))
+        found = window.find(signature)
+        while found >= 0:
+            yield at + found
+            found = window.find(signature, found + 1)
+        if len(window) < _WINDOW:
+            return
+        at += len(window) - len(signature) + 1
+
+
+def _local(archive: Archive, record: Record, found: Audit) -> int:
+    """Where a record ends, its descriptor included; notes how its local header differs from the directory."""
+    source, name = archive.source, record.name
+
+    def note(code: str, what: str, level: str = "error", ambiguous: bool = False) -> None:
+        found.oddities.append(Oddity(code, f"{shown(name)}: {what}", ambiguous, level, name, record.header))
+
+    raw = source.read(record.header, LOCAL.size + 0x300)
+    if len(raw) < LOCAL.size or raw[:4] != _HEADER:
+        note("no-local-header", f"there is no local header at byte {record.header:,}, where the directory says")
+        return record.header
+    name_size, extra_size = int.from_bytes(raw[26:28], "little"), int.from_bytes(raw[28:30], "little")
+    head = LOCAL.size + name_size + extra_size
+    if head > len(raw):
+        raw = source.read(record.header, head + 4)
+    payload = record.header + head
+    end = payload + record.compressed
+    if end > source.size:
+        note("beyond-end", "it reaches beyond the end of the file")
+        return source.size
+    fields = extras(raw[LOCAL.size + name_size : head])
+    if any(kind == _PADDING and data.strip(b"Z") for kind, data in fields):
+        note("padding", "its padding is not all 'Z'", "warning")
+    if sum(4 + len(data) for _, data in fields) != extra_size:
+        note("local-header", "the extra fields of its local header do not parse")
+    local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
+    if local_name != name:
+        note("local-name", f"its local header calls it {shown(local_name)}", ambiguous=True)
+    entry = source.read(record.entry, 46)
+    for field, here, there in (
+        ("version", raw[4:6], entry[6:8]),
+        ("flags", raw[6:8], entry[8:10]),
+        ("method", raw[8:10], entry[10:12]),
+        ("time", raw[10:14], entry[12:16]),
+    ):
+        # The writers of torch 1.4 to 1.9 put 0 for an empty record's flags in one of the places only.
+        if here != there and not (field == "flags" and not record.size):
+            values = [int.from_bytes(value, "little") for value in (here, there)]
+            what = f"{field} {values[0]} in its local header, {values[1]} in the directory"
+            note("local-header", what, "error" if field == "method" else "warning")
+    if entry[34:36] != b"\0\0":
+        note("other-disk", "it is said to be on another disk")
+    if record.method == 0 and record.compressed != record.size:
+        note("stored-size", f"stored, yet {record.size:,} bytes are said to take {record.compressed:,}")
+    _sizes(record, raw, note)
+    if record.flags & 8 and record.compressed:
+        end = _descriptor(source, record, end, note)
+    if raw[head : head + 4] == _HEADER or (head + 4 > len(raw) and source.read(payload, 4) == _HEADER):
+        tail = source.read(max(end - 0x10100, payload), min(0x10100, record.compressed))
+        if b"PK\x05\x06" in tail:
+            note("nested-archive", "its content is a zip archive itself")
+    return end
+
+
+def _sizes(record: Record, raw: bytes, note: _Note) -> None:
+    """Checksum and sizes in a local header; zeros leave them to the descriptor."""
+    crc, packed, plain = _SIZES(raw, 14)
+    wide = dict(extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
+    if wide and plain == FULL32 and len(wide) >= 8:
+        plain = int.from_bytes(wide[:8], "little")
+    if wide and packed == FULL32 and len(wide) >= 16:
+        packed = int.from_bytes(wide[8:16], "little")
+    deferred = record.flags & 8
+    for what, here, there in (
+        ("checksum", crc, record.crc),
+        ("compressed size", packed, record.compressed),
+        ("size", plain, record.size),
+    ):
+        if here != there and not (deferred and not here):
+            note("local-header", f"{what} {here:,} in its local header, {there:,} in the directory")
+
+
+def _descriptor(source: Source, record: Record, at: int, note: _Note) -> int:
+    """The end of a record whose sizes follow it."""
+    raw = source.read(at, 24)
+    crc = record.crc.to_bytes(4, "little")
+    short = record.compressed.to_bytes(8, "little")[:4] + record.size.to_bytes(8, "little")[:4]
+    wide = record.compressed.to_bytes(8, "little") + record.size.to_bytes(8, "little")
+    signed = 4 if raw[:4] == b"PK\x07\x08" else 0
+    body = raw[signed:]
+    if body[:20] == crc + wide:
+        return at + signed + 20
+    if body[:12] == crc + short:
+        return at + signed + 12
+    if not signed:
+        note("no-descriptor", "the descriptor that its flags announce is not there", "warning")
+        return at
+    note("descriptor", "the descriptor behind it has another checksum or size than the directory")
+    return at + (24 if record.header >= FULL32 or record.size >= FULL32 else 16)
+
+
+def _ends(archive: Archive, found: Audit) -> None:
+    """The end records: what they count, and what stands behind them."""
+    source, end, note = archive.source, archive.end, found.oddities.append
+    _, _, _, here, total, size, offset, comment = _END(source.read(end.plain, 22))
+    if here != total:
+        note(Oddity("end-count", f"the end record counts {here:,} entries here and {total:,} in all", offset=end.plain))
+    if end.zip64 >= 0:
+        raw = source.read(end.zip64, 56)
+        wide = [int.from_bytes(raw[i : i + 8], "little") for i in (24, 32, 40, 48)]
+        if wide[0] != wide[1]:
+            what = f"the zip64 end record counts {wide[0]:,} entries here and {wide[1]:,} in all"
+            note(Oddity("end-count", what, offset=end.zip64))
+        for what, plain, true, full in (
+            ("entries", total, wide[1], 0xFFFF),
+            ("bytes of directory", size, wide[2], FULL32),
+            ("as its offset", offset, wide[3], FULL32),
+        ):
+            if plain not in (full, true):
+                text = f"the end record says {plain:,} {what}, the zip64 end record {true:,}"
+                note(Oddity("end-records", text, offset=end.plain))
+        locator = source.read(end.plain - 20, 20)
+        if int.from_bytes(locator[16:20], "little") > 1:
+            note(Oddity("end-records", "the archive is said to be in several parts", offset=end.plain - 20))
+    rest = source.size - end.tail
+    if comment:
+        what = f"the archive has a comment of {counted(comment, 'byte')}"
+        note(Oddity("comment", what, level="warning", offset=end.tail))
+    if rest != comment:
+        what = (
+            f"{counted(rest, 'byte')} stand behind the end of the archive"
+            if not comment
+            else f"a comment of {counted(comment, 'byte')} is announced, {counted(rest, 'byte')} stand there"
+        )
+        note(Oddity("trailing-bytes", what, level="warning", offset=end.tail))
+    behind = list(signatures(source, end.tail, source.size))
+    found.hidden.extend(behind)
+    if behind:
+        what = "a record of another archive stands behind the end of this one"
+        note(Oddity("second-archive", what, True, offset=behind[0]))
