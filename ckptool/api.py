@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .checkpoint import Change, Checkpoint, file_mode, plan_of
+from .checkpoint import Change, Checkpoint, file_mode
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .errors import CkptoolError, RefusedError, TargetError
 from .locations import MapLocation
 from .names import Globs
 from .objects import parse_path
 from .opening import open_checkpoint
+from .planning import plan_of
 from .report import inspection, key_listing
 from .survey import StateDict, TensorEntry
 from .tensors import Tensor

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from .errors import MalformedError, PickleError, RefusedError
 from .objects import class_name, mapping
-from .pickles import decode, difference, encode
 from .pickles.nodes import Graph
 from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
@@ -21,10 +19,8 @@ __all__ = [
     "Problem",
     "StoredBytes",
     "StoredRecord",
-    "Verified",
     "file_mode",
     "layout_of",
-    "plan_of",
 ]
 
 
@@ -155,17 +151,12 @@ class Change(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Verified(NamedTuple):
-    """The pickle of an edited graph; ``exact`` whether the unedited one comes out byte for byte."""
-
-    data: bytes
-    exact: bool
-
-
 class Checkpoint:
     """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
 
-    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it.
+    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it. ``added`` are the
+    bytes of storages that an edit made, by their keys; ``anew`` says that the file must be laid out anew, because
+    storages came or went or the container cannot be carried over.
     """
 
     def __init__(
@@ -175,6 +166,8 @@ class Checkpoint:
         container: Container,
         graph: Graph | None = None,
         changes: tuple[Change, ...] = (),
+        added: Mapping[str, bytes] | None = None,
+        anew: bool = False,
     ) -> None:
         self.path = path
         self.source = source
@@ -182,6 +175,8 @@ class Checkpoint:
         self.graph = container.graph if graph is None else graph
         #: What the edits since the file was opened did, in their order.
         self.changes = changes
+        self.added: Mapping[str, bytes] = added or {}
+        self.anew = anew
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -195,7 +190,7 @@ class Checkpoint:
     @property
     def edited(self) -> bool:
         """Does it differ from its file?"""
-        return self.graph is not self.container.graph
+        return self.anew or self.graph is not self.container.graph
 
     @property
     def survey(self) -> Survey:
@@ -209,9 +204,18 @@ class Checkpoint:
         """Every state dict found, those of low confidence included."""
         return self.survey.state_dicts
 
-    def changed(self, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
+    def changed(
+        self,
+        graph: Graph,
+        changes: Sequence[Change],
+        added: Mapping[str, bytes] | None = None,
+        *,
+        anew: bool = False,
+    ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
-        return Checkpoint(self.path, self.source, self.container, graph, (*self.changes, *changes))
+        storages = {**self.added, **(added or {})}
+        done = (*self.changes, *changes)
+        return Checkpoint(self.path, self.source, self.container, graph, done, storages, self.anew or anew)
 
     def close(self) -> None:
         """Close the file; what was read stays."""
@@ -222,41 +226,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def verified_pickle(checkpoint: Checkpoint) -> Verified:
-    """Encode an edited checkpoint, after proving on its own file that the codec loses nothing.
-
-    The unedited graph must encode to the very bytes in the file; a foreign pickle that does not must
-    at least decode to an equal graph again. Raises RefusedError when not even that holds.
-    """
-    container = checkpoint.container
-    again = encode(container.graph)
-    original = container.pickle
-    exact = again == original[: len(again)] and len(again) <= len(original)
-    del again
-    data = encode(checkpoint.graph)
-    if not exact:
-        for graph, name in ((container.graph, "unedited"), (checkpoint.graph, "edited")):
-            try:
-                found = difference(graph, decode(encode(graph)).graph)
-            except PickleError as error:
-                found = str(error)
-            if found:
-                what = f"the {name} pickle cannot be written again without a loss: {found}"
-                raise RefusedError(what, path=checkpoint.path, next="please report this file")
-    return Verified(data, exact)
-
-
-def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
-    """The output file of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``)."""
-    if not checkpoint.edited:
-        return checkpoint.container.plan(None), True
-    damage = [problem for problem in checkpoint.container.problems if problem.code == DAMAGED]
-    if damage:
-        raise MalformedError(damage[0].message, path=checkpoint.path, next="get a whole copy of the file")
-    data, exact = verified_pickle(checkpoint)
-    return checkpoint.container.plan(data), exact
 
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -24,7 +24,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"survey"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
-    frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
+    frozenset(
+        {"formats", "edits", "checks", "planning", "write"}
+    ),  # a format plans, write executes; neither knows the other
     frozenset({"opening", "report", "searching", "tree"}),
     frozenset({"runtime"}),
     frozenset({"loading", "values"}),

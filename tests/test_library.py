@@ -17,11 +17,11 @@ from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name
 
 import ckptool
 from ckptool import errors
-from ckptool.checkpoint import plan_of
 from ckptool.edits.devices import check_target
 from ckptool.locations import lands_on, parse_map_location
 from ckptool.objects import parse_path
 from ckptool.pickles import difference, encode
+from ckptool.planning import plan_of
 from ckptool.source import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

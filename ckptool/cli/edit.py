@@ -10,9 +10,10 @@ from typing import Any, Literal
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint, file_mode, plan_of
+from ..checkpoint import Checkpoint, file_mode
 from ..errors import CkptoolError, OutputError
 from ..human import counted, human_bytes
+from ..planning import plan_of
 from ..source import Plan
 from ..write import check_output, write_plan
 from .options import key_option, paths, worst, writing

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from .audit import Audit, audit, signatures
+from .fresh import Content, fresh
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, read_archive
+from .walk import Walked, walk
 
 __all__ = [
     "LOCAL",
     "Archive",
     "Audit",
+    "Content",
     "Oddity",
     "Record",
+    "Walked",
     "audit",
+    "fresh",
     "layout_holds",
     "read_archive",
     "rewritten",
     "signatures",
+    "walk",
 ]

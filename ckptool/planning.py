@@ -1,0 +1,189 @@
+"""From an edited checkpoint to the plan of its file: the same file with another pickle, or a file laid out anew."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from .checkpoint import DAMAGED, Checkpoint
+from .errors import MalformedError, PickleError, RefusedError
+from .pickles import decode, difference, encode
+from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
+from .source import Piece, Plan
+from .tensors import TensorReader
+from .zips import Content, fresh
+
+__all__ = ["plan_of"]
+
+_CHUNK: Final = 1 << 20
+#: The folder of the records where the file does not say one; torch.save uses it for what has no name.
+_ROOT: Final = "archive"
+
+
+class Verified(NamedTuple):
+    """The pickle of an edited graph; ``exact`` whether the unedited one comes out byte for byte."""
+
+    data: bytes
+    exact: bool
+
+
+def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
+    """The output file of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
+
+    Raises MalformedError for a damaged file, RefusedError where something would be lost.
+    """
+    if not checkpoint.edited:
+        return checkpoint.container.plan(None), True
+    if checkpoint.anew:
+        return _anew(checkpoint), True
+    damage = [problem for problem in checkpoint.container.problems if problem.code == DAMAGED]
+    if damage:
+        step = f"ckptool salvage {checkpoint.path} -o OUT takes out what is whole"
+        raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+def verified_pickle(checkpoint: Checkpoint) -> Verified:
+    """Encode an edited checkpoint, after proving on its own file that the codec loses nothing.
+
+    The unedited graph must encode to the very bytes in the file; a foreign pickle that does not must
+    at least decode to an equal graph again. Raises RefusedError when not even that holds.
+    """
+    container = checkpoint.container
+    again = encode(container.graph)
+    original = container.pickle
+    exact = again == original[: len(again)] and len(again) <= len(original)
+    del again
+    data = encode(checkpoint.graph)
+    if not exact:
+        for graph, name in ((container.graph, "unedited"), (checkpoint.graph, "edited")):
+            _prove(graph, encode(graph), name, checkpoint.path)
+    return Verified(data, exact)
+
+
+def _prove(graph: Graph, data: bytes, name: str, path: str) -> None:
+    """Raise RefusedError unless the bytes decode to the graph that they were made of."""
+    try:
+        found = difference(graph, decode(data).graph)
+    except PickleError as error:
+        found = str(error)
+    if found:
+        what = f"the {name} pickle cannot be written again without a loss: {found}"
+        raise RefusedError(what, path=path, next="please report this file")
+
+
+# -- laid out anew --------------------------------------------------------------------------------------
+
+
+def _anew(checkpoint: Checkpoint) -> Plan:
+    """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
+
+    That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
+    """
+    graph, keys = _renumbered(_without_views(checkpoint.graph))
+    data = encode(graph)
+    _prove(graph, data, "new", checkpoint.path)
+    root = getattr(getattr(checkpoint.container, "archive", None), "root", "") or _ROOT
+    contents = list(_contents(checkpoint, root, data, keys))
+    return fresh([*contents, _record(root, ".data/serialization_id", _identity(contents))])
+
+
+def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:
+    container = checkpoint.container
+    yield _record(root, "data.pkl", data)
+    yield _record(root, ".format_version", b"1")
+    yield _record(root, ".storage_alignment", b"64")
+    yield _record(root, "byteorder", container.byteorder.encode())
+    crcs = {record.key: record.crc for record in container.records() if record.key}
+    for number, key in enumerate(keys):
+        name = f"{root}/data/{number}"
+        if key in checkpoint.added:
+            yield _record(root, f"data/{number}", checkpoint.added[key])
+            continue
+        stored = container.stored(key)
+        if stored.span is None:
+            raise RefusedError(f"the bytes of storage {key!r} are not in the file", path=checkpoint.path)
+        crc = crcs.get(key)
+        if crc is None:
+            crc = _checksum(stored.span) if stored.size else 0
+        yield Content(name, stored.span, stored.span.size, crc, stored.size, stored.compressed)
+    yield _record(root, "version", b"3\n")
+
+
+def _record(root: str, name: str, data: bytes) -> Content:
+    return Content(f"{root}/{name}", data, len(data), zlib.crc32(data), len(data))
+
+
+def _checksum(piece: Piece) -> int:
+    """The CRC-32 of bytes that have none on record."""
+    assert not isinstance(piece, bytes)
+    crc = 0
+    for at in range(0, piece.size, _CHUNK):
+        crc = zlib.crc32(piece.source.read(piece.offset + at, min(_CHUNK, piece.size - at)), crc)
+    return crc
+
+
+def _identity(contents: list[Content]) -> bytes:
+    """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
+    digest = sha256()
+    for content in contents:
+        digest.update(f"{content.name}:{content.crc:08x}:{content.size};".encode())
+    return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
+
+
+def _renumbered(graph: Graph) -> tuple[Graph, list[str]]:
+    """The graph with its storages called 0, 1, ... in the order of their first mention, and their old keys."""
+    reader = TensorReader(graph)
+    numbers: dict[str, int] = {}
+    changes: dict[Ref, Node] = {}
+    added: list[Node] = []
+    names: dict[int, Ref] = {}
+    for ref in graph.reachable():
+        storage = reader.storage(ref)
+        if storage is None:
+            continue
+        node = graph.nodes[ref]
+        assert isinstance(node, Persistent)
+        pid = graph.nodes[node.pid]
+        assert type(pid) is tuple
+        if storage.location == "meta" and not storage.nbytes:
+            continue
+        number = numbers.setdefault(storage.key, len(numbers))
+        if graph.nodes[pid[2]] != str(number):
+            if number not in names:
+                names[number] = len(graph.nodes) + len(added)
+                added.append(str(number))
+            changes[node.pid] = (*pid[:2], names[number], *pid[3:])
+    return (graph.edited(changes, added) if changes else graph), list(numbers)
+
+
+def _without_views(graph: Graph) -> Graph:
+    """The graph with persistent ids of five elements: the zip format knows no views of storages.
+
+    A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
+    from there (torch/serialization.py, ``_legacy_load``).
+    """
+    nodes = graph.nodes
+    changes: dict[Ref, Node] = {}
+    added: list[Node] = []
+    bases: dict[Ref, int] = {}
+    for ref, node in enumerate(nodes):
+        pid = nodes[node.pid] if type(node) is Persistent else None
+        if type(node) is not Persistent or type(pid) is not tuple or len(pid) != 6 or nodes[pid[0]] == "module":
+            continue
+        view = nodes[pid[5]]
+        offset = nodes[view[1]] if type(view) is tuple and len(view) == 3 else 0
+        if type(offset) is int and offset:
+            bases[ref] = offset
+        changes[node.pid] = pid[:5]
+    for node in nodes if bases else ():
+        args = nodes[node.args] if type(node) is Call else ()
+        if type(node) is Call and type(args) is tuple and len(args) > 3 and args[0] in bases:
+            own = nodes[args[1]]
+            if type(nodes[node.func]) is Global and type(own) is int:
+                changes[node.args] = (args[0], len(nodes) + len(added), *args[2:])
+                added.append(own + bases[args[0]])
+    return graph.edited(changes, added) if changes else graph
