@@ -15,6 +15,7 @@ from .objects import parse_path
 from .opening import open_checkpoint
 from .planning import plan_of
 from .report import inspection, key_listing
+from .salvaging import Lost, Salvaged, salvage
 from .survey import StateDict, TensorEntry
 from .tensors import Tensor
 from .write import Written, check_output, write_plan
@@ -27,6 +28,8 @@ __all__ = [
     "Checkpoint",
     "CkptoolError",
     "DeviceMap",
+    "Lost",
+    "Salvaged",
     "StateDict",
     "Tensor",
     "TensorEntry",
@@ -37,6 +40,7 @@ __all__ = [
     "load",
     "open",
     "remap_devices",
+    "salvage",
     "save",
     "strip_prefix",
     "strip_wrappers",

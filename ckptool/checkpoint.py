@@ -11,7 +11,9 @@ from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
+    "CUT",
     "DAMAGED",
+    "UNEDITABLE",
     "Change",
     "Checkpoint",
     "Container",
@@ -24,8 +26,10 @@ __all__ = [
 ]
 
 
-#: Code of the problems on whose account no edit is written: it would carry the damage over under a good name.
+#: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
+CUT = "cut"
+UNEDITABLE = frozenset((DAMAGED, CUT))
 
 
 class Problem(NamedTuple):

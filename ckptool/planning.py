@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from hashlib import sha256
+from shlex import quote
 from typing import Final, NamedTuple
 
-from .checkpoint import DAMAGED, Checkpoint
+from .checkpoint import CUT, UNEDITABLE, Checkpoint
 from .errors import MalformedError, PickleError, RefusedError
 from .pickles import decode, difference, encode
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
@@ -38,9 +39,11 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
         return checkpoint.container.plan(None), True
     if checkpoint.anew:
         return _anew(checkpoint), True
-    damage = [problem for problem in checkpoint.container.problems if problem.code == DAMAGED]
+    damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
-        step = f"ckptool salvage {checkpoint.path} -o OUT takes out what is whole"
+        step = "get a whole copy of the file"
+        if damage[0].code == CUT:
+            step += f", or ckptool salvage {quote(checkpoint.path)} -o OUT for what is whole"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact

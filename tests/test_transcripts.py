@@ -31,7 +31,7 @@ import pytest
 from conftest import FIXTURES, ROOT
 
 from ckptool import errors
-from ckptool.cli import edit, main, show
+from ckptool.cli import editing, main, show, validate
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.render import say_error
 
@@ -150,7 +150,7 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
 @contextmanager
 def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
-    modules = (main, edit, show)
+    modules = (main, editing, show, validate)
 
     def noted(error: errors.CkptoolError) -> None:
         said.add(type(error))

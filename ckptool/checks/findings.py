@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import DAMAGED, Checkpoint
+from ..checkpoint import CUT, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
@@ -75,18 +75,19 @@ def findings(
 
 
 #: Problems on whose account an edit is refused.
-_NO_EDITS = frozenset((DAMAGED, "duplicate-record", "case-twin", "second-archive", "encrypted"))
+_NO_EDITS = UNEDITABLE | {"duplicate-record", "case-twin", "second-archive", "encrypted"}
 
 
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
     container = checkpoint.container
-    found = [Finding(p.code, p.level, p.message, "") for p in container.problems]
+    rescue = command("salvage", checkpoint.path, word="saved")
+    found = [Finding(p.code, p.level, p.message, rescue if p.code == CUT else "") for p in container.problems]
     flaws: dict[str, list[str]] = {}
     for flaw in all_flaws:
         flaws.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in flaws.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
-        found.append(Finding(code, "error", messages[0] + more, "get a whole copy of the file"))
+        found.append(Finding(code, "error", messages[0] + more, rescue))
     if container.byteorder == "big":
         found.append(Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads"))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..checkpoint import DAMAGED, Checkpoint
+from ..checkpoint import UNEDITABLE, Checkpoint
 from ..dtypes import BY_NAME
 from ..tensors import Tensor, extent
 
@@ -30,7 +30,7 @@ def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
 
 def _missing(checkpoint: Checkpoint) -> list[Flaw]:
     container = checkpoint.container
-    if checkpoint.format == "torch-legacy" and any(problem.code == DAMAGED for problem in container.problems):
+    if checkpoint.format == "torch-legacy" and any(problem.code in UNEDITABLE for problem in container.problems):
         return []
     flaws = []
     for key, storage in checkpoint.survey.reader.storages.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from ..checkpoint import DAMAGED, Checkpoint, FoundPickle, Problem
+from ..checkpoint import CUT, DAMAGED, Checkpoint, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
 from .checksums import Checksums, checksums
@@ -89,7 +89,7 @@ def validation(
     keys = checkpoint.survey.reader.storages
     legacy = checkpoint.format == "torch-legacy"
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
-        if problem.code == DAMAGED:
+        if problem.code in (CUT, DAMAGED):
             notes["complete" if legacy else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))

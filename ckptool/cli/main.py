@@ -27,11 +27,12 @@ COMMANDS: Final = {
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
+    "salvage": ("salvage", "salvage", "Save what is whole in a cut or damaged checkpoint."),
 }
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
-    ("1", "the answer is no: not valid, or inspect --load could not load it"),
+    ("1", "the answer is no: not valid, not loaded by inspect --load, something lost by salvage"),
     ("2", "usage: an unknown option, a missing -o, a device that torch could not restore"),
     ("3", "the input cannot be read, or is something else"),
     ("4", "refused: it would lose or overwrite something"),

@@ -8,10 +8,11 @@ import zlib
 from shlex import quote
 
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
-from ..human import human_bytes
+from ..human import counted, human_bytes, shown
 from ..pickles import decode
 from ..source import Source
 from ..zips import Archive
+from .damaged import extent_of_zip
 
 __all__ = ["damaged_zip", "explain", "zip_kind"]
 
@@ -138,7 +139,8 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes stand in front of it, or its start is lost"
-        return MalformedError(what, path=source.name, next="get a whole copy of the file")
+        step = f"get a whole copy of the file, or ckptool salvage {quote(source.name)} -o OUT saves what is whole"
+        return MalformedError(what, path=source.name, next=step)
     return None
 
 
@@ -241,10 +243,19 @@ def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
     name_size = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + name_size].decode("utf-8", "replace")
     error.path = source.name
+    rescue = f"ckptool salvage {quote(source.name)} -o OUT saves what is whole"
+    extent = extent_of_zip(source)
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
+        error.next = rescue if extent is not None else ""
         return error
-    whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {name!r})"
+    if extent is None:
+        whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {shown(name)})"
+        what = (
+            f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory that a zip ends with"
+        )
+        return MalformedError(what, path=source.name, next="copy or download it again, whole")
     what = (
-        f"{whose} that is cut: it ends after {human_bytes(source.size)} without the directory that a zip has at its end"
+        f"a torch checkpoint that is cut at {human_bytes(extent.there)} of about {human_bytes(extent.about)}:"
+        f" {extent.whole:,} of {counted(extent.tensors, 'tensor')} whole"
     )
-    return MalformedError(what, path=source.name, next="copy or download it again, whole")
+    return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")

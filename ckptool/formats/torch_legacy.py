@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, PickleError, TruncatedPickleError
+from ..human import counted, human_bytes
 from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode
@@ -99,17 +100,19 @@ class TorchLegacy:
             count = int.from_bytes(self.source.read(at, 8), "little", signed=True)
             nbytes = storage.nbytes
             if at + 8 + nbytes > size:
-                missing = len(self.keys) - number
+                sizes = [storages[key].nbytes + 8 for key in self.keys[number:] if key in storages]
                 what = (
-                    f"the file is cut: it ends at byte {size:,}, within or before storage {key!r};"
-                    f" {missing:,} of {len(self.keys):,} storages are missing"
+                    f"the file is cut at {human_bytes(size)} of {human_bytes(at + sum(sizes))}:"
+                    f" {number:,} of {counted(len(self.keys), 'storage')} whole"
                 )
-                self.problems.append(Problem(DAMAGED, "error", what, True))
+                self.problems.append(Problem(CUT, "error", what, True, offset=size))
                 return
             if count != storage.numel:
+                # Those behind it stand where they stand: each has a count of its own to tell.
                 what = f"storage {key!r} holds {count:,} elements where the pickle says {storage.numel:,}"
-                self.problems.append(Problem("storage-size", "error", what, True))
-                return
+                self.problems.append(Problem("storage-size", "error", what, True, offset=at))
+                at += 8 + nbytes
+                continue
             self._places[key] = StoredBytes(Span(self.source, at + 8, nbytes), nbytes)
             at += 8 + nbytes
         self.tail = at

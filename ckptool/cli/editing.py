@@ -1,0 +1,190 @@
+"""What all commands that write do: open, edit, check, write, account."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import click
+
+from .. import api
+from ..checkpoint import Checkpoint, file_mode
+from ..errors import CkptoolError, OutputError
+from ..human import counted, human_bytes
+from ..planning import plan_of
+from ..source import Plan
+from ..write import check_output, write_plan
+from .options import worst
+from .render import clean, emit, emit_json, failure, say, say_error, say_problems
+
+__all__ = ["Job", "edit_all"]
+
+#: Below this an output takes no noticeable time, and a progress bar would only flicker.
+_PROGRESS_FROM = 200_000_000
+
+#: Commands that leave mappings of low confidence alone.
+_ON_STATE_DICTS = ("strip-module", "add-module")
+
+
+class Job(NamedTuple):
+    """What one command does to each input.
+
+    ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
+    the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for.
+    """
+
+    command: str
+    edit: Callable[[Checkpoint], Checkpoint]
+    opener: Callable[[str], Checkpoint] = api.open
+    more: Callable[[Checkpoint], dict[str, Any]] | None = None
+    words: Callable[[dict[str, Any]], list[str]] | None = None
+    code: Callable[[dict[str, Any]], int] | None = None
+
+
+def edit_all(
+    job: Job,
+    paths: tuple[str, ...],
+    *,
+    output: str | None,
+    out_dir: str | None,
+    force: bool,
+    dry_run: bool,
+    style: str,
+    quiet: bool,
+    no_progress: bool,
+) -> int:
+    """Edit every input; each output is written, or each failure said, before the worst code is returned."""
+    targets = _targets(paths, output, out_dir, dry_run)
+    reports = []
+    codes = []
+    for path, target in zip(paths, targets):
+        bar = not (quiet or no_progress) and sys.stderr.isatty()
+        try:
+            report = _edit_one(job, path, target, force=force, dry_run=dry_run, bar=bar)
+        except CkptoolError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+            reports.append(failure(job.command, path, error))
+            continue
+        codes.append(job.code(report) if job.code else 0)
+        reports.append(report)
+        if style == "table" and not quiet:
+            emit("\n".join([_head(report), *(job.words or _account)(report)]))
+    if style != "table" and not quiet:
+        emit_json(reports, style, len(paths) > 1)
+    if len(paths) > 1 and not quiet and any(code > 1 for code in codes):
+        done = sum(code < 2 for code in codes)
+        say(f"{done:,} of {len(paths):,} done, {len(paths) - done:,} not")
+    return worst(codes)
+
+
+def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool) -> list[str | None]:
+    if output is not None and out_dir is not None:
+        raise click.UsageError("-o and --out-dir exclude each other.")
+    if out_dir is not None:
+        names = [os.path.basename(os.path.normpath(path)) for path in paths]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
+        if not dry_run:
+            try:
+                os.makedirs(out_dir, exist_ok=True)
+            except OSError as error:
+                what = "it is a file, not a folder" if os.path.isfile(out_dir) else error.strerror or str(error)
+                raise OutputError(what, path=out_dir) from error
+        return [os.path.join(out_dir, name) for name in names]
+    if output is not None:
+        if output == "-":
+            raise click.UsageError("ckptool does not write to stdout: name a file.")
+        if len(paths) > 1:
+            raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
+        return [output]
+    if not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output': say where to write, or try --dry-run.")
+    return [None] * len(paths)
+
+
+def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: bool, bar: bool) -> dict[str, Any]:
+    with job.opener(path) as checkpoint:
+        if target is not None and (not dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
+            check_output(target, checkpoint.source, force=force)
+        if not job.code:
+            say_problems(checkpoint)
+        edited = job.edit(checkpoint)
+        plan, exact = plan_of(edited)
+        if target is not None and not dry_run:
+            _write(edited, plan, target, force=force, bar=bar)
+        done = {change.path for change in edited.changes}
+        low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
+        return {
+            "schema": f"ckptool.{job.command}/1",
+            "path": path,
+            "output": target,
+            "bytes": checkpoint.source.size,
+            "output_bytes": plan.size,
+            "dry_run": dry_run,
+            "changed": edited.edited,
+            "exact": exact,
+            "changes": [change._asdict() for change in edited.changes],
+            "modules": [path for path in edited.survey.modules[:1] if not edited.state_dicts],
+            "left_alone": low if job.command in _ON_STATE_DICTS else [],
+            **(job.more(edited) if job.more else {}),
+        }
+
+
+def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> None:
+    source, mode = edited.source, file_mode(edited.source)
+    if not bar or plan.size < _PROGRESS_FROM:
+        write_plan(plan, target, source, force=force, mode=mode)
+        return
+    label = clean(os.path.basename(target))
+    with click.progressbar(length=plan.size, label=label, file=sys.stderr) as progress:
+        write_plan(plan, target, source, force=force, mode=mode, progress=progress.update)
+
+
+def _head(report: dict[str, Any]) -> str:
+    """From where to where, and how large."""
+    if report["dry_run"]:
+        size = human_bytes(report["output_bytes"])
+        return f"{clean(report['path'])}: nothing is written, the output would be {size}"
+    sizes = f"{human_bytes(report['bytes'])} -> {human_bytes(report['output_bytes'])}"
+    return f"{clean(report['path'])} -> {clean(report['output'])}: {sizes}"
+
+
+def _account(report: dict[str, Any]) -> list[str]:
+    """What was done, for people."""
+    lines = []
+    changes = report["changes"]
+    lines += ["  " + clean(_change_words(change)) for change in changes]
+    if not changes:
+        lines.append(
+            "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
+        )
+    if not report["changed"]:
+        lines.append("  nothing to do: the output is the input, byte for byte")
+        lines += [
+            f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
+            for path in report["modules"]
+        ]
+    elif not report["exact"]:
+        lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
+    for path in report["left_alone"]:
+        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays unless --key names it")
+    return lines
+
+
+def _change_words(change: dict[str, Any]) -> str:
+    where = f"{change['path']}: " if change["path"] else ""
+    if change["edit"].startswith("remap"):
+        words = change["what"]
+    elif change["edit"] == "device-string":
+        words = f"{where}{change['what']}"
+    elif change["number"]:
+        words = f"{where}{change['what']} {counted(change['number'], 'key')}"
+        if change["kept"]:
+            words += f", {counted(change['kept'], 'other key')} as before"
+    else:
+        words = f"{where}{change['what']}"
+    return "; ".join([words, *change["notes"]])

@@ -1,0 +1,65 @@
+"""``salvage``: what is whole in a damaged file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..checkpoint import Checkpoint
+from ..human import counted
+from ..salvaging import Salvaged
+from ..salvaging import salvage as salvaged
+from .editing import Job, edit_all
+from .options import paths, writing
+from .render import clean
+
+__all__ = ["salvage"]
+
+#: Lost tensors that are named one by one for people; JSON names all.
+_SHOWN = 20
+
+EPILOG = """\b
+Examples:
+  ckptool salvage cut.pth -o saved.pth
+  ckptool salvage cut.pth --dry-run
+  ckptool salvage damaged/*.pth --out-dir saved/ --format jsonl
+"""
+
+
+@click.command(epilog=EPILOG)
+@paths
+@writing
+def salvage(paths: tuple[str, ...], **how: Any) -> int:
+    """Save what is whole in a cut or damaged checkpoint.
+
+    Every tensor whose bytes are all there and agree with their checksum goes into a new file, with everything that
+    is no tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0:
+    nothing was lost; 1: something was; 3: nothing could be saved.
+    """
+    results: dict[int, Salvaged] = {}
+
+    def opener(path: str) -> Checkpoint:
+        found = salvaged(path)
+        results[id(found.checkpoint)] = found
+        return found.checkpoint
+
+    def more(checkpoint: Checkpoint) -> dict[str, Any]:
+        found = results[id(checkpoint)]
+        lost = [item._asdict() for item in found.lost]
+        return {"saved": found.saved, "lost": lost, "verified": found.verified}
+
+    job = Job("salvage", lambda checkpoint: checkpoint, opener, more, _words, lambda report: 1 if report["lost"] else 0)
+    return edit_all(job, paths, **how)
+
+
+def _words(report: dict[str, Any]) -> list[str]:
+    lines = [f"  saved: {counted(report['saved'], 'tensor')}, and everything that is no tensor"]
+    if not report["verified"]:
+        lines.append("  the legacy format has no checksums: what was saved could not be verified")
+    lost = report["lost"]
+    if not lost:
+        return [*lines, "  lost: nothing" + ("" if report["changed"] else "; the output is the input, byte for byte")]
+    lines.append(f"  lost: {counted(len(lost), 'tensor')}")
+    lines += [f"    {clean(item['path'] or 'the tensor')}: {clean(item['reason'])}" for item in lost[:_SHOWN]]
+    return lines + ([f"    and {len(lost) - _SHOWN:,} more: --format json"] if len(lost) > _SHOWN else [])

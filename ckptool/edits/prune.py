@@ -1,0 +1,105 @@
+"""Taking objects out of a graph without leaving holes that something falls into.
+
+An entry of a mapping goes with its value; an element of a list or tuple becomes None, so that the others keep their
+places; what is made of something that goes (a sparse tensor of its parts) goes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from ..objects import elements, listed_pairs
+from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Ref, Set
+from .rewrite import Rewrite
+
+__all__ = ["fallen", "prune"]
+
+
+def fallen(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
+    """The references that cannot stay without ``lost``: these, and the calls that take one of them as an argument.
+
+    Lists, mappings and sets stay, with fewer elements; so do tuples that are values.
+    """
+    nodes = graph.nodes
+    gone = set(lost)
+    holding: set[Ref] = set()
+    before = -1
+    # What a node is made of stands before it, so one pass finds all of that; only states come later.
+    while before < len(gone):
+        before = len(gone)
+        for ref, node in enumerate(nodes):
+            if type(node) is tuple:
+                if any(part in gone or part in holding for part in node):
+                    holding.add(ref)
+            elif type(node) is Call and ref not in gone:
+                made_of = (node.func, node.args, *node.states)
+                if any(part in gone or part in holding for part in made_of):
+                    gone.add(ref)
+    return gone
+
+
+def prune(rewrite: Rewrite, gone: Collection[Ref]) -> None:
+    """Change every container so that it does not lead to what is gone; see ``fallen``."""
+    graph = rewrite.graph
+    none = -1
+
+    def nothing() -> Ref:
+        nonlocal none
+        if none < 0:
+            none = rewrite.add(None)
+        return none
+
+    rewrite.changed.update(_lost_pairs(graph, gone))
+    for ref, old in enumerate(graph.nodes):
+        if ref in gone:
+            continue
+        node = rewrite.changed.get(ref, old)
+        new = _without(node, gone, nothing)
+        if new is not None:
+            rewrite.changed[ref] = new
+
+
+def _without(node: Node, gone: Collection[Ref], nothing: Callable[[], Ref]) -> Node | None:
+    """The node without references to what is gone; None where it has none."""
+    if type(node) is tuple:
+        return tuple(nothing() if part in gone else part for part in node) if _any(node, gone) else None
+    if isinstance(node, List):
+        return List([nothing() if part in gone else part for part in node.items]) if _any(node.items, gone) else None
+    if isinstance(node, Set):
+        return Set([part for part in node.items if part not in gone]) if _any(node.items, gone) else None
+    if isinstance(node, FrozenSet):
+        return FrozenSet([part for part in node.items if part not in gone]) if _any(node.items, gone) else None
+    if isinstance(node, Dict):
+        return Dict(_pairs(node.pairs, gone)) if _any(node.pairs, gone) else None
+    if isinstance(node, Call):
+        items = [nothing() if part in gone else part for part in node.items]
+        pairs = _pairs(node.pairs, gone)
+        if list(node.items) != items or len(node.pairs) != len(pairs):
+            return node.filled(items, pairs, node.states)
+    return None
+
+
+def _any(parts: Sequence[Ref], gone: Collection[Ref]) -> bool:
+    return any(part in gone for part in parts)
+
+
+def _pairs(pairs: Sequence[Ref], gone: Collection[Ref]) -> list[Ref]:
+    kept: list[Ref] = []
+    for key, value in zip(pairs[::2], pairs[1::2]):
+        if key not in gone and value not in gone:
+            kept += (key, value)
+    return kept
+
+
+def _lost_pairs(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
+    """The lists of ``OrderedDict([[k, v], ...])`` without the pairs that lost their value."""
+    changes: dict[Ref, Node] = {}
+    for node in graph.nodes:
+        listed = listed_pairs(graph, node) if type(node) is Call else None
+        if listed is None or type(node) is not Call:
+            continue
+        kept = [pair for pair in listed if not _any(elements(graph.nodes[pair]), gone)]
+        if len(kept) < len(listed):
+            (holder,) = elements(graph.nodes[node.args])
+            changes[holder] = List(kept)
+    return changes

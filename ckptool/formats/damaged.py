@@ -1,0 +1,277 @@
+"""Reading what is left of a damaged checkpoint: the pickle, and the storages whose bytes are whole.
+
+A zip tells the checksum of every record; where its directory is lost or wrong, the local headers and descriptors
+say the same (``zips.walk``). A legacy file is whole up to where it is cut, and nothing says more.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..errors import MalformedError, PickleError, UnreadableError
+from ..human import human_bytes
+from ..limits import LIMITS
+from ..pickles import decode
+from ..pickles.nodes import Graph
+from ..source import Plan, Source
+from ..survey import survey
+from ..tensors import Storage, TensorReader
+from ..zips import Archive, Walked, read_archive, walk
+
+__all__ = ["Extent", "Rescued", "extent_of_zip", "rescue_zip"]
+
+_CHUNK = 1 << 18
+
+
+class Extent(NamedTuple):
+    """How much of a cut archive is there: bytes of the file, bytes that it had (about), tensors whole and in all."""
+
+    there: int
+    about: int
+    whole: int
+    tensors: int
+
+
+class Rescued:
+    """What is left of a zip checkpoint; a ``Container`` whose storages are the whole ones only.
+
+    ``lost`` says for each other storage why.
+    """
+
+    format = "torch-zip"
+
+    def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
+        self.source = source
+        self.root = root
+        self.graph = graph
+        self.pickle = pickle
+        self.byteorder = byteorder
+        self.writer = "torch 1.6 or later"
+        self.problems: list[Problem] = []
+        self.lost: dict[str, str] = {}
+        self.crcs: dict[str, int] = {}
+        self._places: dict[str, StoredBytes] = {}
+
+    def keep(self, key: str, stored: StoredBytes, crc: int) -> None:
+        self._places[key] = stored
+        self.crcs[key] = crc
+
+    def stored_size(self, key: str) -> int | None:
+        found = self._places.get(key)
+        return None if found is None else found.size
+
+    def stored(self, key: str) -> StoredBytes:
+        return self._places.get(key, StoredBytes(None, 0))
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, stored in self._places.items():
+            assert stored.span is not None
+            name = f"{self.root}/data/{key}"
+            yield StoredRecord(name, stored.span, stored.size, self.crcs[key], stored.compressed, key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        return []
+
+    def pickles(self) -> Iterable[FoundPickle]:
+        return [FoundPickle("data.pkl", self.graph)]
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        raise UnreadableError("the file is damaged and cannot be carried over as it is", path=self.source.name)
+
+
+class _Walk:
+    """The records of a zip from its start on, the sizes taken from the pickle once it is read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.sizes: dict[str, int] = {}
+        self.records: list[Walked] = []
+        self.pickles: list[Walked] = []
+        self.main: tuple[Walked, bytes, Graph] | None = None
+        self.storages: dict[str, Storage] = {}
+        self.reason = "there is no data.pkl in what is left"
+        for record in walk(source, self.sizes):
+            self.records.append(record)
+            if record.name.partition("/")[2] == "data.pkl":
+                self.pickles.append(record)
+                if self.main is None:
+                    self._pickle(record)
+
+    @property
+    def root(self) -> str:
+        return self.main[0].name.partition("/")[0] if self.main else ""
+
+    def _pickle(self, record: Walked) -> None:
+        if not record.whole:
+            self.reason = "it is cut within data.pkl, which says what the bytes are"
+            return
+        self.take(record)
+
+    def take(self, record: Walked) -> None:
+        """Read the pickle in a record, if its checksum agrees."""
+        try:
+            data = _content(record)
+            if record.crc and zlib.crc32(data) != record.crc:
+                self.reason = "data.pkl has another checksum than the one on record: its names and shapes are not to be"
+                self.reason += " trusted"
+                return
+            graph = decode(data, where="data.pkl").graph
+        except PickleError as error:
+            self.reason = f"data.pkl cannot be read: {error}"
+            return
+        self.main = (record, data, graph)
+        self.storages = TensorReader(graph).storages
+        root = record.name.partition("/")[0]
+        self.sizes.update({f"{root}/data/{key}": storage.nbytes for key, storage in self.storages.items()})
+
+
+def extent_of_zip(source: Source) -> Extent | None:
+    """How much of a cut zip checkpoint is there, without a look at its storages; None where nothing tells."""
+    found = _Walk(source)
+    if found.main is None:
+        return None
+    names = {record.name for record in found.records if record.whole}
+    cut = {key for key in found.storages if f"{found.root}/data/{key}" not in names}
+    looked = survey(found.main[2])
+    tensors = [{part.storage for part in looked.reader.parts(entry.tensor)} for entry in looked.tensors]
+    # Header, padding, descriptor and directory entry of a record take about 200 bytes.
+    overhead = 200 * (len(found.storages) + 6) + len(found.main[1])
+    about = overhead + sum(storage.nbytes for storage in found.storages.values())
+    return Extent(source.size, max(about, source.size), sum(not keys & cut for keys in tensors), len(tensors))
+
+
+def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) -> Rescued:
+    """Every storage whose bytes are there and whose checksum agrees.
+
+    Raises MalformedError when not even the pickle is whole. Nothing of the directory is believed that a checksum
+    does not confirm.
+    """
+    found = _Walk(source)
+    archive = _directory(source)
+    clear = archive is not None and not any(oddity.ambiguous for oddity in archive.oddities)
+    record = archive.find("data.pkl") if archive is not None and clear else None
+    if archive is not None and record is not None and record.name in (listed := _listed(archive)):
+        # An edit in place leaves the former pickle where it was: the directory tells which one counts.
+        found.main = None
+        found.take(listed[record.name])
+    elif len({(walked.crc, walked.size) for walked in found.pickles}) > 1:
+        found.main = None
+        found.reason = "there are two pickles data.pkl in it, and which one counts is not known"
+    if found.main is None:
+        raise MalformedError(f"nothing can be saved: {found.reason}", path=source.name, next="get another copy")
+    main, data, graph = found.main
+    root = main.name.partition("/")[0]
+    rescued = Rescued(source, root, graph, data, _byteorder(found, root))
+    places = _places(found.records, archive)
+    for key, storage in found.storages.items():
+        if storage.location == "meta" and not storage.nbytes:
+            continue
+        candidates = places.get(f"{root}/data/{key}", [])
+        reason = "its bytes are not in the file"
+        if any(record.name == f"{root}/data/{key}" for record in found.records):
+            reason = "its record is cut or damaged"
+        for candidate in candidates:
+            reason = _flaw(candidate, storage, progress)
+            if not reason:
+                stored = StoredBytes(candidate.span, candidate.size, candidate.method != 0)
+                rescued.keep(key, stored, candidate.crc)
+                break
+        else:
+            rescued.lost[key] = reason
+    return rescued
+
+
+def _directory(source: Source) -> Archive | None:
+    try:
+        return read_archive(source)
+    except MalformedError:
+        return None
+
+
+def _listed(archive: Archive) -> dict[str, Walked]:
+    """The records as the directory tells, as far as their local headers can be found."""
+    found = {}
+    for record in archive.records:
+        try:
+            span = archive.payload(record)
+        except MalformedError:
+            continue
+        found[record.name] = Walked(record.name, record.header, span, record.size, record.crc, record.method, True)
+    return found
+
+
+def _places(walked: list[Walked], archive: Archive | None) -> dict[str, list[Walked]]:
+    """Where each name may be: as the local headers say, then as the directory says.
+
+    A name that two headers claim, or header and directory dispute, is nobody's.
+    """
+    names = {record.header: record.name for record in archive.records} if archive else {}
+    found: dict[str, list[Walked]] = {}
+    for record in walked:
+        if record.whole and names.get(record.header, record.name) == record.name:
+            found.setdefault(record.name, []).append(record)
+    found = {name: records for name, records in found.items() if len(records) == 1}
+    disputed = {record.name for record in walked if names.get(record.header, record.name) != record.name}
+    for name, record in _listed(archive).items() if archive else ():
+        # Without a checksum only both together are believed.
+        if (
+            record.crc
+            and name not in disputed
+            and archive is not None
+            and archive.by_name[name].header == record.header
+        ):
+            found.setdefault(name, []).append(record)
+    return found
+
+
+def _byteorder(found: _Walk, root: str) -> str:
+    for record in found.records:
+        if record.name == f"{root}/byteorder" and record.whole and record.size <= LIMITS.text_bytes:
+            text = _content(record)
+            if text in (b"big", b"little") and record.crc in (0, zlib.crc32(text)):
+                return text.decode()
+    return "little"
+
+
+def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | None) -> str:
+    """Why a record cannot be taken for this storage, or ""."""
+    if record.size != storage.nbytes:
+        return f"it has {human_bytes(record.size)} where the pickle says {human_bytes(storage.nbytes)}"
+    if not record.crc and record.size:
+        return ""
+    crc = 0
+    try:
+        for data in _pieces(record):
+            crc = zlib.crc32(data, crc)
+            if progress:
+                progress(len(data))
+    except (MalformedError, zlib.error) as error:
+        return str(error)
+    return "" if crc == record.crc else "its bytes do not agree with the checksum on record"
+
+
+def _pieces(record: Walked) -> Iterator[bytes]:
+    span = record.span
+    if record.method:
+        yield _content(record)
+        return
+    for at in range(0, span.size, _CHUNK):
+        yield span.source.read(span.offset + at, min(_CHUNK, span.size - at))
+
+
+def _content(record: Walked) -> bytes:
+    """The whole content of a record, inflated."""
+    if max(record.span.size, record.size) > LIMITS.pickle_bytes:
+        raise PickleError(f"{record.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=record.name)
+    data = record.span.source.read(record.span.offset, record.span.size)
+    if record.method == 0:
+        return data
+    if record.method != 8:
+        raise PickleError(f"compression method {record.method}, which torch cannot read", where=record.name)
+    try:
+        return zlib.decompressobj(-15).decompress(data, record.size + 1)
+    except zlib.error as error:
+        raise PickleError(f"damaged deflate stream: {error}", where=record.name) from error

@@ -1,0 +1,136 @@
+"""What is whole in a damaged checkpoint, as a checkpoint of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
+from .edits.prune import fallen, prune
+from .edits.rewrite import Rewrite
+from .errors import MalformedError, NotACheckpointError, UnreadableError
+from .formats import read_container, torch_legacy
+from .formats.damaged import Rescued, rescue_zip
+from .human import counted
+from .opening import checkpoint_of
+from .source import FileSource, open_source
+from .zips import read_archive
+
+__all__ = ["Lost", "Salvaged", "salvage"]
+
+
+class Lost(NamedTuple):
+    """A tensor or storage that could not be saved: its path, and why."""
+
+    path: str
+    reason: str
+
+
+class Salvaged(NamedTuple):
+    """``checkpoint`` is what is whole, ready to be saved; ``saved`` counts its tensors.
+
+    ``verified`` whether checksums say so: the legacy format has none.
+    """
+
+    checkpoint: Checkpoint
+    saved: int
+    lost: list[Lost]
+    verified: bool
+
+
+def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Salvaged:
+    """Everything whole in a cut or damaged file: every tensor whose bytes are all there and agree with their
+    checksum where there is one, and all other objects.
+
+    A tensor that is lost leaves its mapping; in a list None takes its place. Nothing is padded. Raises
+    MalformedError when nothing can be saved, NotACheckpointError when the file is something else.
+    """
+    source = open_source(os.fspath(path))
+    try:
+        container = _container(source, progress)
+        checkpoint = Checkpoint(source.name, source, container)
+        found = _without_lost(checkpoint, getattr(container, "lost", {}))
+    except UnreadableError as error:
+        source.close()
+        error.path = error.path or source.name
+        raise
+    except BaseException:
+        source.close()
+        raise
+    if not found.lost and isinstance(container, Rescued) and _is_sound(source):
+        # Nothing is wrong with it: the output is the input.
+        sound = checkpoint_of(open_source(source.name))
+        source.close()
+        return found._replace(checkpoint=sound)
+    return found
+
+
+def _container(source: FileSource, progress: Callable[[int], None] | None) -> Container:
+    """The whole parts of a zip or legacy file."""
+    head = source.read(0, 64)
+    try:
+        container = read_container(source)
+    except NotACheckpointError as error:
+        if error.kind != "zeros" or not _has_directory(source):
+            raise
+        return rescue_zip(source, progress)
+    except MalformedError as error:
+        if not torch_legacy.sniff(head, source):
+            return rescue_zip(source, progress)
+        error.what = f"nothing can be saved: {error.what}"
+        raise
+    return rescue_zip(source, progress) if container.format == "torch-zip" else container
+
+
+def _has_directory(source: FileSource) -> bool:
+    try:
+        return bool(read_archive(source).records)
+    except MalformedError:
+        return False
+
+
+def _is_sound(source: FileSource) -> bool:
+    """Does the file itself read without an error?"""
+    try:
+        container = read_container(source)
+    except UnreadableError:
+        return False
+    problems = (*container.problems, *container.audit(()))
+    return not any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems)
+
+
+def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvaged:
+    """The checkpoint less the tensors whose bytes are not there."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    container, reader = checkpoint.container, survey.reader
+    verified = checkpoint.format != "torch-legacy"
+    behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
+    missing: dict[str, str] = {}
+    for key, storage in reader.storages.items():
+        if container.stored(key).span is None and storage.nbytes and storage.location != "meta":
+            missing[key] = reasons.get(key, behind)
+    if not missing:
+        sound = verified or not any(problem.level == "error" for problem in container.problems)
+        whole = checkpoint if sound and not verified else checkpoint.changed(graph, [], anew=True)
+        return Salvaged(whole, len(survey.tensors), [], verified)
+    gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing})
+    lost = []
+    for entry in survey.tensors:
+        if entry.ref in gone:
+            keys = [part.storage for part in reader.parts(entry.tensor)]
+            reason = next((missing[key] for key in keys if key in missing), "a part of it is lost")
+            lost.append(Lost(entry.path, reason))
+    for path, ref, _ in survey.storages:
+        if ref in gone:
+            bare = reader.storage(ref)
+            lost.append(Lost(path, missing.get(bare.key, behind) if bare else behind))
+    saved = len(survey.tensors) - sum(entry.ref in gone for entry in survey.tensors)
+    if not saved or graph.root in gone:
+        what = f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{counted(len(lost), 'tensor')} are"
+        raise MalformedError(f"{what} lost", path=checkpoint.path, next="get another copy of the file")
+    rewrite = Rewrite(graph)
+    prune(rewrite, gone)
+    what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
+    change = Change("salvage", "", len(lost), saved, what)
+    return Salvaged(checkpoint.changed(rewrite.done(), [change], anew=True), saved, lost, verified)
