@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .checkpoint import Change, Checkpoint, file_mode
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .errors import CkptoolError, RefusedError, TargetError
+from .human import listed
 from .locations import MapLocation
 from .names import Globs
 from .objects import parse_path
@@ -41,6 +42,7 @@ __all__ = [
     "open",
     "remap_devices",
     "salvage",
+    "sanitize",
     "save",
     "strip_prefix",
     "strip_wrappers",
@@ -49,6 +51,28 @@ __all__ = [
 Path = str | os.PathLike[str]
 
 open = open_checkpoint
+
+
+def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:
+    """Make everything plain that ``torch.load(path)`` of torch 2.6 and later does not load by default.
+
+    Objects become dicts of their attributes, numpy scalars numbers, numpy arrays tensors, paths strings, and so on;
+    ``as_state_dict`` turns pickled modules into their state dicts. Nothing is run. Raises RefusedError for what
+    cannot be carried, which ``drop_unknown`` leaves out instead.
+    """
+    from .checks.torch_lists import NEWEST, allowed, registered
+    from .checks.weights_only import graph_blockers
+    from .edits.sanitize import sanitize as sanitized
+    from .pickles import decode, encode
+
+    # The dtypes that newer versions list cannot be changed into others; what they register is not there before.
+    names = allowed(NEWEST) | registered("2.6")
+    edited = sanitized(checkpoint, names, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
+    left = graph_blockers(decode(encode(edited.graph)).graph) if edited.edited else []
+    if left:
+        reasons = listed([blocker.name or blocker.rule for blocker in left])
+        raise RefusedError(f"torch.load would still refuse it: {reasons}", path=checkpoint.path)
+    return edited
 
 
 def save(

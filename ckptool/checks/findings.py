@@ -110,15 +110,19 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
         what = f"torch.load(weights_only=True) refuses it: {listed(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             what += "; with weights_only=False their code runs"
-        found.append(
-            Finding("weights-only", "warning", what, "torch.load(..., weights_only=False) if you trust its source")
-        )
+        found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint)))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
-        step = "torch.load(..., weights_only=False) if you trust its source; save it again with protocol 2"
-        opcodes = any(rule.rule.startswith("opcode") for rule in rules)
-        found.append(Finding("weights-only", "warning", what, step if opcodes else ""))
+        mendable = any(rule.rule.startswith(("opcode", "UntypedStorage")) for rule in rules)
+        found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint) if mendable else ""))
     return found
+
+
+def _sanitize(checkpoint: Checkpoint) -> str:
+    if any(problem.code in _NO_EDITS for problem in checkpoint.container.problems):
+        return ""
+    options = ["--as-state-dict"] if checkpoint.survey.modules else []
+    return command("sanitize", checkpoint.path, *options, word="plain")
 
 
 #: Classes that torch itself puts on the list when a module of its own is imported.
@@ -210,7 +214,7 @@ def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
     if survey.modules:
         top = survey.modules[0] or "the whole file"
         what = f"a pickled module ({top}): loading it needs its classes and runs their code"
-        found.append(Finding("module", "warning", what, "save model.state_dict() instead where you can"))
+        found.append(Finding("module", "warning", what))  # weights-only has the way out
     if not survey.tensors:
         found.append(Finding("no-tensors", "note", "there is no tensor in it"))
     return found

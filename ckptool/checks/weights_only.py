@@ -17,7 +17,7 @@ from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-__all__ = ["Blocker", "Verdict", "globals_outside", "weights_only"]
+__all__ = ["Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
 
 #: Whatever a user lists, these stay refused.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
@@ -56,17 +56,21 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
     ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is
     absent, arguments that a function refuses.
     """
-    blockers = globals_outside(checkpoint.graph, torch)
-    broken: Counter[str] = Counter()
-    refused = refused_opcodes(torch)
-    for code, count in checkpoint.graph.refused.items():
-        broken[f"opcode {op.NAMES[code]}"] += count
-    if op.BINFLOAT in refused and any(type(node) is float for node in checkpoint.graph.nodes):
-        broken["opcode BINFLOAT"] += 1
-    broken.update(_broken_rules(checkpoint.graph, torch))
-    broken.update(_container_rules(checkpoint, flaws, torch))
+    blockers = graph_blockers(checkpoint.graph, torch)
+    broken = _container_rules(checkpoint, flaws, torch)
     blockers += [Blocker("", rule, count) for rule, count in broken.items()]
     return Verdict(torch, not blockers, tuple(blockers))
+
+
+def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
+    """What stops torch in a pickle, whatever file it is in."""
+    broken: Counter[str] = Counter()
+    for code, count in graph.refused.items():
+        broken[f"opcode {op.NAMES[code]}"] += count
+    if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
+        broken["opcode BINFLOAT"] += 1
+    broken.update(_broken_rules(graph, torch))
+    return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
 
 def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:

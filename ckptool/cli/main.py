@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
+    "sanitize": ("sanitize", "sanitize", "Make a file that plain torch.load(path) takes, without running anything."),
     "salvage": ("salvage", "salvage", "Save what is whole in a cut or damaged checkpoint."),
 }
 

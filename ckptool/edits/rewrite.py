@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..objects import elements, listed_pairs
-from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
+from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Ref
 
 __all__ = ["Rewrite"]
 
@@ -22,6 +22,7 @@ class Rewrite:
         self._added: list[Node] = []
         self._like: dict[Ref, Ref] = {}
         self._texts: dict[tuple[Ref, str], Ref] = {}
+        self._constants: dict[tuple[type, str], Ref] = {}
 
     def add(self, node: Node, like: Ref = -1) -> Ref:
         """A new node; ``like`` is the one whose manner of writing it takes over."""
@@ -30,6 +31,29 @@ class Rewrite:
         if like >= 0:
             self._like[ref] = like
         return ref
+
+    def node(self, ref: Ref) -> Node:
+        """The node of a reference as it is by now."""
+        if ref in self.changed:
+            return self.changed[ref]
+        old = len(self.graph.nodes)
+        return self.graph.nodes[ref] if ref < old else self._added[ref - old]
+
+    def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
+        """A new constant, string or empty tuple, one for each value."""
+        mark = (type(value), repr(value))
+        known = self._constants.get(mark)
+        if known is None:
+            known = self._constants[mark] = self.add(value)
+        return known
+
+    def named(self, module: str, name: str) -> Ref:
+        """A new global, one for each name."""
+        mark = (Global, f"{module} {name}")
+        known = self._constants.get(mark)
+        if known is None:
+            known = self._constants[mark] = self.add(Global(module, name))
+        return known
 
     def text(self, ref: Ref, value: str) -> Ref:
         """The reference to hold in place of the string ``ref`` where ``value`` must stand."""

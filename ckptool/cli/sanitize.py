@@ -1,0 +1,59 @@
+"""``sanitize``: a file that plain ``torch.load(path)`` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import api
+from ..checkpoint import Checkpoint
+from ..human import counted
+from .editing import Job, edit_all
+from .options import paths, writing
+from .render import clean
+
+__all__ = ["sanitize"]
+
+#: Changes that are named one by one for people; JSON names all.
+_SHOWN = 40
+
+EPILOG = """\b
+Examples:
+  ckptool sanitize training.pth -o training.plain.pth
+  ckptool sanitize training.pth --dry-run
+  ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
+  ckptool sanitize strange.pth --drop-unknown -o plain.pth
+"""
+
+
+@click.command(epilog=EPILOG)
+@paths
+@click.option("--as-state-dict", is_flag=True, help="A pickled module becomes its state dict.")
+@click.option("--drop-unknown", is_flag=True, help="Leave out what cannot be carried, and name it.")
+@writing
+def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, **how: Any) -> int:
+    """Make a file that plain torch.load(path) of torch 2.6 and later takes, without running anything.
+
+    Objects of other classes become dicts of their attributes, numpy scalars numbers, numpy arrays tensors, paths and
+    dates strings, functions and classes their names, pickle protocol 4 becomes 2. Tensors stay as they are. Each
+    change is printed with its path. What has no plain form is refused.
+    """
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return api.sanitize(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
+
+    return edit_all(Job("sanitize", edit, words=_words), paths, **how)
+
+
+def _words(report: dict[str, Any]) -> list[str]:
+    changes = report["changes"]
+    if not report["changed"]:
+        return ["  nothing to do: torch.load takes it; the output is the input, byte for byte"]
+    lines = []
+    for change in changes[:_SHOWN]:
+        where = f"{change['path']}: " if change["path"] else ""
+        lines.append(f"  {clean(where + change['what'])}")
+    if len(changes) > _SHOWN:
+        lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
+    return lines
