@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from shlex import quote
 
 from .checkpoint import Checkpoint
-from .errors import CkptoolError, MalformedError
+from .errors import CkptoolError, MalformedError, PickleError
 from .formats import read_container
+from .searching import explain_directory
 from .source import FileSource, open_source
 
 __all__ = ["open_checkpoint"]
@@ -18,7 +20,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     The file stays open until ``close()`` or the end of a ``with`` block. Raises UnreadableError and its
     kinds: NotACheckpointError names what else the file is, MalformedError says where it is damaged.
     """
-    return checkpoint_of(open_source(os.fspath(path)))
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        raise explain_directory(name)
+    return checkpoint_of(open_source(name))
 
 
 def checkpoint_of(source: FileSource) -> Checkpoint:
@@ -29,7 +34,9 @@ def checkpoint_of(source: FileSource) -> Checkpoint:
         source.close()
         error.path = error.path or source.name
         if isinstance(error, MalformedError) and not error.next:
-            error.next = "it is damaged: get the file again, in a transfer that does not change bytes"
+            error.next = "it is damaged: get the file again"
+            if not isinstance(error, PickleError):
+                error.next += f", or ckptool salvage {quote(source.name)} -o OUT saves what is whole"
         raise
     except BaseException:
         source.close()

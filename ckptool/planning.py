@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from hashlib import sha256
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -131,6 +130,8 @@ def _checksum(piece: Piece) -> int:
 
 def _identity(contents: list[Content]) -> bytes:
     """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
+    from hashlib import sha256  # OpenSSL takes milliseconds to load
+
     digest = sha256()
     for content in contents:
         digest.update(f"{content.name}:{content.crc:08x}:{content.size};".encode())

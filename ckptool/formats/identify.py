@@ -52,7 +52,12 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
         what = f"it is a web page{named}, not a checkpoint: the download went wrong"
         return _not("html", what, source, "download it again, logged in or from the link of the raw file")
     if start[:1] in (b"{", b"[") and _is_text(head):
-        what = "it is JSON text, not a checkpoint: an error message of a server, or a configuration"
+        said = re.search(rb'"(?:error|message|detail|title|error_description)"\s*:\s*"((?:[^"\\]|\\.){1,80})', head)
+        if said:
+            text = said.group(1).decode("utf-8", "replace")
+            what = f"it is a JSON message of a server, {shown(text)}, not the checkpoint: the download went wrong"
+            return _not("json", what, source, "download it again, logged in or from the link of the raw file")
+        what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
         return _not("json", what, source, "look into it, then download the checkpoint itself")
     if _is_text(head) and source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
         what = "it is a short text that looks like a path: a symbolic link that Git checked out as a file"

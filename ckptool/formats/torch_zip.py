@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
-from ..errors import MalformedError, NotACheckpointError
+from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..pickles import decode
@@ -45,13 +45,20 @@ class TorchZip:
         self.archive = archive
         self.record = record
         self.pickle = data
-        decoded = decode(data, where="data.pkl")
+        damaged = bool(record.crc) and zlib.crc32(data) != record.crc
+        try:
+            decoded = decode(data, where="data.pkl")
+        except PickleError as error:
+            if damaged:
+                error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
+                error.next = "get the file again: without data.pkl nobody knows what its bytes are"
+            raise
         self.graph = decoded.graph
         self.end = decoded.end
         self._audited: Audit | None = None
         self.problems: list[Problem] = []
         self.byteorder = "little"
-        if record.crc and zlib.crc32(data) != record.crc:
+        if damaged:
             # Torch does not look, and an edit would put a right checksum on wrong content.
             what = "data.pkl has another checksum than the one on record: the file is damaged"
             self._note(DAMAGED, "error", what)

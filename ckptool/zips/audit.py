@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ..human import counted, shown
 from ..source import Source
@@ -26,16 +26,21 @@ _HEADER: Final = b"PK\x03\x04"
 _PADDING: Final = 0x4246  # "FB", as torch pads
 
 
-class Audit(NamedTuple):
-    """What is odd about an archive, and the offsets of local headers that its directory does not list."""
+class Audit:
+    """What is odd about an archive, and the offsets of local headers that its directory does not list.
 
-    oddities: list[Oddity]
-    hidden: list[int]
+    ``padded`` whether its first record is padded as torch does it, None for an archive without records.
+    """
+
+    def __init__(self) -> None:
+        self.oddities: list[Oddity] = []
+        self.hidden: list[int] = []
+        self.padded: bool | None = None
 
 
 def audit(archive: Archive) -> Audit:
     """Hold the archive against itself."""
-    found = Audit([], [])
+    found = Audit()
     found.oddities.extend(_names(archive))
     _stretches(archive, found)
     _ends(archive, found)
@@ -133,8 +138,11 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         note("beyond-end", "it reaches beyond the end of the file")
         return source.size
     fields = extras(raw[LOCAL.size + name_size : head])
-    if any(kind == _PADDING and data.strip(b"Z") for kind, data in fields):
-        note("padding", "its padding is not all 'Z'", "warning")
+    padding = [data for kind, data in fields if kind == _PADDING]
+    if found.padded is None:
+        found.padded = bool(padding)
+    if found.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
+        note("padding", "its padding is not as in the other records", "warning")
     if sum(4 + len(data) for _, data in fields) != extra_size:
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
