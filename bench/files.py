@@ -7,6 +7,7 @@ and two gigabytes of tensors never live in the process that measures.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 # Part of each file name: raise it when the recipe below changes, and files from before are not reused.
 RECIPE = 1
 PREFIX = "module."
+CUT = ".cut"
 TAG = "cuda:0"
 _PARTS = ("attn.query", "attn.key", "attn.value", "attn.out", "mlp")
 _TENSORS_PER_LAYER = 2 * len(_PARTS)
@@ -56,6 +58,14 @@ def make(spec: Spec, path: Path) -> None:
     """Write the checkpoint at `path` in a subprocess; raises CalledProcessError if that fails."""
     numbers = (str(spec.tensors), str(spec.rows), str(spec.columns))
     subprocess.run([sys.executable, __file__, str(path), *numbers], check=True)
+
+
+def cut_in_half(source: Path, cut: Path) -> None:
+    """A copy of the first half of a file."""
+    unfinished = cut.with_suffix(".unfinished")
+    shutil.copyfile(source, unfinished)
+    os.truncate(unfinished, source.stat().st_size // 2)
+    os.replace(unfinished, cut)
 
 
 def tensor_names(count: int) -> list[str]:

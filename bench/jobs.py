@@ -56,8 +56,20 @@ _STRIP = (
 )
 _SAVE = "torch.save(state, sys.argv[2])"
 
+# What checking cannot do without: every byte read and summed, in Python, by one core.
+_SUM = (
+    "import sys, zlib\n"
+    "crc, buffer = 0, bytearray(1 << 20)\n"
+    "view = memoryview(buffer)\n"
+    "with open(sys.argv[1], 'rb', buffering=0) as file:\n"
+    "    while size := file.readinto(buffer):\n"
+    "        crc = zlib.crc32(view[:size], crc)\n"
+)
+
 IMPORTS = 'python -c "import click, tabulate"'
 COPY = "cp && sync"
+SUM = "read + zlib.crc32 loop"
+SALVAGE = "salvage, half of the file cut off"
 
 
 def _ckptool(tool: list[str], *words: str, edit: str = "") -> Job:
@@ -84,8 +96,23 @@ def _copy(source: Path, output: Path) -> list[str]:
     return ["sh", "-c", 'cp "$1" "$2" && sync "$2"', "sh", str(source), str(output)]
 
 
+def _sum(source: Path, output: Path) -> list[str]:
+    return [sys.executable, "-c", _SUM, str(source)]
+
+
+def _salvage(tool: list[str]) -> Job:
+    def command(source: Path, output: Path) -> list[str]:
+        cut = source.with_suffix(files.CUT)
+        if not cut.exists():
+            files.cut_in_half(source, cut)
+        # Something is lost, so it ends with 1.
+        return ["sh", "-c", '"$@" > /dev/null; test $? -eq 1', "sh", *tool, "salvage", str(cut), "-o", str(output)]
+
+    return Job(SALVAGE, command)
+
+
 def groups(tool: list[str]) -> tuple[Group, ...]:
-    """The two groups of jobs, the reading and the writing ones, with `tool` as the command that starts ckptool."""
+    """The groups of jobs, those that read, write and check, with `tool` as the command that starts ckptool."""
     keys, names, inspect = _ckptool(tool, "keys"), _ckptool(tool, "keys", "--names"), _ckptool(tool, "inspect")
     strip = _ckptool(tool, "strip-module", edit="strip")
     remap = _ckptool(tool, "remap", "--to", "cpu", edit="remap")
@@ -107,7 +134,9 @@ def groups(tool: list[str]) -> tuple[Group, ...]:
             *(Row(remap.name, reference.name) for reference in (copy, *torch_remap)),
         ),
     )
-    return reading, writing
+    validate, total, salvage = _ckptool(tool, "validate"), Job(SUM, _sum), _salvage(tool)
+    checking = Group((validate, total, salvage), (Row(validate.name, SUM), Row(SALVAGE, SUM)))
+    return reading, writing, checking
 
 
 def target(spec: files.Spec, row: Row) -> Target | None:
@@ -117,5 +146,7 @@ def target(spec: files.Spec, row: Row) -> Target | None:
     if spec == files.MANY and row.job == "keys" and row.reference != IMPORTS:
         return Target(0.25)
     if spec == files.BIG and row == Row("strip-module", COPY):
+        return Target(1.3, 64)
+    if spec == files.BIG and row == Row("validate", SUM):
         return Target(1.3, 64)
     return None

@@ -82,7 +82,7 @@ def clean(work: Path) -> None:
     """Remove what earlier runs made, by name, and the folder if nothing else is in it."""
     for spec in files.EVERY_SPEC:
         path = work / spec.name
-        for leftover in (path, path.with_suffix(".unfinished")):
+        for leftover in (path, path.with_suffix(".unfinished"), path.with_suffix(files.CUT)):
             leftover.unlink(missing_ok=True)
     for pattern in ("output.pt", "output.log", ".output.pt.*.ckptool-tmp"):
         for leftover in work.glob(pattern):
@@ -94,7 +94,7 @@ def clean(work: Path) -> None:
 def prepare(specs: Sequence[files.Spec], work: Path) -> None:
     """Check the room on the disk, then make the files that are missing; ends the process if that is too little."""
     missing = [spec for spec in specs if not (work / spec.name).exists()]
-    need = sum(spec.size for spec in missing) + max(spec.size for spec in specs) * 11 // 10
+    need = sum(spec.size for spec in missing) + max(spec.size for spec in specs) * 17 // 10
     work.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(work).free
     tell(f"{work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed for {len(missing)} new files and an output")
