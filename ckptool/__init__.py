@@ -15,6 +15,9 @@ from .api import (
     Checkpoint,
     CkptoolError,
     DeviceMap,
+    Lost,
+    Policy,
+    Salvaged,
     StateDict,
     Tensor,
     TensorEntry,
@@ -25,9 +28,12 @@ from .api import (
     load,
     open,
     remap_devices,
+    salvage,
+    sanitize,
     save,
     strip_prefix,
     strip_wrappers,
+    validate,
 )
 
 __version__ = "0.1.0"
@@ -37,6 +43,9 @@ __all__ = [
     "Checkpoint",
     "CkptoolError",
     "DeviceMap",
+    "Lost",
+    "Policy",
+    "Salvaged",
     "StateDict",
     "Tensor",
     "TensorEntry",
@@ -49,7 +58,10 @@ __all__ = [
     "load",
     "open",
     "remap_devices",
+    "salvage",
+    "sanitize",
     "save",
     "strip_prefix",
     "strip_wrappers",
+    "validate",
 ]

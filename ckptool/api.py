@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode
+from .checks.expectations import Policy, policy_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .errors import CkptoolError, RefusedError, TargetError
 from .human import listed
@@ -24,12 +25,14 @@ from .write import Written, check_output, write_plan
 if TYPE_CHECKING:
     import torch
 
+
 __all__ = [
     "Change",
     "Checkpoint",
     "CkptoolError",
     "DeviceMap",
     "Lost",
+    "Policy",
     "Salvaged",
     "StateDict",
     "Tensor",
@@ -46,11 +49,30 @@ __all__ = [
     "save",
     "strip_prefix",
     "strip_wrappers",
+    "validate",
 ]
 
 Path = str | os.PathLike[str]
 
 open = open_checkpoint
+
+
+def validate(
+    path: Path,
+    policy: Policy | Mapping[str, Any] | None = None,
+    *,
+    quick: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool validate --format json`` prints of one file, schema ``ckptool.validate/1``.
+
+    ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
+    checksums. Raises TargetError for a policy that makes no sense; what is wrong with the file is in the report.
+    """
+    from .validating import validation_report
+
+    expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
+    return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
 
 
 def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:

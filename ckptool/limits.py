@@ -17,8 +17,10 @@ class Limits(NamedTuple):
     pickle_bytes: int = 1 << 30
     #: nodes of one pickle: 200,000 tensors with their optimizer take about 6 million.
     nodes: int = 40_000_000
-    #: bytes that one deflated record may grow to while it is checked.
-    inflated_bytes: int = 1 << 40
+    #: times that a deflated record may grow; deflate itself stops at 1,032, text and numbers stay below 30.
+    inflation: int = 100
+    #: bytes that a deflated storage may grow to beyond that, all zeros: some seconds of work.
+    inflated_bytes: int = 4 << 30
     #: bytes of a small text record (``version``, ``byteorder``): the real ones have under 64.
     text_bytes: int = 4096
     #: decimal digits of one integer: CPython itself stops at 4,300 when it prints one.

@@ -56,7 +56,7 @@ def validation_report(
     except MalformedError as error:
         # It is a checkpoint, and it is broken: that is an answer.
         return report | _without_container(name, broken(error), error, policy, torch, INVALID)
-    except UnreadableError as error:
+    except CkptoolError as error:  # also ChangedError: somebody writes to it
         if isinstance(error, NotACheckpointError):
             report["format"] = error.kind
         note = Note("unreadable", "error", error.what)

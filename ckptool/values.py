@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from .checkpoint import Checkpoint, StoredBytes, StoredRecord
-from .checks.checksums import content
+from .checkpoint import Checkpoint, StoredBytes
 from .dtypes import BY_NAME, Dtype
 from .tensors import Tensor, extent
+from .zips import contents
 
 __all__ = ["Nonfinite", "nonfinite"]
 
@@ -75,8 +75,8 @@ def _elements(stored: StoredBytes, tensor: Tensor, dtype: Dtype, dense: bool) ->
     begin = tensor.offset * width
     size = extent(tensor.shape, tensor.stride) * width
     if stored.compressed:
-        record = StoredRecord(tensor.storage, stored.span, stored.size, None, True, tensor.storage)
-        yield bytearray(b"".join(content(record))[begin : begin + size])
+        whole = b"".join(contents(stored.span, stored.size, True, f"storage {tensor.storage}"))
+        yield bytearray(whole[begin : begin + size])
         return
     step = _CHUNK * width if dense else size
     for at in range(0, size, step):

@@ -27,7 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"formats", "edits", "checks", "planning", "write"}
     ),  # a format plans, write executes; neither knows the other
-    frozenset({"opening", "report", "searching", "tree"}),
+    frozenset({"report", "searching", "tree"}),
+    frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"loading", "values"}),
     frozenset({"salvaging", "validating"}),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint import Container, StoredRecord
 from ..errors import MalformedError
-from ..limits import LIMITS
+from ..zips import contents
 
 __all__ = ["Checksums", "checksum", "checksums"]
 
-#: Bytes read at once: it stays in the cache of the processor between the read and the sum.
-_CHUNK: Final = 1 << 18
 #: More threads than these do not read faster than memory gives.
 _THREADS: Final = 4
 #: Bytes from which on another thread is worth its start.
@@ -108,38 +106,8 @@ class _Sums:
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
     """The CRC-32 of a record's bytes, inflated; raises MalformedError where they do not inflate to their size."""
     crc = 0
-    for data in content(record):
+    for data in contents(record.span, record.size, record.compressed, record.name):
         crc = zlib.crc32(data, crc)
         if progress:
             progress(len(data))
     return crc
-
-
-def content(record: StoredRecord) -> Iterator[bytes]:
-    """The bytes of a record in pieces, inflated."""
-    span = record.span
-    inflater = zlib.decompressobj(-15) if record.compressed else None
-    at = done = 0
-    while at < span.size:
-        data = span.source.read(span.offset + at, min(_CHUNK, span.size - at))
-        if not data:
-            raise MalformedError("the record reaches beyond the end of the file", where=record.name)
-        at += len(data)
-        if inflater is None:
-            yield data
-            continue
-        try:
-            while data:
-                plain = inflater.decompress(data, _CHUNK)
-                done += len(plain)
-                if done > min(record.size, LIMITS.inflated_bytes):
-                    raise MalformedError("it inflates to more than the directory says", where=record.name)
-                yield plain
-                data = inflater.unconsumed_tail
-        except zlib.error as error:
-            raise MalformedError(f"damaged deflate stream: {error}", where=record.name) from error
-    if inflater is not None:
-        plain = inflater.flush()
-        if done + len(plain) != record.size:
-            raise MalformedError("it inflates to another size than the directory says", where=record.name)
-        yield plain

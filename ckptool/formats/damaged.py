@@ -19,11 +19,9 @@ from ..pickles.nodes import Graph
 from ..source import Plan, Source
 from ..survey import survey
 from ..tensors import Storage, TensorReader
-from ..zips import Archive, Walked, read_archive, walk
+from ..zips import Archive, Walked, contents, read_archive, walk
 
 __all__ = ["Extent", "Rescued", "extent_of_zip", "rescue_zip"]
-
-_CHUNK = 1 << 18
 
 
 class Extent(NamedTuple):
@@ -244,34 +242,22 @@ def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | No
         return ""
     crc = 0
     try:
-        for data in _pieces(record):
+        for data in contents(record.span, record.size, record.method != 0, record.name):
             crc = zlib.crc32(data, crc)
             if progress:
                 progress(len(data))
-    except (MalformedError, zlib.error) as error:
-        return str(error)
+    except MalformedError as error:
+        return error.what
     return "" if crc == record.crc else "its bytes do not agree with the checksum on record"
 
 
-def _pieces(record: Walked) -> Iterator[bytes]:
-    span = record.span
-    if record.method:
-        yield _content(record)
-        return
-    for at in range(0, span.size, _CHUNK):
-        yield span.source.read(span.offset + at, min(_CHUNK, span.size - at))
-
-
 def _content(record: Walked) -> bytes:
-    """The whole content of a record, inflated."""
+    """The whole content of a small record or a pickle, inflated."""
     if max(record.span.size, record.size) > LIMITS.pickle_bytes:
         raise PickleError(f"{record.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=record.name)
-    data = record.span.source.read(record.span.offset, record.span.size)
-    if record.method == 0:
-        return data
-    if record.method != 8:
+    if record.method not in (0, 8):
         raise PickleError(f"compression method {record.method}, which torch cannot read", where=record.name)
     try:
-        return zlib.decompressobj(-15).decompress(data, record.size + 1)
-    except zlib.error as error:
-        raise PickleError(f"damaged deflate stream: {error}", where=record.name) from error
+        return b"".join(contents(record.span, record.size, record.method != 0, record.name))
+    except MalformedError as error:
+        raise PickleError(error.what, where=record.name) from error

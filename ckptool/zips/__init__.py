@@ -5,7 +5,7 @@ from __future__ import annotations
 from .audit import Audit, audit, signatures
 from .fresh import Content, fresh
 from .layout import layout_holds, rewritten
-from .read import LOCAL, Archive, Oddity, Record, read_archive
+from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
 from .walk import Walked, walk
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Record",
     "Walked",
     "audit",
+    "contents",
     "fresh",
     "layout_holds",
     "read_archive",

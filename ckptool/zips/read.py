@@ -9,6 +9,7 @@ this, so the two can see different files; what they could see differently is rep
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
 
-__all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "extras", "read_archive"]
+__all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
 
 DIRECTORY: Final = "central directory"
 _ENTRY: Final = Struct("<4s6H3I5H2I")
@@ -26,6 +27,10 @@ _END64: Final = Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = Struct("<4sIQI")
 LOCAL: Final = Struct("<4s5H3I2H")
 FULL32: Final = 0xFFFFFFFF
+#: Bytes read at once: they stay in the cache of the processor until they are summed.
+_CHUNK: Final = 1 << 18
+#: Up to so many bytes a pickle may be deflated as well as it likes.
+_MODEST: Final = 64 << 20
 
 
 class Record(NamedTuple):
@@ -140,25 +145,51 @@ class Archive:
         """The content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""
         if record.size > limit:
             raise MalformedError(f"{record.size:,} bytes, the limit is {limit:,}", where=record.name)
-        offset = self.local(record).payload
-        raw = self.source.read(offset, min(record.compressed, limit + 1))
-        if record.method == 0:
-            return raw[: record.size]
-        if record.method != 8:
+        if record.method not in (0, 8):
             raise MalformedError(f"compression method {record.method}, which torch cannot read", where=record.name)
-        inflater = zlib.decompressobj(-15)
-        try:
-            data = inflater.decompress(raw, record.size + 1)
-        except zlib.error as error:
-            raise MalformedError(f"damaged deflate stream: {error}", where=record.name, offset=offset) from error
-        if len(data) != record.size:
-            raise MalformedError("inflates to another size than the directory says", where=record.name)
-        return data
+        if record.method and record.size > max(LIMITS.inflation * record.compressed, _MODEST):
+            what = f"{record.compressed:,} bytes would inflate to {record.size:,}: no pickle, but a bomb"
+            raise MalformedError(what, where=record.name)
+        return b"".join(contents(self.payload(record), record.size, record.method != 0, record.name))[: record.size]
 
     def text(self, name: str) -> bytes | None:
         """A small text record under the root folder, or None; at most ``limits.text_bytes`` bytes."""
         record = self.find(name)
         return None if record is None else self.read(record, LIMITS.text_bytes)
+
+
+def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[bytes]:
+    """The bytes of a record in pieces, inflated where they are compressed; ``name`` is for errors.
+
+    Raises MalformedError where they end too early, or do not inflate to ``size`` bytes.
+    """
+    inflater = zlib.decompressobj(-15) if compressed else None
+    if compressed and size > LIMITS.inflated_bytes and size > LIMITS.inflation * span.size:
+        raise MalformedError(f"{span.size:,} bytes would inflate to {size:,}, the limit is reached", where=name)
+    at = done = 0
+    while at < span.size:
+        data = span.source.read(span.offset + at, min(_CHUNK, span.size - at))
+        if not data:
+            raise MalformedError("the record reaches beyond the end of the file", where=name)
+        at += len(data)
+        if inflater is None:
+            yield data
+            continue
+        try:
+            while data:
+                plain = inflater.decompress(data, _CHUNK)
+                done += len(plain)
+                if done > size:
+                    raise MalformedError("it inflates to more than the directory says", where=name)
+                yield plain
+                data = inflater.unconsumed_tail
+        except zlib.error as error:
+            raise MalformedError(f"damaged deflate stream: {error}", where=name, offset=span.offset) from error
+    if inflater is not None:
+        plain = inflater.flush()
+        if done + len(plain) != size:
+            raise MalformedError("it inflates to another size than the directory says", where=name)
+        yield plain
 
 
 def read_archive(source: Source) -> Archive:
