@@ -11,7 +11,7 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "count_nonfinite", "load_object", "tensors_in"]
+__all__ = ["at_path", "count_nonfinite", "load_object", "need_torch", "tensors_in"]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -21,7 +21,7 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     """
     import pickle
 
-    torch = _torch("really loading it", path)
+    torch = need_torch("really loading it", path)
     location = dict(map_location) if isinstance(map_location, Mapping) else map_location
     try:
         return torch.load(path, map_location=location, weights_only=True)
@@ -37,7 +37,7 @@ def count_nonfinite(
     data: bytearray, dtype: str, view: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 ) -> tuple[int, int]:
     """How many elements are NaN, and how many infinite; ``view`` is the (shape, stride) of one with holes."""
-    torch = _torch("reading values")
+    torch = need_torch("reading values")
     values = torch.frombuffer(data, dtype=getattr(torch, dtype))
     if view is not None:
         values = values.as_strided(*view)
@@ -49,7 +49,8 @@ def count_nonfinite(
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
 
 
-def _torch(purpose: str, path: str = "") -> Any:
+def need_torch(purpose: str, path: str = "") -> Any:
+    """The module torch; raises UnreadableError where it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -61,9 +62,10 @@ def _torch(purpose: str, path: str = "") -> Any:
 def _first_sentence(error: BaseException) -> str:
     """Torch's messages run over many lines of advice; the cause is in one of them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in lines:
-        if "Unsupported" in line or "WeightsUnpickler error" in line:
-            return line.removeprefix("WeightsUnpickler error:").strip()
+    for mark in ("Unsupported ", "WeightsUnpickler error: "):
+        for line in lines:
+            if mark in line and not line.endswith(mark.strip()):
+                return line.partition("WeightsUnpickler error:")[2].strip() or line
     return lines[0] if lines else type(error).__name__
 
 

@@ -17,6 +17,7 @@ from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of
+from .runtime import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
 
@@ -98,12 +99,11 @@ def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> C
 def _loads(path: str, map_location: str) -> Check:
     name, group = "load", "expectations"
     try:
-        loaded = load_report(path, parse_map_location(map_location or None))
+        need_torch("really loading it", path)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
+    loaded = load_report(path, parse_map_location(map_location or None))
     if not loaded["ok"]:
-        if "needs torch" in loaded["error"]:
-            return Check(name, group, NOT_POSSIBLE, loaded["error"])
         return Check(name, group, FAIL, loaded["error"], (Note("load", "error", loaded["error"]),))
     where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in loaded["devices"].items()])
     return Check(name, group, PASS, f"torch.load loads it: {where or 'no tensors'}")

@@ -5,28 +5,40 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shlex
 import tempfile
 from pathlib import Path
 
 from tabulate import tabulate
 
-from ckptool import dtypes
+from ckptool import __version__, dtypes
 from ckptool.cli import main
 from ckptool.formats import FORMATS
 from ckptool.prefixes import WRAPPERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: The policy file of the examples.
+POLICY = """\
+layout = "bare"
+prefix = "none"
+device = ["cpu"]
+dtype = ["float32", "bfloat16"]
+max-bytes = "2GB"
+weights-only = true
+"""
+
 
 def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
-    """Run commands in an empty folder that holds one fixture under ``name``; what they print, as a code block."""
+    """Run commands in a folder with one fixture, as ``name``, and the policy; what they print, as a code block."""
     lines = []
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             Path(name).write_bytes((ROOT / "fixtures" / fixture).read_bytes())
+            Path("ckptool.toml").write_text(POLICY, encoding="utf-8")
             for command in commands:
                 lines.append(f"$ {command}")
                 lines.append(_output(shlex.split(command)[1:]).rstrip())
@@ -75,3 +87,41 @@ def wrappers() -> str:
 def dtype_names() -> str:
     """Every dtype that is read, in a sentence."""
     return ", ".join(f"`{dtype.name}`" for dtype in dtypes.DTYPES)
+
+
+def pre_commit_config() -> str:
+    """What goes into the .pre-commit-config.yaml of a project."""
+    return f"""\
+repos:
+  - repo: https://github.com/OWNER/ckptool
+    rev: v{__version__}
+    hooks:
+      - id: ckptool-validate
+        args: [--policy, ckptool.toml]
+"""
+
+
+def workflow() -> str:
+    """The steps of a workflow that uses the action."""
+    return f"""\
+steps:
+  - uses: actions/checkout@v4
+    with:
+      lfs: true
+  - uses: OWNER/ckptool@v{__version__}
+    with:
+      paths: checkpoints/
+      policy: ckptool.toml
+"""
+
+
+def action_inputs() -> str:
+    """The table of the action's inputs."""
+    text = (ROOT / "action.yml").read_text(encoding="utf-8").partition("\ninputs:\n")[2].partition("\noutputs:\n")[0]
+    rows = [(f"`{name}`", what) for name, what in re.findall(r"^  ([\w-]+):\n    description: (.+)$", text, re.M)]
+    return tabulate(rows, headers=("input", "what it is"), tablefmt="github")
+
+
+def block(language: str, text: str) -> str:
+    """A code block."""
+    return f"```{language}\n{text.rstrip()}\n```"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,17 +16,23 @@ from ..errors import CkptoolError
 
 __all__ = ["clean", "emit", "emit_json", "failure", "pairs", "say", "say_error", "say_problems", "table", "to_json"]
 
-#: Control characters, line separators, bidi marks and lone surrogates.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-_UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+#: Control characters, line separators, bidi marks, lone surrogates and what is no character.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+_UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+#: What the runner of GitHub takes for a command: "##[" anywhere, "::" at the start of a line.
+_COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
 
 #: From so many rows on tabulate's 15 microseconds a row are felt, and the same table is drawn here.
 _LARGE = 500
 
 
 def clean(text: str) -> str:
-    """The text with everything escaped that could act on a terminal."""
-    return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_escape, text)
+    """The text with everything escaped that could act on a terminal, or on the runner of GitHub where that reads it."""
+    if not (text.isascii() and text.isprintable()):
+        text = _UNSAFE.sub(_escape, text)
+    if ("#" in text or ":" in text) and "GITHUB_ACTIONS" in os.environ:
+        text = _COMMAND.sub(lambda match: f"{match.group()[:-1]}\\x{ord(match.group()[-1]):02x}", text)
+    return text
 
 
 def _escape(match: re.Match[str]) -> str:

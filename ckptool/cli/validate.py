@@ -108,7 +108,7 @@ def validate(
         elif style == "jsonl":
             emit_json([report], style, False)
     if style == "json":
-        emit_json(reports, style, len(paths) != 1 or len(reports) != 1 or not targets[0].named)
+        emit_json(reports, style, [target.path for target in targets] != list(paths) or len(paths) != 1)
     elif style == "junit":
         emit(junit(reports))
     elif style == "sarif":

@@ -64,12 +64,16 @@ def _coverage(report: dict[str, Any]) -> str:
     return f"coverage PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 
+def _partial(report: dict[str, Any]) -> str:
+    """What was left unchecked, behind the verdict."""
+    return "" if report["coverage"] == "complete" else f", PARTIAL: not checked: {', '.join(report['not_checked'])}"
+
+
 def short_lines(report: dict[str, Any]) -> list[str]:
     """One line, and one for each check that did not pass."""
-    partial = "" if report["coverage"] == "complete" else f", PARTIAL: not checked: {', '.join(report['not_checked'])}"
     if report["status"] == "unreadable":
         return [_head(report)]
-    lines = [_head(report) + partial, *(f"  {line}" for line in _strict(report))]
+    lines = [_head(report) + _partial(report), *(f"  {line}" for line in _strict(report))]
     bad = (check for check in report["checks"] if check["status"] in _BAD)
     return lines + [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
 
@@ -80,7 +84,10 @@ def short_lines(report: dict[str, Any]) -> list[str]:
 def _finds(report: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
     """(check, level, message, offset) of everything that failed or warns."""
     for check in report["checks"]:
-        if check["status"] in _BAD:
+        if check["status"] in _BAD and check["group"] == "expectations":
+            # One says what was expected and all that was found instead.
+            yield check["name"], "error", check["message"], -1
+        elif check["status"] in _BAD:
             for note in check["notes"]:
                 yield check["name"], note["level"], note["message"], note["offset"]
         elif check["status"] == "not possible" and report["strict"]:
@@ -91,12 +98,18 @@ def github_lines(report: dict[str, Any]) -> list[str]:
     """Workflow commands, one an annotation."""
     found = [
         f"::{'error' if level == 'error' or report['strict'] else 'warning'}"
-        f" file={_property(report['path'])},title={_property('ckptool ' + check)}::{_data(message)}"
+        f" file={_property(_relative(report['path']))},title={_property('ckptool ' + check)}::{_data(message)}"
         for check, level, message, _ in _finds(report)
     ]
     if report["valid"]:
-        found.append(f"::notice file={_property(report['path'])},title=ckptool::{_data(_head(report))}")
+        text = _head(report) + _partial(report)
+        found.append(f"::notice file={_property(_relative(report['path']))},title=ckptool::{_data(text)}")
     return found
+
+
+def _relative(path: str) -> str:
+    """The path as a repository spells it: without a leading ``./``."""
+    return os.path.normpath(path) if path else path
 
 
 def _data(text: str) -> str:
@@ -151,9 +164,9 @@ def sarif(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         for check, level, message, offset in _finds(report):
             rules.setdefault(check, {"id": check, "shortDescription": {"text": f"ckptool validate: {check}"}})
-            place: dict[str, Any] = {"artifactLocation": {"uri": _uri(report["path"])}}
+            place: dict[str, Any] = {"artifactLocation": {"uri": _uri(_relative(report["path"]))}}
             if offset >= 0:
-                place["region"] = {"byteOffset": offset, "byteLength": 0}
+                place["region"] = {"startLine": 1, "byteOffset": offset, "byteLength": 0}
             results.append(
                 {
                     "ruleId": check,

@@ -1,0 +1,429 @@
+"""What ``validate`` prints for machines, beyond the transcripts: each format by the rules of who reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+import pytest
+from conftest import CHECKPOINTS, FIXTURES, MANIFEST, ROOT, by_name
+
+from ckptool import __version__
+from ckptool.cli.main import run
+from ckptool.cli.render import clean
+
+#: A key, a tag or a path that does harm where it is printed as it is.
+NASTY = "a\ud800b\u202ec\x85\x1b[31m\n::error::x%0A\u2028]]>&<\"'"
+
+#: Everything that acts on a terminal, ends a line, or is no character.
+RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+Validate: TypeAlias = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def validate(capsys: pytest.CaptureFixture[str]) -> Validate:
+    """Run ``validate`` here; (exit code, stdout)."""
+
+    def called(*arguments: str | Path) -> tuple[int, str]:
+        code = run(["validate", *map(str, arguments)])
+        return code, capsys.readouterr().out
+
+    return called
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(target: Path, fixture: str = "bare.pth") -> Path:
+    """A copy of a fixture."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.write_bytes((FIXTURES / fixture).read_bytes())
+    except OSError:
+        pytest.skip("this file system has no such name")
+    return target
+
+
+def replaced(target: Path, old: str, new: str) -> Path:
+    """``bare.pth`` with another text for one in its pickle."""
+
+    def pickled(text: str) -> bytes:
+        data = text.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(data)) + data
+
+    with zipfile.ZipFile(FIXTURES / "bare.pth") as source, zipfile.ZipFile(target, "w") as made:
+        for record in source.infolist():
+            data = source.read(record)
+            if record.filename.endswith("/data.pkl"):
+                assert pickled(old) in data
+                data = data.replace(pickled(old), pickled(new))
+            made.writestr(record.filename, data)
+    return target
+
+
+def reports_of(out: str) -> list[dict[str, Any]]:
+    found = json.loads(out)
+    return found if isinstance(found, list) else [found]
+
+
+# -- the same answer in every format ------------------------------------------------------------------
+
+
+def test_every_fixture_has_an_answer_in_every_format(validate: Validate) -> None:
+    """The formats agree with each other on every fixture, whole, damaged or none."""
+    files = [item.path for item in MANIFEST]
+    code, out = validate(*files, "--format", "json")
+    assert code == 3
+    reports = reports_of(out)
+    assert [report["path"] for report in reports] == list(map(str, files))
+    code, out = validate(*files, "--format", "jsonl")
+    assert [json.loads(line) for line in out.splitlines()] == reports
+    suites = ElementTree.fromstring(validate(*files, "--format", "junit")[1])
+    assert [suite.get("name") for suite in suites] == list(map(str, files))
+    results = json.loads(validate(*files, "--format", "sarif")[1])["runs"][0]["results"]
+    lines = validate(*files, "--format", "github")[1].splitlines()
+    finds = sum(len(check["notes"]) for report in reports for check in report["checks"] if check["status"] in BAD)
+    assert len(results) == finds
+    assert len(lines) == finds + sum(report["valid"] for report in reports)
+
+
+BAD = ("fail", "warning")
+
+
+@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
+def test_a_report_agrees_with_itself(item: Any, validate: Validate) -> None:
+    for options in ([], ["--strict"], ["--quick"]):
+        code, out = validate(item.path, "--format", "json", *options)
+        (report,) = reports_of(out)
+        states = [check["status"] for check in report["checks"]]
+        skipped = [check["name"] for check in report["checks"] if check["status"] == "not possible"]
+        assert code == {"valid": 0, "invalid": 1, "unreadable": 3}[report["status"]]
+        assert report["valid"] == (code == 0)
+        assert (report["failures"], report["warnings"]) == (states.count("fail"), states.count("warning"))
+        if report["error"] is None:
+            assert report["not_checked"] == skipped
+            assert report["coverage"] == ("partial" if skipped else "complete")
+            bad = report["failures"] or (options == ["--strict"] and (report["warnings"] or skipped))
+            assert report["valid"] == (not bad)
+        else:
+            assert (report["coverage"], report["valid"]) == ("partial", False)
+
+
+# -- JUnit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_junit_counts_agree(strict: bool, validate: Validate) -> None:
+    """The numbers of a suite are those of its cases, and a suite is green where ``validate`` says valid."""
+    names = [item.path for item in MANIFEST]
+    options = ["--strict"] if strict else []
+    reports = reports_of(validate(*names, *options, "--format", "json")[1])
+    root = ElementTree.fromstring(validate(*names, *options, "--format", "junit")[1].encode())
+    assert root.tag == "testsuites"
+    assert len(root) == len(reports) > 100
+    for suite, report in zip(root, reports):
+        assert suite.tag == "testsuite"
+        cases = suite.findall("testcase")
+        assert len(cases) == len(suite) == int(suite.get("tests", "")) == len(report["checks"])
+        assert int(suite.get("failures", "")) == len(suite.findall("testcase/failure"))
+        assert int(suite.get("errors", "")) == len(suite.findall("testcase/error"))
+        assert int(suite.get("skipped", "")) == len(suite.findall("testcase/skipped"))
+        red = int(suite.get("failures", "")) + int(suite.get("errors", ""))
+        assert bool(red) != report["valid"]
+        assert all(case.get("name") and case.get("classname") for case in cases)
+        assert all(len(case) <= 1 for case in cases)
+
+
+def test_junit_survives_nasty_texts(here: Path, validate: Validate) -> None:
+    path = replaced(here / "nasty.pth", "conv1.weight", NASTY)
+    code, out = validate(path, "--forbid", "*", "--format", "junit")
+    assert code == 1
+    assert not RAW.search(out)
+    (failure,) = ElementTree.fromstring(out.encode()).findall(".//failure")
+    assert clean(NASTY) in (failure.text or "")
+
+
+def test_junit_survives_what_xml_cannot_hold(here: Path, validate: Validate) -> None:
+    path = replaced(here / "nonchar.pth", "conv1.weight", "a\ufffeb\uffff")
+    out = validate(path, "--forbid", "*", "--format", "junit")[1]
+    ElementTree.fromstring(out.encode())
+
+
+# -- SARIF --------------------------------------------------------------------------------------------
+
+
+def check_sarif(log: dict[str, Any]) -> list[dict[str, Any]]:
+    """What SARIF 2.1.0 requires of the parts that are used; returns the results."""
+    assert log["version"] == "2.1.0"
+    assert urlsplit(log["$schema"]).scheme == "https"
+    assert set(log) == {"$schema", "version", "runs"}
+    (one,) = log["runs"]
+    driver = one["tool"]["driver"]
+    assert driver["name"] == "ckptool"
+    assert driver["version"] == __version__
+    ids = [rule["id"] for rule in driver["rules"]]
+    assert len(ids) == len(set(ids))
+    assert all(rule["shortDescription"]["text"] for rule in driver["rules"])
+    results = one["results"]
+    assert isinstance(results, list)
+    for result in results:
+        assert set(result) == {"ruleId", "level", "message", "locations"}
+        assert result["ruleId"] in ids
+        assert result["level"] in ("none", "note", "warning", "error")
+        assert isinstance(result["message"]["text"], str) and result["message"]["text"]
+        for location in result["locations"]:
+            place = location["physicalLocation"]
+            assert re.fullmatch(r"[A-Za-z0-9._~/%:@!$&'()*+,;=-]+", place["artifactLocation"]["uri"])
+            region = place.get("region", {"byteOffset": 0, "byteLength": 0})
+            assert region["byteOffset"] >= 0 and region["byteLength"] >= 0
+    return list(results)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_sarif_has_what_the_standard_requires(strict: bool, validate: Validate) -> None:
+    options = ["--strict"] if strict else []
+    names = [item.path for item in MANIFEST]
+    results = check_sarif(json.loads(validate(*names, *options, "--format", "sarif")[1]))
+    assert {result["level"] for result in results} == ({"error"} if strict else {"error", "warning"})
+    uris = {result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in results}
+    assert uris <= {path.as_uri() for path in names}
+
+
+def test_sarif_of_what_is_valid_has_no_results(validate: Validate) -> None:
+    code, out = validate(FIXTURES / "bare.pth", "--format", "sarif")
+    assert (code, check_sarif(json.loads(out))) == (0, [])
+
+
+@pytest.mark.parametrize("name", ["a b#c?d%.pth", "a:b,c.pth", "ö\u202e\n.pth", os.fsdecode(b"bad\xff.pth")])
+def test_sarif_paths_are_uris(here: Path, name: str, validate: Validate) -> None:
+    put(here / name, "zip_wrong_crc.pth")
+    (result,) = check_sarif(json.loads(validate(name, "--format", "sarif")[1]))
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert not urlsplit(uri).scheme
+    assert os.fsdecode(unquote(uri, errors="surrogateescape").encode("utf-8", "surrogateescape")) == name
+
+
+# -- GitHub -------------------------------------------------------------------------------------------
+
+
+def read_command(line: str) -> tuple[str, dict[str, str], str]:
+    """A workflow command as the runner reads it."""
+    assert line.startswith("::")
+    head, data = line[2:].split("::", 1)
+    name, _, words = head.partition(" ")
+    fields = dict(word.split("=", 1) for word in words.split(","))
+    for token, text in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
+        fields = {key: value.replace(token, text) for key, value in fields.items()}
+        data = data if text in ":," else data.replace(token, text)
+    return name, fields, data
+
+
+@pytest.mark.parametrize("name", ["a:b,c%.pth", "100%0A.pth", "x::error::y.pth", "new\nline.pth", "a b=c.pth"])
+def test_github_paths_and_messages_come_back(here: Path, name: str, validate: Validate) -> None:
+    put(here / name, "zip_wrong_crc.pth")
+    code, out = validate(name, "--format", "github")
+    assert code == 1
+    (line,) = out.splitlines()
+    (report,) = reports_of(validate(name, "--format", "json")[1])
+    (message,) = [check["message"] for check in report["checks"] if check["status"] == "fail"]
+    assert read_command(line) == ("error", {"file": clean(name), "title": "ckptool checksums"}, message)
+    put(here / name)
+    (line,) = validate(name, "--format", "github")[1].splitlines()
+    told = f"{clean(name)}: VALID (torch-zip, 3.74 kB)"
+    assert read_command(line) == ("notice", {"file": clean(name), "title": "ckptool"}, told)
+
+
+def test_github_keys_do_not_end_the_line(here: Path, validate: Validate) -> None:
+    path = replaced(here / "nasty.pth", "conv1.weight", NASTY)
+    out = validate(path, "--forbid", "*", "--format", "github")[1]
+    assert not RAW.search(out)
+    told = [read_command(line) for line in out.splitlines()]
+    assert {name for name, _, _ in told} <= {"error", "warning"}
+    assert any(f"there are {clean(NASTY)}" in message for _, _, message in told)
+
+
+def test_github_levels(validate: Validate) -> None:
+    path = FIXTURES / "args_namespace.pth"
+    code, out = validate(path, "--format", "github")
+    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (0, ["::warning", "::warning", "::notice"])
+    code, out = validate(path, "--format", "github", "--strict")
+    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error", "::error"])
+    code, out = validate(FIXTURES / "legacy_bare.pth", "--format", "github", "--strict")
+    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error"])
+    assert "::not checked: " in out
+
+
+def test_github_says_what_was_not_checked(validate: Validate) -> None:
+    out = validate(FIXTURES / "legacy_bare.pth", "--format", "github")[1]
+    assert "not checked: checksums" in out
+
+
+def test_github_has_no_command_of_the_old_kind(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    put(here / "##[add-mask]e.pth", "lfs_pointer.pth")
+    assert run(["validate", "##[add-mask]e.pth", "--format", "github"]) == 3
+    told = capsys.readouterr()
+    assert [line for line in (told.out + told.err).splitlines() if "##[" in line and not line.startswith("::")] == []
+
+
+# -- JSON ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["json", "jsonl", "sarif"])
+def test_json_escapes_nasty_keys(here: Path, style: str, validate: Validate) -> None:
+    path = replaced(here / "nasty.pth", "conv1.weight", NASTY)
+    out = validate(path, "--forbid", "*", "--format", style)[1]
+    assert not RAW.search(out)
+    out.encode("utf-8")
+    told = json.loads(out)
+    if style != "sarif":
+        (check,) = [check for check in told["checks"] if check["status"] == "fail"]
+        assert NASTY in [note["where"] for note in check["notes"]]
+
+
+@pytest.mark.parametrize("style", ["json", "jsonl", "sarif", "junit", "github", "table"])
+@pytest.mark.parametrize("name", ["\u202egpj.pth", "esc\x1b[2J.pth", "nl\n.pth", os.fsdecode(b"bad\xff.pth")])
+def test_nasty_file_names_are_escaped(here: Path, name: str, style: str, validate: Validate) -> None:
+    put(here / name)
+    code, out = validate(name, "--format", style)
+    assert code == 0
+    assert not RAW.search(out)
+    out.encode("utf-8")
+    if style in ("json", "jsonl"):
+        assert json.loads(out)["path"] == name
+    elif style != "sarif":
+        assert clean(name) in out
+
+
+def test_jsonl_is_a_line_a_file_in_stable_order(here: Path, validate: Validate) -> None:
+    names = [item.path.name for item in MANIFEST[:24]]
+    for name in names:
+        put(here / "release" / name, name)
+    named = [f"release/{name}" for name in reversed(names)]
+    one = validate(*named, "--format", "jsonl")
+    assert [json.loads(line)["path"] for line in one[1].splitlines()] == named
+    for arguments in (named, ["release"]):
+        # In a process of its own: the workers are forked from it.
+        words = [sys.executable, "-m", "ckptool", "validate", *arguments, "--format", "jsonl", "--jobs"]
+        four, single = (
+            subprocess.run([*words, jobs], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
+            for jobs in ("4", "1")
+        )
+        assert (four.returncode, four.stdout, four.stderr) == (single.returncode, single.stdout, single.stderr)
+    paths = [json.loads(line)["path"] for line in four.stdout.splitlines()]
+    assert paths == sorted(paths)
+    assert set(paths) <= set(named)
+    assert len(paths) > 12
+
+
+def test_json_is_an_object_for_one_file_and_a_list_for_more(here: Path, validate: Validate) -> None:
+    put(here / "release" / "one.pth")
+    assert isinstance(json.loads(validate("release/one.pth", "--format", "json")[1]), dict)
+    # A folder may have one checkpoint today and two tomorrow.
+    assert [report["path"] for report in json.loads(validate("release", "--format", "json")[1])] == ["release/one.pth"]
+    put(here / "release" / "two.pth")
+    assert len(json.loads(validate("release/*.pth", "--format", "json")[1])) == 2
+
+
+# -- folders and globs --------------------------------------------------------------------------------
+
+
+def found_in(validate: Validate, *paths: str) -> list[str]:
+    return [json.loads(line)["path"] for line in validate(*paths, "--format", "jsonl")[1].splitlines()]
+
+
+@pytest.fixture
+def tree(here: Path) -> Path:
+    """A folder of checkpoints, of what stands in place of one, and of other things."""
+    put(here / "t" / "a.pth")
+    put(here / "t" / "deep" / "er" / "weights", "legacy_bare.pth")
+    put(here / "t" / "cut.ckpt", "truncated.pth")
+    put(here / "t" / "lfs.pth", "lfs_pointer.pth")
+    put(here / "t" / "lfs.bin", "lfs_pointer.pth")
+    put(here / "t" / "page.pth", "html_page.pth")
+    put(here / "t" / "empty.pt", "empty.pth")
+    for other in ("array.npy", "arrays.npz", "model.gguf", "model.safetensors", "torchscript.pt", "exported.pt2"):
+        put(here / "t" / "others" / other, other)
+    put(here / "t" / "others" / "package.pt", "package.pt")
+    put(here / "t" / "others" / "pointer.txt", "lfs_pointer.pth")
+    put(here / "t" / "others" / "page.html", "html_page.pth")
+    put(here / "t" / ".git" / "hidden.pth")
+    put(here / "elsewhere" / "linked.pth")
+    (here / "t" / "link").symlink_to(here / "elsewhere", target_is_directory=True)
+    return here
+
+
+def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None:
+    claims = ["t/a.pth", "t/cut.ckpt", "t/empty.pt", "t/lfs.bin", "t/lfs.pth", "t/page.pth", "t/deep/er/weights"]
+    assert found_in(validate, "t") == claims
+    assert [json.loads(line)["status"] for line in validate("t", "--format", "jsonl")[1].splitlines()] == [
+        "valid",
+        "invalid",
+        "unreadable",
+        "unreadable",
+        "unreadable",
+        "unreadable",
+        "valid",
+    ]
+    assert validate("t/others")[0] == 3
+    assert found_in(validate, "t/others") == []
+
+
+def test_a_hidden_folder_is_searched_when_it_is_named(tree: Path, validate: Validate) -> None:
+    assert found_in(validate, "t/.git") == ["t/.git/hidden.pth"]
+    assert found_in(validate, "t/link") == ["t/link/linked.pth"]
+
+
+def test_a_named_file_is_looked_at_whatever_it_is(tree: Path, validate: Validate) -> None:
+    others = ["t/others/array.npy", "t/others/model.gguf", "t/others/torchscript.pt", "t/others/pointer.txt"]
+    assert found_in(validate, *others) == others
+    assert validate(*others)[0] == 3
+
+
+def test_globs(tree: Path, validate: Validate) -> None:
+    assert found_in(validate, "t/*.pth") == ["t/a.pth", "t/lfs.pth", "t/page.pth"]
+    assert found_in(validate, "t/**/weights") == ["t/deep/er/weights"]
+    assert found_in(validate, "t/?.pth", "t/[ac]*.*") == ["t/a.pth", "t/cut.ckpt"]
+    assert found_in(validate, "t/d*") == ["t/deep/er/weights"]
+    assert validate("t/*.nothing")[0] == 3
+    # A pattern without a match does not hide the others.
+    code, out = validate("t/*.nothing", "t/a.pth", "--format", "jsonl")
+    assert (code, json.loads(out)["status"]) == (3, "valid")
+
+
+def test_a_name_with_brackets_is_a_name_first(here: Path, validate: Validate) -> None:
+    put(here / "epoch[1].pth")
+    put(here / "epoch1.pth")
+    assert found_in(validate, "epoch[1].pth") == ["epoch[1].pth"]
+
+
+def test_each_file_once(tree: Path, validate: Validate) -> None:
+    assert found_in(validate, "t/a.pth", "t", "t/*.pth").count("t/a.pth") == 1
+
+
+# -- loading ------------------------------------------------------------------------------------------
+
+
+def test_what_torch_refuses_is_a_failure_whatever_it_says(here: Path, validate: Validate) -> None:
+    pytest.importorskip("torch")
+    path = replaced(here / "tag.pth", "cpu", "needs torch")
+    code, out = validate(path, "--load", "--format", "json")
+    assert json.loads(out)["checks"][-1]["status"] == "fail"
+    assert code == 1
