@@ -11,6 +11,7 @@ from .source import FileSource, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
+    "AMBIGUOUS",
     "CUT",
     "DAMAGED",
     "UNEDITABLE",
@@ -30,6 +31,8 @@ __all__ = [
 DAMAGED = "damaged"
 CUT = "cut"
 UNEDITABLE = frozenset((DAMAGED, CUT))
+#: Codes of the problems on whose account nobody knows what torch reads.
+AMBIGUOUS = frozenset(("duplicate-record", "case-twin", "second-archive", "encrypted", "folder-attribute"))
 
 
 class Problem(NamedTuple):

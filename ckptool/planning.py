@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import Final, NamedTuple
 
-from .checkpoint import CUT, UNEDITABLE, Checkpoint
+from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
 from .errors import MalformedError, PickleError, RefusedError
 from .pickles import decode, difference, encode
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
@@ -34,16 +34,22 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
 
     Raises MalformedError for a damaged file, RefusedError where something would be lost.
     """
-    if not checkpoint.edited:
+    if not checkpoint.edited and not checkpoint.changes:
         return checkpoint.container.plan(None), True
     if checkpoint.anew:
         return _anew(checkpoint), True
+    # An edit that changed nothing has looked at what may not be what torch reads, too.
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = "get a whole copy of the file"
         if damage[0].code == CUT:
             step += f", or ckptool salvage {quote(checkpoint.path)} -o OUT for what is whole"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
+    ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
+    if ambiguous:
+        raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)
+    if not checkpoint.edited:
+        return checkpoint.container.plan(None), True
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
 

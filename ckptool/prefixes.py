@@ -18,6 +18,10 @@ WRAPPERS: Final = {
 }
 
 
+#: Wrappers around wrappers that are taken for a prefix.
+_MOST: Final = 32
+
+
 class Prefix(NamedTuple):
     """The wrapper segments in front of names: ``name`` "module." or "module._orig_mod.", "" for none.
 
@@ -38,7 +42,8 @@ def prefix_of(names: Sequence[str]) -> Prefix:
     """The wrapper prefix of a state dict: the commonest first segment, then what all that have it share."""
     total = len(names)
     name, having = "", list(names)
-    while True:
+    # Nobody wraps deeper; a name of a million segments is not followed.
+    for _ in range(_MOST):
         counts: dict[str, int] = {}
         for key in having:
             head, dot, _ = key[len(name) :].partition(".")

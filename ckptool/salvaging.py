@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
+from .checks.checksums import checksum
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
@@ -15,6 +16,7 @@ from .formats.damaged import Rescued, rescue_zip
 from .human import counted
 from .opening import checkpoint_of
 from .source import FileSource, open_source
+from .tensors import TensorReader
 from .zips import read_archive
 
 __all__ = ["Lost", "Salvaged", "salvage"]
@@ -94,10 +96,18 @@ def _is_sound(source: FileSource) -> bool:
     """Does the file itself read without an error?"""
     try:
         container = read_container(source)
+        return _without_errors(container)
     except UnreadableError:
         return False
-    problems = (*container.problems, *container.audit(()))
-    return not any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems)
+
+
+def _without_errors(container: Container) -> bool:
+    problems = (*container.problems, *container.audit(TensorReader(container.graph).storages))
+    if any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems):
+        return False
+    # The storages are summed already; the small records beside them are not.
+    small = [record for record in container.records() if record.crc and not record.key]
+    return all(checksum(record) == record.crc for record in small)
 
 
 def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvaged:

@@ -57,6 +57,16 @@ class FileSource:
             raise ChangedError("the file shrank while it was read", path=self.name, next="try again when it is still")
         return b"".join(parts)
 
+    def next_data(self, offset: int) -> int:
+        """The first offset from here on that is not in a hole of a sparse file, where the system can tell."""
+        if not hasattr(os, "SEEK_DATA"):
+            return offset
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            # ENXIO: nothing but a hole up to the end. Some filesystems cannot tell at all.
+            return self.size if error.errno == errno.ENXIO else offset
+
     def check_unchanged(self) -> None:
         """Raise ChangedError if somebody wrote to the file since it was opened."""
         status = os.fstat(self.fd)
@@ -66,9 +76,13 @@ class FileSource:
             )
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        try:
+            os.close(fd)
+        except OSError:
+            return  # nothing was written through it: there is nothing to lose
 
     def __del__(self) -> None:
         self.close()

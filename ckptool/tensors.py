@@ -169,18 +169,17 @@ class TensorReader:
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         self._uses[ref] = known
 
-    def _view_base(self, ref: Ref) -> int:
-        """Where a legacy view begins in its storage, in elements.
-
-        View metadata is None or (view key, offset, size), offset and size in elements.
-        """
+    def _view(self, ref: Ref) -> tuple[int, int | None]:
+        """Where a legacy view, (key, offset, size) or None, begins in elements, and its size; -1 for one that is none."""
         node = self.graph.nodes[ref]
         pid = self.graph.nodes[node.pid] if isinstance(node, Persistent) else ()
         view = self.graph.nodes[pid[5]] if type(pid) is tuple and len(pid) == 6 else None
         if type(view) is not tuple or len(view) != 3:
-            return 0
-        offset = self.graph.nodes[view[1]]
-        return offset if type(offset) is int and offset >= 0 else 0
+            return 0, None
+        offset, size = self.graph.nodes[view[1]], self.graph.nodes[view[2]]
+        if type(offset) is not int or type(size) is not int or offset < 0 or max(offset, size) >= _TOO_LARGE:
+            return -1, None
+        return offset, size
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -260,7 +259,9 @@ class TensorReader:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
-        base = self._view_base(args[0]) if self._has_views else 0
+        base, most = self._view(args[0]) if self._has_views else (0, None)
+        if base < 0 or (most is not None and offset + extent(shape, stride) > most):
+            return None
         return Tensor(
             "meta" if storage.location == "meta" else "dense",
             dtype or kind.name,

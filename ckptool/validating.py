@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import fspath
+from shlex import quote
 from typing import Any, Final
 
-from .checkpoint import Checkpoint
+from .checkpoint import AMBIGUOUS, Checkpoint
 from .checks.expectations import Policy, expectations
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
@@ -77,7 +78,15 @@ def _checked(
         checks.append(_loads(checkpoint.path, policy.map_location))
     if hasattr(checkpoint.source, "check_unchanged"):
         checkpoint.source.check_unchanged()
-    return _summed(checks, found, policy, torch, "")
+    report = _summed(checks, found, policy, torch, "")
+    unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
+    if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
+        report["next"] = f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
+    return report
+
+
+#: Checks after whose failure something may still be saved.
+_SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
 
 
 def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> Check:

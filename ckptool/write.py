@@ -69,6 +69,8 @@ def check_output(path: str, source: Source, *, force: bool = False) -> str:
         raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
+    # A run that was killed between giving the file its name and removing the other one.
+    _remove_leftovers(folder, os.path.basename(target))
     if not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
     return target
@@ -87,20 +89,19 @@ def write_plan(
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
     _remove_leftovers(folder, name)
+    temporary = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
     try:
-        fd, temporary = _temporary(folder, name)
-    except OSError as error:
-        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
-    try:
-        _produce(plan, fd, mode, source, progress)
+        # From the first moment on: a signal may come as soon as the file is there.
+        _produce(plan, _opened(temporary), mode, source, progress)
         if force:
             os.replace(temporary, target)
         else:
             _take_name(temporary, target)
         _sync_folder(folder)
     except OSError as error:
-        _discard(temporary)
-        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+        left = _discard(temporary)
+        what = f"writing failed: {error.strerror or error}"
+        raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
         _discard(temporary)
         if isinstance(error, CkptoolError) and not error.path:
@@ -114,14 +115,16 @@ def _stem(name: str) -> str:
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
 
-def _temporary(folder: str, name: str) -> tuple[int, str]:
+def _opened(path: str) -> int:
     """A new file beside the output, locked as long as it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    path = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
     fd = os.open(path, flags, 0o600)
     if fcntl is not None:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return fd, path
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return fd  # a filesystem without locks: another run may take the file for a leftover, and fail
+    return fd
 
 
 def _produce(plan: Plan, fd: int, mode: int, source: Source, progress: Progress | None) -> None:
@@ -247,11 +250,15 @@ def _sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _discard(temporary: str) -> None:
+def _discard(temporary: str) -> str:
+    """Remove a temporary file; its name when that fails, so that a message can tell."""
     try:
         os.unlink(temporary)
     except FileNotFoundError:
-        return
+        return ""
+    except OSError:
+        return temporary
+    return ""
 
 
 def _remove_leftovers(folder: str, name: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import CUT, UNEDITABLE, Checkpoint
+from ..checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
@@ -75,7 +75,7 @@ def findings(
 
 
 #: Problems on whose account an edit is refused.
-_NO_EDITS = UNEDITABLE | {"duplicate-record", "case-twin", "second-archive", "encrypted"}
+_NO_EDITS = UNEDITABLE | AMBIGUOUS
 
 
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:

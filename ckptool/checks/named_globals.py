@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import FoundPickle
 from ..objects import mapped_name
-from ..pickles.nodes import Call, Extension, Global, Graph, Ref
+from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node
 from .calls import suspicious_calls
 from .torch_lists import allowed, registered
 
@@ -47,27 +47,29 @@ def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGloba
 def _of(graph: Graph, where: str, listed: frozenset[str]) -> list[NamedGlobal]:
     times: dict[tuple[str, str], int] = {}
     called: set[tuple[str, str]] = set()
-    refs: dict[Ref, tuple[str, str]] = {}
-    for ref, node in enumerate(graph.nodes):
-        if type(node) is Global:
-            pair = (node.module, node.name)
-        elif type(node) is Extension:
-            pair = ("copyreg extension", str(node.code))
-        else:
-            continue
-        refs[ref] = pair
-        times[pair] = times.get(pair, 0) + 1
-        if node.filling is not None:
-            called.add(pair)
     for node in graph.nodes:
-        if type(node) is Call and node.func in refs:
-            called.add(refs[node.func])
+        pair = _pair(node)
+        if pair is not None:
+            times[pair] = times.get(pair, 0) + 1
+            if isinstance(node, Instance) and node.filling is not None:
+                called.add(pair)
+        elif type(node) is Call:
+            func = _pair(graph.nodes[node.func])
+            if func is not None:
+                called.add(func)
     found = []
     for pair, count in times.items():
         mapped = mapped_name(Global(*pair))
         word = ALLOWED if mapped in listed else CALLED if pair in called else NOT_LISTED
         found.append(NamedGlobal(*pair, mapped, word, count, where))
     return found
+
+
+def _pair(node: Node) -> tuple[str, str] | None:
+    """Module and name, as the pickle spells them."""
+    if type(node) is Global:
+        return (node.module, node.name)
+    return ("copyreg extension", str(node.code)) if type(node) is Extension else None
 
 
 def dangerous_calls(pickles: Iterable[FoundPickle]) -> list[tuple[str, str]]:

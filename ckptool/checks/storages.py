@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from ..checkpoint import UNEDITABLE, Checkpoint
 from ..dtypes import BY_NAME
+from ..objects import callable_name
+from ..pickles.nodes import Call, Persistent
 from ..tensors import Tensor, extent
 
 __all__ = ["Flaw", "storage_flaws"]
@@ -47,18 +49,34 @@ def _missing(checkpoint: Checkpoint) -> list[Flaw]:
 
 
 def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
+    """Every tensor that the pickle makes, also one that nothing leads to: torch makes them all."""
     survey = checkpoint.survey
-    storages = survey.reader.storages
+    reader, nodes = survey.reader, checkpoint.graph.nodes
+    paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
     flaws = []
-    for entry in survey.tensors:
-        for tensor in survey.reader.parts(entry.tensor) if entry.tensor.parts else (entry.tensor,):
-            if not tensor.storage:
-                continue
-            storage = storages[tensor.storage]
-            what = _misfit(tensor, storage.nbytes)
+    for ref, node in enumerate(nodes):
+        if type(node) is Persistent:
+            if reader.storage(ref) is None and (ref not in reader.modules or checkpoint.format != "torch-legacy"):
+                flaws.append(Flaw("geometry", "", "a storage is described in a way that torch cannot read", True))
+            continue
+        tensor = reader.tensor(ref) if type(node) is Call else None
+        if tensor is None:
+            if type(node) is Call and _rebuilds(callable_name(checkpoint.graph, node.func)):
+                what = "a tensor that cannot be: its shape, strides, offset or storage make no sense"
+                flaws.append(Flaw("geometry", paths.get(ref, ""), what, True))
+            continue
+        path = paths.get(ref, "a tensor that no key leads to")
+        for part in reader.parts(tensor) if tensor.parts else (tensor,):
+            what = _misfit(part, reader.storages[part.storage].nbytes) if part.storage else ""
             if what:
-                flaws.append(Flaw("geometry", entry.path, f"{entry.path}: {what}", True))
-    return flaws
+                flaws.append(Flaw("geometry", path, f"{path}: {what}", True))
+    return list(dict.fromkeys(flaws))
+
+
+def _rebuilds(name: str) -> bool:
+    """Is it one of torch's functions that make a tensor of what is in the file?"""
+    module, _, function = name.rpartition(".")
+    return module in ("torch._utils", "torch._tensor", "torch.tensor") and function.startswith("_rebuild")
 
 
 def _misfit(tensor: Tensor, nbytes: int) -> str:

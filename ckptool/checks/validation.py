@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from ..checkpoint import CUT, DAMAGED, Checkpoint, FoundPickle, Problem
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, Checkpoint, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
 from .checksums import Checksums, checksums
@@ -61,9 +61,6 @@ _CHECK_OF: Final = {
     "after-stop": "pickles",
 }
 
-#: Problems on whose account nobody knows which pickle torch reads.
-_AMBIGUOUS: Final = frozenset(("duplicate-record", "case-twin", "second-archive"))
-
 
 def judged(name: str, group: str, notes: Iterable[Note], good: str) -> Check:
     """A check from what was found: it fails with errors, warns with warnings, passes with nothing."""
@@ -93,6 +90,10 @@ def validation(
             notes["complete" if legacy else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
+    notes["sizes"] += [
+        Note("storage-twice", "warning", f"storage {shown(key)} is described in two ways; torch takes the first", key)
+        for key in sorted(checkpoint.survey.reader.disagreeing)
+    ]
     flaws = storage_flaws(checkpoint)
     for flaw in flaws:
         notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
@@ -112,7 +113,7 @@ def validation(
         ),
     ]
     found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
-    either = [note for note in notes["structure"] if note.code in _AMBIGUOUS]
+    either = [note for note in notes["structure"] if note.code in AMBIGUOUS]
     if either:
         what = f"it depends on which record torch reads: {either[0].message}"
         found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
@@ -139,7 +140,7 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    if found.without and not found.checked:
+    if checkpoint.format == "torch-legacy":
         what = "the legacy format has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"

@@ -15,7 +15,7 @@ import click
 
 from .. import __version__
 from ..errors import CkptoolError
-from .render import clean, say_error
+from .render import StdoutError, clean, flush, say, say_error, tell
 
 __all__ = ["COMMANDS", "EXIT_CODES", "cli", "main", "run"]
 
@@ -115,8 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone (``| head``): nothing more to say, and nothing to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,11 +128,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Not cli.main(): it turns a closed pipe into exit 1, "the answer is no".
         with cli.make_context("ckptool", list(sys.argv[1:] if arguments is None else arguments)) as ctx:
             result = cli.invoke(ctx)
+        flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        try:
+            error.show()
+        except OSError:
+            return error.exit_code  # stderr is full or closed: the code still counts
         return error.exit_code
     except CkptoolError as error:
         say_error(error)
@@ -145,14 +147,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 128 + ended.number
     except BrokenPipeError:
         raise
-    except OSError as error:
-        # What went to stdout could not be written: a full disk behind a redirection.
-        reason = error.strerror or str(error)
-        click.echo(f"ckptool: writing to stdout failed: {clean(reason)}", err=True)
+    except StdoutError as error:
+        say(f"writing to stdout failed: {error.strerror or error}")
         return 5
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        say(f"{name}the system refused: {error.strerror or error}")
+        return 5
+    except MemoryError:
+        say("there is not enough memory for the metadata of this file")
+        return 3
     except Exception as error:
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
-        text = clean(f"{type(error).__name__}: {error}")
-        click.echo(f"ckptool: a bug in ckptool: {text}\n  please report it; CKPTOOL_DEBUG=1 shows where", err=True)
+        say(f"a bug in ckptool: {type(error).__name__}: {error}")
+        tell("  please report it; CKPTOOL_DEBUG=1 shows where")
         return 70

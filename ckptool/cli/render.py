@@ -7,14 +7,29 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 import click
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import CUT, Checkpoint
 from ..errors import CkptoolError
 
-__all__ = ["clean", "emit", "emit_json", "failure", "pairs", "say", "say_error", "say_problems", "table", "to_json"]
+__all__ = [
+    "StdoutError",
+    "clean",
+    "emit",
+    "emit_json",
+    "failure",
+    "flush",
+    "pairs",
+    "say",
+    "say_error",
+    "say_problems",
+    "table",
+    "tell",
+    "to_json",
+]
 
 #: Control characters, line separators, bidi marks, lone surrogates and what is no character.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -43,8 +58,29 @@ def _escape(match: re.Match[str]) -> str:
 def emit(text: str) -> None:
     """Write text, already clean, to stdout."""
     if sys.stdout is None:  # closed by whoever started us
-        raise OSError(errno.EBADF, "stdout is closed")
-    sys.stdout.write(text + "\n")
+        raise StdoutError(errno.EBADF, "stdout is closed")
+    try:
+        sys.stdout.write(text + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StdoutError(error.errno, error.strerror) from error
+
+
+def flush() -> None:
+    """Bring everything written to stdout there; raises StdoutError where that fails."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StdoutError(error.errno, error.strerror) from error
+
+
+class StdoutError(OSError):
+    """What was to be told could not be written to stdout: a full disk behind a redirection."""
 
 
 def emit_lines(lines: Sequence[str]) -> None:
@@ -123,14 +159,22 @@ def pairs(rows: Sequence[tuple[str, str]]) -> str:
 
 def say_error(error: CkptoolError) -> None:
     """One sentence on stderr, and what to do next."""
-    click.echo(f"ckptool: {clean(str(error))}", err=True)
+    say(str(error))
     if error.next:
-        click.echo(f"  -> {clean(error.next)}", err=True)
+        tell(f"  -> {error.next}")
 
 
 def say(text: str) -> None:
     """A remark on stderr."""
-    click.echo(f"ckptool: {clean(text)}", err=True)
+    tell(f"ckptool: {text}")
+
+
+def tell(text: str) -> None:
+    """A line on stderr. Where that is full or closed there is nobody to tell, and the exit code still counts."""
+    try:
+        click.echo(clean(text), err=True)
+    except OSError:
+        return
 
 
 def say_problems(checkpoint: Checkpoint) -> None:
@@ -138,6 +182,8 @@ def say_problems(checkpoint: Checkpoint) -> None:
     for problem in checkpoint.container.problems:
         if problem.level == "error":
             say(f"warning: {checkpoint.path}: {problem.message}")
+        if problem.code == CUT:
+            tell(f"  -> ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole")
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:

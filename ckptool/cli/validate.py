@@ -82,7 +82,7 @@ def validate(
     no_progress: bool,
     **options: Any,
 ) -> int:
-    """Say whether checkpoints are whole, unambiguous, safe to load, and what a release expects.
+    """Say whether checkpoints are whole, unambiguous, what loading them would call, and what a release expects.
 
     Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run, and torch is
     imported for --load and --finite only. Exit 0: all valid; 1: one is not; 3: one is no checkpoint or cannot

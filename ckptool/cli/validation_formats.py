@@ -42,7 +42,12 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
         lines += ["", table(("global", "word", "times", "in"), named, right=(2,))]
         rest = report["globals_in_all"] - len(report["globals"])
         lines += [f"and {rest:,} more"] if rest else []
-    return [*lines, "", _coverage(report), *_strict(report)]
+    return [*lines, "", _coverage(report), *_strict(report), *_next(report)]
+
+
+def _next(report: dict[str, Any]) -> list[str]:
+    """What to do about a file that is not valid; of one that is no checkpoint stderr tells."""
+    return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] == "invalid" else []
 
 
 def _strict(report: dict[str, Any]) -> list[str]:
@@ -75,7 +80,8 @@ def short_lines(report: dict[str, Any]) -> list[str]:
         return [_head(report)]
     lines = [_head(report) + _partial(report), *(f"  {line}" for line in _strict(report))]
     bad = (check for check in report["checks"] if check["status"] in _BAD)
-    return lines + [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
+    lines += [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
+    return lines + _next(report)
 
 
 # -- for machines -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from codecs import getincrementaldecoder
 from shlex import quote
 
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
@@ -69,7 +70,14 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _is_text(head: bytes) -> bool:
-    return not any(byte < 32 and byte not in b"\t\n\r\f" for byte in head)
+    if any(byte < 32 and byte not in b"\t\n\r\f" for byte in head):
+        return False
+    try:
+        # A character may be cut at the end of the head.
+        getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:

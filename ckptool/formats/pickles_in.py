@@ -6,6 +6,7 @@ not list, in an archive within an archive, and in the bytes that another pickle 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Final, cast
 
@@ -71,7 +72,7 @@ def bare_pickles(source: Source, begin: int, where: str, depth: int = 0) -> Iter
         except PickleError as error:
             # Bytes that happen to begin like one name nothing.
             if any(type(node) is Global for node in error.seen):
-                yield _broken(name, error)
+                yield from _followed(_broken(name, error), depth)
             return
         if len(found.graph.nodes) < 2 and source.read(begin, 1) != b"\x80":
             return
@@ -121,7 +122,7 @@ def _whole(inner: Source, name: str, depth: int) -> Iterator[FoundPickle]:
     try:
         found = decode_at(inner, 0, where=name, most=LIMITS.pickle_bytes)
     except PickleError as error:
-        yield _broken(name, error)
+        yield from _followed(_broken(name, error), depth)
         return
     yield FoundPickle(name, found.graph, "", inner.size - found.end)
     yield from nested_pickles(found.graph, name, depth)
@@ -133,6 +134,13 @@ def _broken(where: str, error: MalformedError) -> FoundPickle:
     seen = cast("list[Node]", error.seen) if isinstance(error, PickleError) else []
     # A view of the nodes only; there is no root.
     return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
+
+
+def _followed(found: FoundPickle, depth: int) -> Iterator[FoundPickle]:
+    """A pickle, and those in the bytes that it carries."""
+    yield found
+    if found.graph is not None:
+        yield from nested_pickles(found.graph, found.where, depth)
 
 
 def _named(name: str) -> bool:
@@ -152,9 +160,21 @@ def _unlisted(source: Source, offsets: Iterator[int], prefix: str, depth: int) -
         size = int.from_bytes(raw[26:28], "little")
         name = raw[LOCAL.size : LOCAL.size + size].decode("utf-8", "replace")
         payload = offset + LOCAL.size + size + int.from_bytes(raw[28:30], "little")
-        if len(raw) < LOCAL.size or raw[8:10] != b"\0\0" or not _named(name):
+        if len(raw) < LOCAL.size or raw[8:10] not in (b"\0\0", b"\x08\0") or not _named(name):
             continue
-        yield from _whole(SliceSource(source, payload, source.size - payload, name), prefix + name, depth)
+        inner: Source = SliceSource(source, payload, source.size - payload, name)
+        if raw[8] == 8:
+            inner = BytesSource(_inflated(inner), name)
+        yield from _whole(inner, prefix + name, depth)
+
+
+def _inflated(source: Source) -> bytes:
+    """What can be inflated from the start of a source on, up to a guess."""
+    inflater = zlib.decompressobj(-15)
+    try:
+        return inflater.decompress(source.read(0, _GUESS), _GUESS)
+    except zlib.error:
+        return b""
 
 
 def _tar(source: Source, depth: int) -> Iterator[FoundPickle]:

@@ -13,7 +13,7 @@ from ..human import counted, human_bytes
 from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode
-from ..pickles.nodes import Persistent
+from ..pickles.nodes import Node, Persistent
 from ..source import Plan, Source, Span, merged
 from ..tensors import TensorReader
 from .pickles_in import bare_pickles, nested_pickles
@@ -45,7 +45,7 @@ class TorchLegacy:
             self.writer = "torch 1.4 or earlier, under Python 2"
         keys_graph = parts[4].graph
         listed = elements(keys_graph.nodes[keys_graph.root])
-        self.keys = [str(keys_graph.nodes[ref]) for ref in listed]
+        self.keys = [_key(keys_graph.nodes[ref]) for ref in listed]
         self._places: dict[str, StoredBytes] = {}
         #: Where the last storage ends.
         self.tail = source.size
@@ -123,6 +123,13 @@ class TorchLegacy:
         if missing_keys:
             what = f"storage {missing_keys[0]!r} is used but not in the list of storages"
             self.problems.append(Problem("missing-storage", "error", what, True))
+
+
+def _key(node: Node) -> str:
+    """A storage key: a string, in old files a number."""
+    if isinstance(node, str) or (isinstance(node, int) and abs(node) < 1 << 64):
+        return str(node)
+    raise PickleError("a storage key that is neither a string nor a number", where=_PARTS[4])
 
 
 def sniff(head: bytes, source: Source) -> bool:

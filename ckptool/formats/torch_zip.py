@@ -149,6 +149,8 @@ class TorchZip:
         if deflated:
             what = f"{counted(len(deflated), 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
             self._note("deflated", "warning", what)
+        elif any(record.method == 8 and record.size for record in archive.records):
+            self._note("deflated", "warning", "records are deflated, which torch.save never does")
         foreign = [r for r in archive.records if r.method not in (0, 8)]
         if foreign:
             what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"

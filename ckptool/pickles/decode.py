@@ -102,7 +102,8 @@ def _execute(machine: Machine) -> Ref:
     try:
         while True:
             if pos > stop:
-                stop = machine.count_nodes(pos)
+                machine.at = pos
+                stop = machine.look_around(pos)
             at = pos
             code = data[pos]
             pos += 1
@@ -233,6 +234,8 @@ def _execute(machine: Machine) -> Ref:
                     refused[code] = refused.get(code, 0) + 1
                 RARE[code](machine, code)
                 pos, stack = machine.pos, machine.stack
+                if code == 0x95:  # FRAME: to be looked at where it ends
+                    stop = min(stop, machine.frame_end - 1)
     except PickleError as error:
         error.offset = at
         raise

@@ -73,6 +73,7 @@ class Machine:
         self.steps: dict[Ref, list[tuple[int, int]]] = {}
         self.refused: dict[int, int] = {}
         self.oddities: list[tuple[int, str]] = []
+        self.words: dict[bytes, str] = {}
         self.frame_end = -1
         self.hashed: set[Ref] = set()
 
@@ -92,13 +93,20 @@ class Machine:
         if len(self.oddities) < self.limits.listed:
             self.oddities.append((self.at, what))
 
-    def count_nodes(self, pos: int) -> int:
-        """Fail for too many nodes; otherwise the offset up to which there can be no more than the limit."""
+    def look_around(self, pos: int) -> int:
+        """What need not be looked at after each instruction: the number of nodes, the end of a FRAME.
+
+        Fails for too many nodes; returns the offset behind which it must be called again.
+        """
         left = self.limits.nodes - len(self.nodes)
         if left < 0:
-            self.at = pos
             self.fail(f"more than {self.limits.nodes:,} objects in one pickle, which is the limit")
-        return pos + left
+        if 0 <= self.frame_end < pos:
+            self.odd("a FRAME ends inside an instruction")
+            self.frame_end = -1
+        elif self.frame_end == pos:
+            self.frame_end = -1
+        return min(pos + left, self.frame_end - 1) if self.frame_end > pos else pos + left
 
     # -- reading and pushing --------------------------------------------------------------------
 

@@ -81,11 +81,19 @@ def _build(machine: Machine, _: int) -> None:
 
 def _name(machine: Machine, _: int) -> None:
     """GLOBAL."""
-    module, name = machine.line(), machine.line()
-    try:
-        machine.push(Global(module.decode(), name.decode()))
-    except UnicodeDecodeError:
-        machine.fail("a global whose name is not UTF-8")
+    machine.push(Global(_word(machine), _word(machine)))
+
+
+def _word(machine: Machine) -> str:
+    """A line of GLOBAL: one string for each, because a million globals may name the same."""
+    raw = machine.line()
+    known = machine.words.get(raw)
+    if known is None:
+        try:
+            known = machine.words[raw] = raw.decode()
+        except UnicodeDecodeError:
+            machine.fail("a global whose name is not UTF-8")
+    return known
 
 
 def _stack_name(machine: Machine, _: int) -> None:
@@ -154,7 +162,11 @@ def _shuffle(machine: Machine, code: int) -> None:
     """POP, POP_MARK and DUP."""
     if code == op.DUP:
         machine.stack.append(machine.stack[-1])
-    elif code == op.POP_MARK or not machine.stack:
+    elif code == op.POP_MARK:
+        machine.pop_mark()
+    elif not machine.stack:
+        if machine.dialect >= 2:
+            machine.odd("POP takes a MARK")
         machine.pop_mark()
     else:
         machine.dropped(machine.stack.pop())

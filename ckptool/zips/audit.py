@@ -11,7 +11,7 @@ from struct import Struct
 from typing import Final, TypeAlias
 
 from ..human import counted, shown
-from ..source import Source
+from ..source import FileSource, Source
 from .read import FULL32, LOCAL, Archive, Oddity, Record, extras
 
 __all__ = ["Audit", "audit", "signatures"]
@@ -24,6 +24,8 @@ _END: Final = Struct("<4s4H2IH").unpack
 _WINDOW: Final = 1 << 20
 _HEADER: Final = b"PK\x03\x04"
 _PADDING: Final = 0x4246  # "FB", as torch pads
+#: Compressed patched data, strong encryption, masked header values.
+_SPECIAL: Final = 0x20 | 0x40 | 0x2000
 
 
 class Audit:
@@ -107,6 +109,10 @@ def signatures(source: Source, begin: int, end: int, signature: bytes = _HEADER)
     """The offsets at which a signature stands between two offsets; the file is read in windows."""
     at = begin
     while at < end:
+        if isinstance(source, FileSource):
+            at = source.next_data(at)  # a hole of 64 GiB holds no record
+            if at >= end:
+                return
         window = source.read(at, min(_WINDOW, end - at))
         found = window.find(signature)
         while found >= 0:
@@ -143,7 +149,7 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         found.padded = bool(padding)
     if found.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
         note("padding", "its padding is not as in the other records", "warning")
-    if sum(4 + len(data) for _, data in fields) != extra_size:
+    if not _parses(raw[LOCAL.size + name_size : head]):
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
@@ -162,6 +168,8 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
             note("local-header", what, "error" if field == "method" else "warning")
     if entry[34:36] != b"\0\0":
         note("other-disk", "it is said to be on another disk")
+    if record.flags & _SPECIAL:
+        note("special-flags", "its flags speak of encryption or of patched data, which torch does not read")
     if record.method == 0 and record.compressed != record.size:
         note("stored-size", f"stored, yet {record.size:,} bytes are said to take {record.compressed:,}")
     _sizes(record, raw, note)
@@ -172,6 +180,14 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         if b"PK\x05\x06" in tail:
             note("nested-archive", "its content is a zip archive itself")
     return end
+
+
+def _parses(extra: bytes) -> bool:
+    """Do the extra fields fill their block?"""
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    return at == len(extra)
 
 
 def _sizes(record: Record, raw: bytes, note: _Note) -> None:
@@ -220,6 +236,9 @@ def _ends(archive: Archive, found: Audit) -> None:
     if end.zip64 >= 0:
         raw = source.read(end.zip64, 56)
         wide = [int.from_bytes(raw[i : i + 8], "little") for i in (24, 32, 40, 48)]
+        if int.from_bytes(raw[4:12], "little") != 44:
+            what = "the zip64 end record has another size than its fields"
+            note(Oddity("end-records", what, offset=end.zip64))
         if wide[0] != wide[1]:
             what = f"the zip64 end record counts {wide[0]:,} entries here and {wide[1]:,} in all"
             note(Oddity("end-count", what, offset=end.zip64))
@@ -232,7 +251,7 @@ def _ends(archive: Archive, found: Audit) -> None:
                 text = f"the end record says {plain:,} {what}, the zip64 end record {true:,}"
                 note(Oddity("end-records", text, offset=end.plain))
         locator = source.read(end.plain - 20, 20)
-        if int.from_bytes(locator[16:20], "little") > 1:
+        if int.from_bytes(locator[16:20], "little") != 1:
             note(Oddity("end-records", "the archive is said to be in several parts", offset=end.plain - 20))
     rest = source.size - end.tail
     if comment:

@@ -76,7 +76,8 @@ def _records(archive: Archive, contents: Mapping[str, bytes], moved: list[_Moved
         shift = at - record.header
         size = limit - record.header
         content = contents.get(record.name)
-        if content is None and shift % grid == 0 and size == _torch_size(record, grid) and at < FULL32:
+        usual = content is None and shift % grid == 0 and size == _torch_size(record, grid) and at < FULL32
+        if usual and _is_usual(archive, record, grid):
             # Torch's own layout at another place of the same residue: the same bytes.
             moved.append(_Moved(record, at, record.crc, record.size, record.compressed, record.method))
             yield Span(source, record.header, size)
@@ -102,6 +103,14 @@ def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
         record.header + _torch_size(record, grid) == after.header or _torch_size(record, grid) < 0
         for record, after in pairwise(records)
     )
+
+
+def _is_usual(archive: Archive, record: Record, grid: int) -> bool:
+    """Does the local header lead to the payload where torch's own layout has it? One flipped bit leads elsewhere."""
+    raw = archive.source.read(record.header, LOCAL.size)
+    name = len(record.name.encode("utf-8", "surrogateescape"))
+    extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
+    return raw[:4] == b"PK\x03\x04" and raw[26:30] == _u16(name) + _u16(extra)
 
 
 def _torch_size(record: Record, grid: int) -> int:

@@ -206,8 +206,12 @@ def read_archive(source: Source) -> Archive:
     if shift > 0 and raw[:4] != b"PK\x01\x02" and source.read(offset + shift, 4) == b"PK\x01\x02":
         what = f"the last archive in it begins only at byte {shift:,}: torch refuses bytes in front of an archive"
         raise MalformedError(what, where=DIRECTORY, offset=offset)
-    records = _entries(raw, count, offset)
+    records, folders = _entries(raw, count, offset)
     archive = Archive(source, records, end)
+    for name in folders:
+        # miniz takes it for a folder by this bit of MS-DOS, and torch hands out memory that nobody wrote.
+        what = f"{shown(name)} is marked as a folder: torch does not read its bytes"
+        archive.oddities.append(Oddity("folder-attribute", what, True, where=name))
     _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
     return archive
 
@@ -233,16 +237,34 @@ def _find_end(source: Source) -> End:
     return End(zip64, plain, offset, size, count)
 
 
-def _entries(raw: bytes, count: int, base: int) -> list[Record]:
+def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]]:
+    """The records, and the names of those that are files and marked as folders."""
     records: list[Record] = []
+    folders: list[str] = []
     unpack, size = _ENTRY.unpack_from, _ENTRY.size
     at = 0
     for _ in range(count):
         if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
             raise MalformedError("no directory entry where one must be", where=DIRECTORY, offset=base + at)
-        (_, _, _, flags, method, _, _, crc, packed, plain, name_size, extra_size, comment_size, _, _, _, header) = (
-            unpack(raw, at)
-        )
+        (
+            _,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            packed,
+            plain,
+            name_size,
+            extra_size,
+            comment_size,
+            _,
+            _,
+            attributes,
+            header,
+        ) = unpack(raw, at)
         name_at = at + size
         extra_at = name_at + name_size
         end = extra_at + extra_size + comment_size
@@ -259,8 +281,10 @@ def _entries(raw: bytes, count: int, base: int) -> list[Record]:
             except IndexError:
                 raise MalformedError("a zip64 size is missing", where=name, offset=base + at) from None
         records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
+        if attributes & 0x10 and not name.endswith("/"):
+            folders.append(name)
         at = end
-    return records
+    return records, folders
 
 
 def extras(raw: bytes) -> list[tuple[int, bytes]]:
