@@ -170,7 +170,7 @@ class TensorReader:
         self._uses[ref] = known
 
     def _view(self, ref: Ref) -> tuple[int, int | None]:
-        """Where a legacy view, (key, offset, size) or None, begins in elements, and its size; -1 for one that is none."""
+        """Where a legacy view begins in elements, and its size; -1 for one that is none."""
         node = self.graph.nodes[ref]
         pid = self.graph.nodes[node.pid] if isinstance(node, Persistent) else ()
         view = self.graph.nodes[pid[5]] if type(pid) is tuple and len(pid) == 6 else None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
-from ..human import counted, listed
+from ..human import counted, listed, shown
 from ..objects import mapping
 from ..pickles.nodes import Ref
 from ..prefixes import common_prefix, without_wrappers, wrapper_counts
@@ -167,12 +167,12 @@ def _refuse_collisions(
         if other != old:
             pairs.append((other, old, new))
         if not new:
-            raise RefusedError(f"the key {old!r} would have no name left", path=checkpoint.path)
+            raise RefusedError(f"the key {shown(old)} would have no name left", path=checkpoint.path)
     if pairs:
         other, old, new = pairs[0]
         where = f" in {state_dict.path!r}" if state_dict.path else ""
         more = f", and {counted(len(pairs) - 1, 'more pair')} likewise" if len(pairs) > 1 else ""
-        what = f"the keys {other!r} and {old!r}{where} would both be called {new!r}{more}"
+        what = f"the keys {shown(other)} and {shown(old)}{where} would both be called {shown(new)}{more}"
         raise RefusedError(what, path=checkpoint.path, next="leave one of each pair out where the file is made")
 
 

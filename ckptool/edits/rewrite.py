@@ -82,8 +82,8 @@ class Rewrite:
             items = items[len(listed) :]
         self.changed[ref] = node.filled(node.items, [part for item in items for part in item], node.states)
 
-    def done(self) -> Graph:
-        """The edited graph; the old one when nothing changed."""
-        if not self.changed:
+    def done(self, root: Ref | None = None) -> Graph:
+        """The edited graph; the old one when nothing changed. ``root`` is another root."""
+        if not self.changed and root is None:
             return self.graph
-        return self.graph.edited(self.changed, self._added, like=self._like)
+        return self.graph.edited(self.changed, self._added, root, self._like)

@@ -1,0 +1,360 @@
+"""Every global of every pickle is named, however it is spelled and wherever the pickle hides."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import FIXTURES, MANIFEST
+from conftest import ROOT as PROJECT
+from hostile_files import (
+    ROOT,
+    SYSTEM,
+    TENSOR,
+    Code,
+    Entry,
+    archive,
+    by_key,
+    call,
+    dumped,
+    entries,
+    legacy,
+    name,
+    named,
+    notes,
+    plain,
+    put,
+    report_of,
+    say,
+    with_record,
+)
+
+from ckptool.validating import validation_report
+
+CALLED, NAMED, ALLOWED = "called when loaded", "not on torch's list", "allowed"
+EVIL = dumped(SYSTEM)
+#: The same in protocol 0, which begins like text.
+EVIL0 = b"cposix\nsystem\n(S'true'\ntR."
+
+
+def text(value: str) -> bytes:
+    """SHORT_BINUNICODE."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+class Spelling(NamedTuple):
+    """A pickle, and the global that it names, with its word."""
+
+    raw: bytes
+    mapped: str = "posix.system"
+    word: str = CALLED
+
+
+# -- how a global may be spelled --------------------------------------------------------------------------------
+
+SYS = b"cposix\nsystem\n"
+SPELLINGS = {
+    "GLOBAL alone": Spelling(b"\x80\x02" + SYS + b".", word=NAMED),
+    "GLOBAL, popped": Spelling(b"\x80\x02" + SYS + b"0N.", word=NAMED),
+    "GLOBAL, dropped with its MARK": Spelling(b"\x80\x02(" + SYS + b"1N.", word=NAMED),
+    "REDUCE": Spelling(EVIL),
+    "REDUCE, the result popped": Spelling(EVIL[:-1] + b"0N."),
+    "REDUCE, protocol 0": Spelling(EVIL0),
+    "INST": Spelling(b"(S'true'\niposix\nsystem\n."),
+    "OBJ": Spelling(b"\x80\x02(" + SYS + b"S'true'\no."),
+    "NEWOBJ": Spelling(b"\x80\x02" + SYS + put(("true",)) + b"\x81."),
+    "NEWOBJ_EX": Spelling(b"\x80\x04" + SYS + put(("true",)) + b"}\x92."),
+    "BUILD": Spelling(b"\x80\x02" + SYS + b"}(" + put("a") + put(1) + b"ub."),
+    "BUILD of a class that is on the list": Spelling(
+        b"\x80\x02ccollections\nOrderedDict\n}(" + put("a") + put(1) + b"ub.", "collections.OrderedDict", ALLOWED
+    ),
+    "STACK_GLOBAL": Spelling(b"\x80\x04" + text("posix") + text("system") + b"\x93" + put(("true",)) + b"R."),
+    "STACK_GLOBAL, operands from the memo by MEMOIZE": Spelling(
+        b"\x80\x04" + text("system") + b"\x940" + text("posix") + b"\x940h\x01h\x00\x93" + put(("true",)) + b"R."
+    ),
+    "STACK_GLOBAL, operands from the memo by PUT": Spelling(
+        b"\x80\x04" + put("system") + b"q\x070" + put("posix") + b"p99\n0g99\nh\x07\x93)R."
+    ),
+    "STACK_GLOBAL, operands duplicated": Spelling(b"\x80\x04" + text("posix") + b"2\x93)R.", "posix.posix"),
+    "STACK_GLOBAL, operands out of a popped list": Spelling(
+        b"\x80\x04](" + text("posix") + b"\x94" + text("system") + b"\x94e0h\x00h\x01\x93)R."
+    ),
+    "STACK_GLOBAL in a memo slot that is taken twice": Spelling(
+        b"\x80\x04" + text("math") + b"q\x000" + text("posix") + b"q\x000h\x00" + text("system") + b"\x93)R."
+    ),
+    "text that decodes": Spelling(b"\x80\x04V\\u0070osix\nVsys\\u0074em\n\x93)R."),
+    "MEMOIZE inside a MARK": Spelling(b"\x80\x04(" + text("posix") + b"\x941h\x00" + text("system") + b"\x93)R."),
+    "PUT of a MARKed object": Spelling(b"\x80\x02(" + SYS + b"q\x011h\x01)R."),
+    "POP of a MARK": Spelling(b"\x80\x02(0" + SYS + b")R."),
+    "a frame that ends within the name": Spelling(
+        b"\x80\x04\x95" + struct.pack("<Q", 4) + text("posix") + text("system") + b"\x93)R."
+    ),
+    "a frame within a frame": Spelling(
+        b"\x80\x04\x95" + struct.pack("<Q", 40) + b"\x95" + struct.pack("<Q", 30) + SYS + put(("x" * 9,)) + b"R."
+    ),
+    "in a dict key": Spelling(b"\x80\x02}(" + SYS + b")RK\x01u."),
+    "in a tuple of a tuple": Spelling(dumped(((((SYSTEM,),),),))),
+    "in kwargs of NEWOBJ_EX": Spelling(
+        b"\x80\x04" + put(name("collections", "OrderedDict")) + b")}(" + put("a") + put(SYSTEM) + b"u\x92."
+    ),
+    "in a state": Spelling(b"\x80\x02ccollections\nOrderedDict\n)R}(" + put("a") + put(SYSTEM) + b"ub."),
+    "in a persistent id": Spelling(b"\x80\x02" + put(("storage", SYSTEM)) + b"Q."),
+    "the function out of another call": Spelling(
+        b"\x80\x02" + put(call(name("builtins", "getattr"), name("os", "x"), "system")) + b")R.", "builtins.getattr"
+    ),
+    "EXT1": Spelling(b"\x80\x02\x82\x07)R.", "copyreg extension.7"),
+    "EXT2": Spelling(b"\x80\x02\x83\x07\x01)R.", "copyreg extension.263"),
+    "EXT4": Spelling(b"\x80\x02\x84\x07\x00\x01\x00)R.", "copyreg extension.65543"),
+    "Python 2's eval": Spelling(dumped(call(name("__builtin__", "eval"), "1")), "builtins.eval"),
+    "Python 2's commands": Spelling(dumped(call(name("commands", "getoutput"), "1")), "subprocess.getoutput"),
+    "Python 2's urllib": Spelling(dumped(call(name("urllib2", "urlopen"), "1")), "urllib.request.urlopen"),
+    "a dotted name": Spelling(
+        b"\x80\x04" + text("os") + text("path.join.__globals__") + b"\x93)R.", "os.path.join.__globals__"
+    ),
+    "a name that only looks allowed": Spelling(
+        dumped(call(name("torch._utils ", "_rebuild_tensor_v2"))), "torch._utils ._rebuild_tensor_v2"
+    ),
+    "a name in other case": Spelling(
+        dumped(call(name("torch._utils", "_Rebuild_tensor_v2"))), "torch._utils._Rebuild_tensor_v2"
+    ),
+    "allowed": Spelling(dumped(call(name("collections", "OrderedDict"))), "collections.OrderedDict", ALLOWED),
+    # What follows breaks, after the global.
+    "then a bad opcode": Spelling(EVIL[:-1] + b"\xff."),
+    "then no STOP": Spelling(EVIL[:-1]),
+    "then the end of an instruction": Spelling(EVIL[:-1] + b"X\xff\xff"),
+    "then a long announcement": Spelling(EVIL[:-1] + b"\x8e" + struct.pack("<Q", 1 << 62)),
+    "then nothing on the stack": Spelling(EVIL[:-1] + b"00000."),
+    "then a memo slot that is empty": Spelling(EVIL[:-1] + b"h\xee."),
+    "then an int of too many digits": Spelling(EVIL[:-1] + b"I" + b"9" * 100_000 + b"\n."),
+}
+
+
+@pytest.mark.parametrize("found", SPELLINGS.values(), ids=SPELLINGS.keys())
+@pytest.mark.parametrize("place", ["bare", "zip", "legacy"])
+def test_a_global_is_named_however_it_is_spelled(found: Spelling, place: str, tmp_path: Path) -> None:
+    data = {"bare": found.raw, "zip": plain(pickled=found.raw), "legacy": legacy(object=found.raw)}[place]
+    report = report_of(tmp_path / "seed.pth", data)
+    assert named(report).get(found.mapped) == found.word, (named(report), report["error"])
+    for item in report["globals"]:
+        assert set(item) == {"module", "name", "mapped", "word", "times", "pickle"}
+        assert item["word"] in (CALLED, NAMED, ALLOWED)
+
+
+ODD = {
+    "POP of a MARK": b"\x80\x02(0N.",
+    "MEMOIZE of a MARK": b"\x80\x04N(\x941.",
+    "PUT of a MARK": b"\x80\x02N(q\x001.",
+    "PUT on nothing": b"\x80\x02q\x00N.",
+    "a frame that ends within an instruction": b"\x80\x04\x95" + struct.pack("<Q", 2) + text("posix") + b".",
+    "a frame beyond STOP": b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.NNN",
+    "a frame within a frame": b"\x80\x04\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 2) + b"N..",
+    "values left": b"\x80\x02NN.",
+    "a MARK left": b"\x80\x02(N.",
+    "a slot filled twice": b"\x80\x02K\x01q\x00K\x02q\x000.",
+    "a second PROTO": b"\x80\x02\x80\x02N.",
+}
+
+
+@pytest.mark.parametrize("raw", by_key(ODD))
+def test_what_no_pickler_writes_is_said(raw: bytes, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain(pickled=raw))
+    assert notes(report) & {"odd-pickle", "after-stop", "malformed", "broken-pickle"}, report["checks"]
+
+
+def test_the_spelling_of_the_file_stands_beside_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    report = report_of(path, plain({"x": call(name("__builtin__", "eval"), "1+1")}))
+    (found,) = (item for item in report["globals"] if item["mapped"] == "builtins.eval")
+    assert (found["module"], found["name"], found["word"]) == ("__builtin__", "eval", CALLED)
+    assert report["status"] == "invalid"
+    words = say("validate", path).out
+    assert "builtins.eval" in words
+    assert "__builtin__" in say("validate", path, "-v").out
+
+
+def test_how_often_a_global_is_named_is_counted(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain({"a": SYSTEM, "b": SYSTEM, "c": SYSTEM}))
+    assert [item["times"] for item in report["globals"] if item["mapped"] == "posix.system"] == [3]
+
+
+# -- where a pickle may hide ------------------------------------------------------------------------------------
+
+
+def zipped(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as found:
+        for member, data in members.items():
+            found.writestr(member.replace("__", "/").replace("_DOT_", "."), data)
+    return out.getvalue()
+
+
+def tarred(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as found:
+        for member, data in members.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(data)
+            found.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def deep(levels: int) -> bytes:
+    inner = EVIL
+    for _ in range(levels):
+        inner = dumped(call(name("pickle", "loads"), inner))
+    return inner
+
+
+def loads_of(data: object, function: str = "pickle.loads") -> bytes:
+    return plain({"x": call(name(*function.rsplit(".", 1)), data)})
+
+
+EVIL_ZIP = plain({"x": SYSTEM})
+PLACES = {
+    "a bare pickle": EVIL,
+    "a bare pickle of protocol 0": EVIL0,
+    "the second of two bare pickles": dumped(1) + EVIL,
+    "the second of two, protocol 0": dumped(1) + EVIL0,
+    "behind STOP in data.pkl": plain(pickled=dumped({"w": TENSOR}) + EVIL),
+    "behind STOP in data.pkl, protocol 0": plain(pickled=dumped({"w": TENSOR}) + EVIL0),
+    "another .pkl": with_record(Entry(f"{ROOT}/more.pkl", EVIL)),
+    "another .pkl, protocol 0": with_record(Entry(f"{ROOT}/more.pkl", EVIL0)),
+    "another .pkl, deflated": with_record(Entry(f"{ROOT}/more.pkl", EVIL, 8)),
+    "another .PKL": with_record(Entry(f"{ROOT}/MORE.PKL", EVIL)),
+    "another record that begins like a pickle": with_record(Entry(f"{ROOT}/weights.bin", EVIL)),
+    "another record, deflated": with_record(Entry(f"{ROOT}/weights.bin", EVIL, 8)),
+    "another root": with_record(Entry("other/data.pkl", EVIL)),
+    "another root's text-like pickle": with_record(Entry("other/data.pkl", EVIL0)),
+    "a copy of data.pkl": with_record(Entry(f"{ROOT}/data.pkl", EVIL)),
+    "a case twin of data.pkl": with_record(Entry(f"{ROOT}/Data.Pkl", EVIL)),
+    "a record that is not listed": with_record(Entry(f"{ROOT}/evil.pkl", EVIL, unlisted=True)),
+    "a record that is not listed, deflated": with_record(Entry(f"{ROOT}/evil.pkl", EVIL, 8, unlisted=True)),
+    "the first of two archives": EVIL_ZIP + plain(),
+    "the second of two archives": plain() + EVIL_ZIP,
+    "the third of three archives": plain() + plain() + EVIL_ZIP,
+    "the second of two archives, offsets from the file": plain()
+    + archive(entries({"x": SYSTEM}).values(), shift=len(plain())),
+    "an archive within an archive": with_record(Entry(f"{ROOT}/inner.pth", EVIL_ZIP)),
+    "an archive within an archive, deflated": with_record(Entry(f"{ROOT}/inner.pth", EVIL_ZIP, 8)),
+    "an archive in a zip that is none of torch's": zipped(model_DOT_pth=EVIL_ZIP),
+    "a pickle in a zip that is none of torch's": zipped(a__b_DOT_pkl=EVIL),
+    "a cut archive": EVIL_ZIP[:-30],
+    "a cut archive, another .pkl": with_record(Entry(f"{ROOT}/more.pkl", EVIL))[:-30],
+    "an archive behind other bytes": b"#!/bin/sh\n" + EVIL_ZIP,
+    "a tar": tarred(pickle=EVIL),
+    "a tar with an archive in it": tarred(model=EVIL_ZIP),
+    "legacy: the magic number's pickle": legacy(magic=EVIL[:-1] + b"0" + legacy()[2:15]),
+    "legacy: protocol version": legacy(version=EVIL),
+    "legacy: system info": legacy(system=EVIL),
+    "legacy: object": legacy(object=EVIL),
+    "legacy: keys": legacy(keys=b"\x80\x02]" + put(SYSTEM) + b"0" + put("0") + b"a."),
+    "legacy: behind the last storage": legacy(tail=EVIL),
+    "legacy: cut": legacy({"x": SYSTEM})[:-20],
+    "legacy: cut within the object": legacy(storages={}, object=EVIL[:-1], keys=b""),
+    "bytes for pickle.loads": loads_of(EVIL),
+    "bytes for pickle.loads, protocol 0": loads_of(EVIL0),
+    "bytes for torch.storage._load_from_bytes": loads_of(EVIL, "torch.storage._load_from_bytes"),
+    "bytes for _load_from_bytes, an archive": loads_of(EVIL_ZIP, "torch.storage._load_from_bytes"),
+    "bytes for _load_from_bytes, a legacy file": loads_of(legacy({"x": SYSTEM}), "torch.storage._load_from_bytes"),
+    "text for pickle.loads": loads_of(EVIL.decode("latin-1"), "cPickle.loads"),
+    "bytes through codecs.encode": plain(
+        {"x": call(name("pickle", "loads"), call(name("_codecs", "encode"), EVIL.decode("latin-1"), "latin1"))}
+    ),
+    "bytes in a bytearray": plain(
+        pickled=b"\x80\x05cpickle\nloads\n(\x96" + struct.pack("<Q", len(EVIL)) + EVIL + b"tR."
+    ),
+    "bytes that nobody calls": plain({"x": EVIL}),
+    "pickle in pickle in pickle": plain({"x": Code(deep(3)[2:-1])}),
+    "bytes in a broken pickle": plain(pickled=dumped({"x": call(name("pickle", "loads"), EVIL)})[:-1]),
+    "bytes in another .pkl": with_record(Entry(f"{ROOT}/more.pkl", deep(1))),
+}
+
+
+@pytest.mark.parametrize("data", by_key(PLACES))
+def test_a_pickle_is_found_wherever_it_hides(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    report = report_of(path, data)
+    assert named(report).get("posix.system") == CALLED, (report["status"], report["pickles"], report["error"])
+    assert report["status"] != "valid"
+    said = say("validate", path)
+    assert said.code in (1, 3)
+    assert "posix.system" in said.out
+
+
+def test_bytes_that_only_look_like_a_pickle_name_nothing(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain({"x": b"\x80\x02", "y": b"cold water\n", "z": b"(dp0\n."}))
+    assert {item["mapped"] for item in report["globals"]} <= {
+        "collections.OrderedDict",
+        "torch._utils._rebuild_tensor_v2",
+        "torch.FloatStorage",
+    }
+
+
+# -- the words --------------------------------------------------------------------------------------------------
+
+
+SAFE = re.compile(r"\bsafe(ly)?\b", re.I)
+
+
+@pytest.mark.parametrize("style", ["table", "json", "jsonl", "github", "junit", "sarif"])
+def test_nothing_is_called_harmless(style: str, tmp_path: Path) -> None:
+    """The word that nobody can stand up for is in no report."""
+    paths = [item.path for item in MANIFEST]
+    for key, data in {"bad": EVIL, "zip": EVIL_ZIP, "good": plain(), "legacy": legacy()}.items():
+        path = tmp_path / f"{key}.pth"
+        path.write_bytes(data)
+        paths.append(path)
+    said = say("validate", "-v", "--no-progress", "--format", style, *paths).all
+    assert [line for line in said.splitlines() if SAFE.search(line)] == []
+
+
+@pytest.mark.parametrize("command", ["validate"])
+def test_nothing_is_promised_to_be_harmless(command: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "ckptool", command, "--help"],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert not SAFE.search(said)
+
+
+def test_a_clean_file_is_said_to_name_nothing_outside_of_the_list(tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    path.write_bytes(plain())
+    assert "no global outside torch 2.13's weights_only list" in say("validate", path).out
+
+
+def test_torchscript_is_a_program_by_nature() -> None:
+    said = say("validate", FIXTURES / "torchscript.pt")
+    assert said.code == 3
+    assert "program" in said.all
+
+
+@pytest.mark.parametrize(
+    "item", [item for item in MANIFEST if item.path.name.startswith("hostile_")], ids=lambda item: str(item.path.name)
+)
+def test_the_hostile_fixtures_are_not_valid(item: Any) -> None:
+    report = validation_report(str(item.path))
+    assert report["status"] == "invalid"
+    assert named(report).get("posix.system") == CALLED
+
+
+def test_the_report_is_json_whatever_a_global_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    odd = name("a\x1b[2J\u202e", "b\ufeff")
+    path.write_bytes(plain({"x": call(odd), "y": Code(b"\x8c\x03\xed\xa0\x80\x8c\x01x\x93")}))
+    said = say("validate", path, "--format", "json")
+    assert "a\x1b[2J\u202e.b\ufeff" in {item["mapped"] for item in json.loads(said.out)["globals"]}

@@ -1,0 +1,143 @@
+"""Put every promise of ckptool to the test that something goes wrong, and print one table.
+
+`python tests/torture/run.py` takes about 20 minutes and writes its figures into docs/reliability.md. `--only kill
+--only fuzz` runs some rows, `--quick` a little of each, to see that the script works; both leave the page alone.
+The exit code is 1 when a promise was broken. Each broken promise is told with what is needed to see it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+# Run as a script: the package is the folder above, and ckptool is the one of this working tree, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torture import calls, cuts, flips, fuzz, large, moments, places, sameness, transfers
+from torture.page import PAGE, Result, rewrite
+from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
+
+_WHOLE = "the output is old or complete, the input untouched"
+ROWS = (
+    Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", calls.kill),
+    Row(
+        "errors",
+        "ENOSPC and EIO at every system call",
+        f"{_WHOLE}, nothing left behind; path and reason are named",
+        calls.errors,
+    ),
+    Row("ulimit", "`ulimit -f`, in steps of 256 bytes", "the same", places.file_size_limit),
+    Row("disk", "a disk of 4 KiB, 8 KiB, ...", "the same", places.small_disk),
+    Row("full", "stdout is `/dev/full`", "exit 5, and the output is complete", places.full_stdout),
+    Row("short", "reads and writes that move less than asked", "byte-identical output", transfers.short),
+    Row("eintr", "EINTR", "byte-identical output", calls.interrupted),
+    Row("ended", "SIGINT, SIGTERM, SIGHUP at every system call", f"{_WHOLE}; exit 128+N, or all is done", calls.ended),
+    Row(
+        "signals",
+        "SIGINT, SIGTERM, SIGHUP, SIGPIPE at random moments",
+        f"{_WHOLE}; exit 128+N, or all is done",
+        moments.signals,
+    ),
+    Row(
+        "head",
+        "the reader of a pipe goes away, as with `| head`",
+        "silence; what was to be written is complete",
+        moments.pipes,
+    ),
+    Row("changing", "the input changes while it is copied", "noticed and said; no output", moments.changing),
+    Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", cuts.cuts),
+    Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", flips.flips),
+    Row("fuzz", "mutated files", "only ckptool's own errors, in 1 s and 256 MiB", fuzz.fuzz),
+    Row("large", "a sparse file of more than 4 GiB", "records, places and marks as before", large.large),
+    Row("same", "5 hash seeds, 2 runs each", "identical bytes", sameness.determinism),
+    Row("inert", "every fixture and real checkpoint under an audit hook", "nothing in it runs", sameness.inert),
+    Row("terminal", "all that is printed about them", "no control characters", sameness.terminal),
+)
+_SHOWN = 40  # kinds of broken promises of one row that are printed
+_ANY = re.compile(r"0x[0-9a-f]+|[0-9a-f]{12}|\d[\d,.]*")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [row.name for row in ROWS]
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="a little of each row: does the script work?")
+    parser.add_argument("--minutes", type=float, metavar="N", help="how long to fuzz (default 2)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one gives other random cases")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="where the scratch files go (needs 15 GB)")
+    given = parser.parse_args(arguments)
+    minutes = given.minutes if given.minutes is not None else 0.2 if given.quick else 2.0
+    # The runs under test write no bytecode, so that all of them make the same calls; with it they start faster.
+    compileall.compile_dir(ROOT / "ckptool", quiet=2)
+    results = []
+    for row in ROWS:
+        if given.only and row.name not in given.only:
+            continue
+        scratch = Path(tempfile.mkdtemp(prefix="torture-", dir=given.work))
+        try:
+            result = _result(row, Options(scratch, given.quick, minutes, given.seed))
+        finally:
+            shutil.rmtree(scratch)
+        results.append(result)
+        _show(result)
+    print("\n" + _table(results))
+    if not (given.quick or given.only):
+        rewrite(results)
+        print(f"\nthe figures are in {PAGE.relative_to(ROOT)}")
+    return int(any(result.tally.broken for result in results))
+
+
+def _result(row: Row, options: Options) -> Result:
+    """Run a row. One that fails by itself is a broken promise, too: nothing is known about the rest of it."""
+    tally, begun, skipped = Tally(), time.monotonic(), ""
+    try:
+        row.run(tally, options)
+    except Skipped as reason:
+        skipped = f"not run: {reason}"
+    except Exception as error:
+        traceback.print_exc()
+        tally.check(False, f"the test itself failed: {type(error).__name__}: {error}")
+    return Result(row, tally, time.monotonic() - begun, skipped)
+
+
+def _show(result: Result) -> None:
+    """A row as soon as it is done, and what was broken in it."""
+    row, tally, seconds, skipped = result
+    print(
+        f"{row.name}: {skipped or f'{tally.amount:,} cases, {len(tally.broken):,} broken'}, {seconds:.0f} s", flush=True
+    )
+    for text in tally.notes:
+        print(f"  {text}")
+    alike: dict[str, list[Broken]] = {}
+    for broken in tally.broken:
+        # What differs in numbers and random names only is one bug, not hundreds.
+        alike.setdefault(_ANY.sub("#", broken.words), []).append(broken)
+    for group in list(alike.values())[:_SHOWN]:
+        more = f" (and {len(group) - 1:,} more like it)" if len(group) > 1 else ""
+        print(f"  BROKEN {group[0].case}\n    {group[0].words[:1000]}{more}")
+    if len(alike) > _SHOWN:
+        print(f"  ... and {len(alike) - _SHOWN:,} other kinds")
+
+
+def _table(results: Sequence[Result]) -> str:
+    rows = [
+        (row.name, row.what, "not run" if skipped else f"{tally.amount:,}", len(tally.broken), f"{seconds:.0f}")
+        for row, tally, seconds, skipped in results
+    ]
+    headers = ("row", "what happens", "amount", "broken", "seconds")
+    return tabulate(rows, headers=headers, colalign=("left", "left", "right", "right", "right"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The commands that write, and a folder in which one of them is put to the test."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptool.cli.main import COMMANDS, run
+
+from .rows import FIXTURES, ROOT, Tally
+
+__all__ = ["ENVIRONMENT", "OLD", "SUFFIX", "Answer", "Stage", "State", "Writing", "answer", "state", "writing"]
+
+SUFFIX = ".ckptool-tmp"
+#: What stands at the output's place before a run with --force, and its mode: not one that any default gives.
+OLD, OLD_MODE = b"the old bytes of the output, which must stay or go as a whole\n" * 40, 0o640
+#: Without bytecode files every run makes the same system calls.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Writing(NamedTuple):
+    """A command that writes, its options, and the fixture it is tried on."""
+
+    command: str
+    options: tuple[str, ...]
+    fixture: str
+
+
+#: One line a command; those that this version of ckptool does not have are left out.
+_WRITING = (
+    Writing("strip-module", (), "bare_module.pth"),
+    Writing("add-module", (), "legacy_bare.pth"),
+    Writing("remap", ("--to", "cpu"), "cuda0.pth"),
+    Writing("sanitize", (), "args_namespace.pth"),
+    Writing("salvage", (), "truncated.pth"),
+)
+
+
+def writing() -> list[Writing]:
+    """The commands of this version that write."""
+    return [item for item in _WRITING if item.command in COMMANDS]
+
+
+class State(NamedTuple):
+    """What must not change about a file."""
+
+    data: bytes
+    mtime: int
+    mode: int
+
+
+def state(path: Path) -> State:
+    status = path.stat()
+    return State(path.read_bytes(), status.st_mtime_ns, stat.S_IMODE(status.st_mode))
+
+
+class Answer(NamedTuple):
+    """How a run of the command line ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def answer(arguments: list[str]) -> Answer:
+    """The command line, called in this process: a hundred times faster than a process of its own."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(arguments)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+class Stage:
+    """A folder with an input and a place for the output. ``expected`` is the right output, ``code`` the exit code
+    that comes with it (a command may say with its code that not everything could be saved)."""
+
+    def __init__(self, folder: Path, item: Writing, source: Path | None = None) -> None:
+        self.item = item
+        self.folder = folder / "outputs"
+        self.folder.mkdir(parents=True)
+        # Beside the folder, not in it: everything in it but the output is litter.
+        self.source = folder / "in.pth"
+        shutil.copyfile(source or FIXTURES / item.fixture, self.source)
+        self.source.chmod(0o644)
+        self.out = self.folder / "out.pth"
+        self.code = answer(self.arguments()).code
+        if not self.out.exists():
+            raise AssertionError(f"{item.command} on {item.fixture} ends with {self.code} and writes nothing")
+        self.expected = self.out.read_bytes()
+        self.before = state(self.source)
+        self.force = False
+
+    def arguments(self, *more: str) -> list[str]:
+        return [self.item.command, str(self.source), "-o", str(self.out), *self.item.options, *more]
+
+    def process(self, *more: str) -> list[str]:
+        """The same as a process of its own."""
+        force = ["--force"] if self.force else []
+        return [sys.executable, "-m", "ckptool", *self.arguments(*force, *more)]
+
+    def run(self, *more: str, timeout: float = 60) -> Answer:
+        command = self.process(*more)
+        done = subprocess.run(
+            command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=timeout, errors="replace"
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    def reset(self, force: bool) -> None:
+        """As before a run: no output, or with ``force`` an old one."""
+        self.force = force
+        for path in self.folder.iterdir():
+            path.unlink()
+        if force:
+            self.out.write_bytes(OLD)
+            self.out.chmod(OLD_MODE)
+
+    def litter(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if path != self.out)
+
+    def holds(self) -> str:
+        """What is at the output's path: "nothing", "old", "new", or what is wrong with it."""
+        if not self.out.exists():
+            return "nothing" if not self.force else "the old output is gone"
+        data, _, mode = state(self.out)
+        if data == OLD and self.force:
+            return "old" if mode == OLD_MODE else f"the old bytes with mode {mode:o}"
+        wanted = OLD_MODE if self.force else self.before.mode
+        if data == self.expected:
+            return "new" if mode == wanted else f"the new bytes with mode {mode:o}"
+        return f"{len(data):,} bytes that are neither the old nor the new ones"
+
+    def check_promise(self, tally: Tally, leftovers: int) -> str:
+        """The promise under failure; ``leftovers`` is how many temporary files may be there. Returns ``holds()``."""
+        found = self.holds()
+        tally.check(found in ("nothing", "old", "new"), f"the output holds {found}")
+        tally.check(state(self.source) == self.before, "the input is not what it was")
+        litter = self.litter()
+        names = all(name.endswith(SUFFIX) and name.startswith(".out.pth.") for name in litter)
+        tally.check(len(litter) <= leftovers and names, f"left behind: {litter}")
+        return found
+
+    def check_next_run(self, tally: Tally) -> None:
+        """The next run succeeds and takes away what the last one left. It needs --force only over an output."""
+        done = answer(self.arguments(*(["--force"] if self.out.exists() else [])))
+        tally.check(done.code == self.code, f"the next run ends with {done.code}: {done.err.strip()}")
+        tally.check(self.holds() == "new", f"after the next run the output holds {self.holds()}")
+        tally.check(not self.litter(), f"after the next run there still is {self.litter()}")
+
+    def check_message(self, tally: Tally, err: str, reason: str, places: list[str]) -> None:
+        """An error is one sentence that names one of the places and the reason; perhaps a next step follows it."""
+        lines = err.splitlines()
+        sentence = [line for line in lines if line.startswith("ckptool: ")]
+        others = [line for line in lines if not line.startswith(("ckptool: ", "  -> "))]
+        told = any(place in line and reason in line for line in sentence for place in places)
+        tally.check(told and not others, f"the message does not name path and reason ({reason}): {err.strip()!r}")
+        tally.check(
+            not re.search("Traceback|a bug in|Exception ignored", err), f"no message for users: {err.strip()!r}"
+        )
