@@ -32,7 +32,9 @@ DAMAGED = "damaged"
 CUT = "cut"
 UNEDITABLE = frozenset((DAMAGED, CUT))
 #: Codes of the problems on whose account nobody knows what torch reads.
-AMBIGUOUS = frozenset(("duplicate-record", "case-twin", "second-archive", "encrypted", "folder-attribute"))
+AMBIGUOUS = frozenset(
+    ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+)
 
 
 class Problem(NamedTuple):

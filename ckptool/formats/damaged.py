@@ -16,10 +16,10 @@ from ..human import human_bytes
 from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Graph
-from ..source import Plan, Source
+from ..source import Plan, Source, Span
 from ..survey import survey
 from ..tensors import Storage, TensorReader
-from ..zips import Archive, Walked, contents, read_archive, walk
+from ..zips import LOCAL, Archive, Walked, contents, read_archive, walk
 
 __all__ = ["Extent", "Rescued", "extent_of_zip", "rescue_zip"]
 
@@ -93,14 +93,15 @@ class _Walk:
         self.reason = "there is no data.pkl in what is left"
         for record in walk(source, self.sizes):
             self.records.append(record)
-            if record.name.partition("/")[2] == "data.pkl":
+            if _is_main(record.name):
                 self.pickles.append(record)
                 if self.main is None:
                     self._pickle(record)
 
     @property
-    def root(self) -> str:
-        return self.main[0].name.partition("/")[0] if self.main else ""
+    def folder(self) -> str:
+        """What stands in front of the names of all records: the folder with its slash, or nothing."""
+        return self.main[0].name[: -len("data.pkl")] if self.main else ""
 
     def _pickle(self, record: Walked) -> None:
         if not record.whole:
@@ -122,8 +123,7 @@ class _Walk:
             return
         self.main = (record, data, graph)
         self.storages = TensorReader(graph).storages
-        root = record.name.partition("/")[0]
-        self.sizes.update({f"{root}/data/{key}": storage.nbytes for key, storage in self.storages.items()})
+        self.sizes.update({f"{self.folder}data/{key}": storage.nbytes for key, storage in self.storages.items()})
 
 
 def extent_of_zip(source: Source) -> Extent | None:
@@ -132,7 +132,7 @@ def extent_of_zip(source: Source) -> Extent | None:
     if found.main is None:
         return None
     names = {record.name for record in found.records if record.whole}
-    cut = {key for key in found.storages if f"{found.root}/data/{key}" not in names}
+    cut = {key for key in found.storages if f"{found.folder}data/{key}" not in names}
     looked = survey(found.main[2])
     tensors = [{part.storage for part in looked.reader.parts(entry.tensor)} for entry in looked.tensors]
     # Header, padding, descriptor and directory entry of a record take about 200 bytes.
@@ -151,27 +151,30 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     archive = _directory(source)
     clear = archive is not None and not any(oddity.ambiguous for oddity in archive.oddities)
     record = archive.find("data.pkl") if archive is not None and clear else None
-    if archive is not None and record is not None and record.name in (listed := _listed(archive)):
+    there = _listed(archive).get(record.name) if archive is not None and record is not None else None
+    if there is not None and (found.main is None or found.main[0].header != there.header):
         # An edit in place leaves the former pickle where it was: the directory tells which one counts.
         found.main = None
-        found.take(listed[record.name])
+        found.take(there)
     elif len({(walked.crc, walked.size) for walked in found.pickles}) > 1:
         found.main = None
         found.reason = "there are two pickles data.pkl in it, and which one counts is not known"
     if found.main is None:
         raise MalformedError(f"nothing can be saved: {found.reason}", path=source.name, next="get another copy")
-    main, data, graph = found.main
-    root = main.name.partition("/")[0]
-    rescued = Rescued(source, root, graph, data, _byteorder(found, root))
-    places = _places(found.records, archive)
+    _, data, graph = found.main
+    folder = found.folder
+    rescued = Rescued(source, folder.rstrip("/"), graph, data, _byteorder(found, folder))
+    wanted = {f"{folder}data/{key}".lower() for key in found.storages}
+    places = _places(found.records, archive, wanted)
     for key, storage in found.storages.items():
         if storage.location == "meta" and not storage.nbytes:
             continue
-        candidates = places.get(f"{root}/data/{key}", [])
+        # Torch finds records without regard to case.
+        name = f"{folder}data/{key}".lower()
         reason = "its bytes are not in the file"
-        if any(record.name == f"{root}/data/{key}" for record in found.records):
+        if any(record.name.lower() == name for record in found.records):
             reason = "its record is cut or damaged"
-        for candidate in candidates:
+        for candidate in places.get(name, []):
             reason = _flaw(candidate, storage, progress)
             if not reason:
                 stored = StoredBytes(candidate.span, candidate.size, candidate.method != 0)
@@ -189,48 +192,61 @@ def _directory(source: Source) -> Archive | None:
         return None
 
 
+def _is_main(name: str) -> bool:
+    """Is it the name of the object's pickle, in a folder or in none?"""
+    return "data.pkl" in (name.lower(), name.lower().partition("/")[2])
+
+
 def _listed(archive: Archive) -> dict[str, Walked]:
-    """The records as the directory tells, as far as their local headers can be found."""
+    """The records as the directory tells.
+
+    Of the local header only the two lengths are believed that lead to the payload: a checksum must confirm them.
+    """
     found = {}
+    source = archive.source
     for record in archive.records:
-        try:
-            span = archive.payload(record)
-        except MalformedError:
-            continue
-        found[record.name] = Walked(record.name, record.header, span, record.size, record.crc, record.method, True)
+        raw = source.read(record.header, LOCAL.size)
+        begin = record.header + LOCAL.size
+        begin += int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+        if len(raw) == LOCAL.size and begin + record.compressed <= source.size:
+            span = Span(source, begin, record.compressed)
+            found[record.name] = Walked(record.name, record.header, span, record.size, record.crc, record.method, True)
     return found
 
 
-def _places(walked: list[Walked], archive: Archive | None) -> dict[str, list[Walked]]:
-    """Where each name may be: as the local headers say, then as the directory says.
+def _places(walked: list[Walked], archive: Archive | None, wanted: Collection[str]) -> dict[str, list[Walked]]:
+    """Where each name of ``wanted``, in lower case, may be: as the local headers say, then as the directory says.
 
-    A name that two headers claim, or header and directory dispute, is nobody's.
+    A name that two headers claim is nobody's; where header and directory dispute, the one counts that is wanted.
     """
-    names = {record.header: record.name for record in archive.records} if archive else {}
+    names = {record.header: record.name.lower() for record in archive.records} if archive else {}
     found: dict[str, list[Walked]] = {}
     for record in walked:
-        if record.whole and names.get(record.header, record.name) == record.name:
-            found.setdefault(record.name, []).append(record)
+        here, there = record.name.lower(), names.get(record.header, record.name.lower())
+        claims = {here, there} & set(wanted) if here != there else {here}
+        if record.whole and len(claims) == 1:
+            found.setdefault(claims.pop(), []).append(record)
     found = {name: records for name, records in found.items() if len(records) == 1}
-    disputed = {record.name for record in walked if names.get(record.header, record.name) != record.name}
-    for name, record in _listed(archive).items() if archive else ():
+    for record in _listed(archive).values() if archive else ():
         # Without a checksum only both together are believed.
-        if (
-            record.crc
-            and name not in disputed
-            and archive is not None
-            and archive.by_name[name].header == record.header
-        ):
-            found.setdefault(name, []).append(record)
+        if record.crc and record.name.lower() in wanted:
+            found.setdefault(record.name.lower(), []).append(record)
     return found
 
 
-def _byteorder(found: _Walk, root: str) -> str:
+def _byteorder(found: _Walk, folder: str) -> str:
+    """What the record 'byteorder' says, "little" where there was none.
+
+    Its name or its text may be damaged, but hardly both; and of the two words one has three letters.
+    """
     for record in found.records:
-        if record.name == f"{root}/byteorder" and record.whole and record.size <= LIMITS.text_bytes:
-            text = _content(record)
-            if text in (b"big", b"little") and record.crc in (0, zlib.crc32(text)):
-                return text.decode()
+        if not record.whole or record.size not in (3, 6) or record.method:
+            continue
+        text = record.span.source.read(record.span.offset, record.span.size)
+        if text in (b"big", b"little"):
+            return text.decode()
+        if record.name == f"{folder}byteorder":
+            return "big" if record.size == 3 else "little"
     return "little"
 
 

@@ -180,7 +180,7 @@ class TorchZip:
 
 
 def _problem(oddity: Oddity) -> Problem:
-    refused = oddity.code == "second-root"
+    refused = oddity.code in ("second-root", "encrypted", "special-flags")
     return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
 
 

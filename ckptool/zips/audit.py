@@ -24,8 +24,6 @@ _END: Final = Struct("<4s4H2IH").unpack
 _WINDOW: Final = 1 << 20
 _HEADER: Final = b"PK\x03\x04"
 _PADDING: Final = 0x4246  # "FB", as torch pads
-#: Compressed patched data, strong encryption, masked header values.
-_SPECIAL: Final = 0x20 | 0x40 | 0x2000
 
 
 class Audit:
@@ -168,8 +166,6 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
             note("local-header", what, "error" if field == "method" else "warning")
     if entry[34:36] != b"\0\0":
         note("other-disk", "it is said to be on another disk")
-    if record.flags & _SPECIAL:
-        note("special-flags", "its flags speak of encryption or of patched data, which torch does not read")
     if record.method == 0 and record.compressed != record.size:
         note("stored-size", f"stored, yet {record.size:,} bytes are said to take {record.compressed:,}")
     _sizes(record, raw, note)

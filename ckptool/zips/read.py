@@ -27,6 +27,8 @@ _END64: Final = Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = Struct("<4sIQI")
 LOCAL: Final = Struct("<4s5H3I2H")
 FULL32: Final = 0xFFFFFFFF
+#: Compressed patched data, strong encryption, masked header values.
+_SPECIAL: Final = 0x20 | 0x40 | 0x2000
 #: Bytes read at once: they stay in the cache of the processor until they are summed.
 _CHUNK: Final = 1 << 18
 #: Up to so many bytes a pickle may be deflated as well as it likes.
@@ -314,6 +316,9 @@ def _note_oddities(archive: Archive, unused: int) -> None:
                 note(Oddity("case-twin", what, True, where=name))
             folds.add(fold)
             archive.by_name[name] = record
+        if record.flags & _SPECIAL:
+            what = f"{shown(name)} has flags of encryption or of patched data, which torch's reader refuses"
+            note(Oddity("special-flags", what, True, where=name))
         if record.flags & 1:
             note(Oddity("encrypted", f"{shown(name)} is encrypted; torch cannot read it", True, where=name))
         if archive.root and not name.startswith(archive.root + "/"):
