@@ -111,6 +111,11 @@ class Container(Protocol):
         ...
 
     @property
+    def others(self) -> Sequence[Graph]:
+        """The other pickles that torch loads with it: four in a legacy file."""
+        ...
+
+    @property
     def byteorder(self) -> str:
         """ "little" or "big"."""
         ...

@@ -36,8 +36,6 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     """
     if not checkpoint.edited and not checkpoint.changes:
         return checkpoint.container.plan(None), True
-    if checkpoint.anew:
-        return _anew(checkpoint), True
     # An edit that changed nothing has looked at what may not be what torch reads, too.
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
@@ -48,6 +46,8 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
     if ambiguous:
         raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)
+    if checkpoint.anew:
+        return _anew(checkpoint), True
     if not checkpoint.edited:
         return checkpoint.container.plan(None), True
     data, exact = verified_pickle(checkpoint)
@@ -113,7 +113,8 @@ def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -
             continue
         stored = container.stored(key)
         if stored.span is None:
-            raise RefusedError(f"the bytes of storage {key!r} are not in the file", path=checkpoint.path)
+            step = f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
+            raise RefusedError(f"the bytes of storage {key!r} are not in the file", path=checkpoint.path, next=step)
         crc = crcs.get(key)
         if crc is None:
             crc = _checksum(stored.span) if stored.size else 0

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
 from .checks.checksums import checksum
+from .checks.storages import storage_flaws
+from .checks.weights_only import graph_blockers
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
@@ -39,6 +41,8 @@ class Salvaged(NamedTuple):
     saved: int
     lost: list[Lost]
     verified: bool
+    #: Names for which torch.load(weights_only=True) still refuses the output.
+    refused: tuple[str, ...] = ()
 
 
 def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Salvaged:
@@ -64,8 +68,9 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
         # Nothing is wrong with it: the output is the input.
         sound = checkpoint_of(open_source(source.name))
         source.close()
-        return found._replace(checkpoint=sound)
-    return found
+        found = found._replace(checkpoint=sound)
+    blockers = graph_blockers(found.checkpoint.graph)
+    return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
 
 def _container(source: FileSource, progress: Callable[[int], None] | None) -> Container:
@@ -120,21 +125,24 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
     for key, storage in reader.storages.items():
         if container.stored(key).span is None and storage.nbytes and storage.location != "meta":
             missing[key] = reasons.get(key, behind)
-    if not missing:
+    nonsense = _nonsense(checkpoint)
+    if not missing and not nonsense:
         sound = verified or not any(problem.level == "error" for problem in container.problems)
         whole = checkpoint if sound and not verified else checkpoint.changed(graph, [], anew=True)
         return Salvaged(whole, len(survey.tensors), [], verified)
-    gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing})
+    gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing} | nonsense.keys())
     lost = []
     for entry in survey.tensors:
         if entry.ref in gone:
             keys = [part.storage for part in reader.parts(entry.tensor)]
-            reason = next((missing[key] for key in keys if key in missing), "a part of it is lost")
+            reason = next((missing[key] for key in keys if key in missing), "its description is damaged")
             lost.append(Lost(entry.path, reason))
     for path, ref, _ in survey.storages:
         if ref in gone:
             bare = reader.storage(ref)
             lost.append(Lost(path, missing.get(bare.key, behind) if bare else behind))
+    named = {entry.ref for entry in survey.tensors}
+    lost += [Lost(place, "its description is damaged") for ref, place in nonsense.items() if ref not in named]
     saved = len(survey.tensors) - sum(entry.ref in gone for entry in survey.tensors)
     if not saved or graph.root in gone:
         what = f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{counted(len(lost), 'tensor')} are"
@@ -144,3 +152,8 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
     what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)
     return Salvaged(checkpoint.changed(rewrite.done(), [change], anew=True), saved, lost, verified)
+
+
+def _nonsense(checkpoint: Checkpoint) -> dict[int, str]:
+    """Tensors and storages that the pickle describes in a way that torch cannot read, by reference."""
+    return {flaw.ref: flaw.path or "a tensor" for flaw in storage_flaws(checkpoint) if flaw.code == "geometry"}

@@ -18,8 +18,15 @@ __all__ = ["Target", "explain_directory", "find_targets"]
 
 #: Names under which a file that is something else altogether is a checkpoint that went wrong.
 _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
-#: What stands in place of a checkpoint after a bad clone or download.
-_STAND_INS: Final = frozenset(("git-lfs-pointer", "html", "json", "text", "link-text", "empty", "zeros"))
+#: Whole files of other kinds, which may be called like a checkpoint and are none of ours.
+_OTHERS: Final = frozenset(
+    (
+        *("torchscript", "torchscript-1.0", "mobile-zip", "mobile-flatbuffer", "pt2", "torch-package", "executorch"),
+        *("safetensors", "gguf", "npy", "npz", "hdf5", "onnx", "png", "jpeg"),
+    )
+)
+#: Of files called .bin, which may be anything, only these claim to be a checkpoint.
+_BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 
 
 #: Files of a folder that are looked at to say what is in it.
@@ -55,7 +62,7 @@ def _behind(path: str) -> Iterator[Target]:
 
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise UnreadableError("no file matches this pattern", path=path, next="quote it, or name the folder")
+            raise UnreadableError("no file matches this pattern", path=path, next="name the folder to search all of it")
         for match in matches:
             yield from _behind(match)
     else:
@@ -69,26 +76,28 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _claims(path: str) -> bool:
-    """Is it a checkpoint by its content, whole or not, or does something else stand where one should?"""
+    """Is it a checkpoint by its content, whole or not; or by its name, and no whole file of another kind?"""
+    name = path.lower()
+    named = name.endswith(_SUFFIXES)
     try:
         source = open_source(path)
     except UnreadableError:
-        return False
+        # A link to nothing, a file that may not be read: a checkpoint that is not there.
+        return named and not name.endswith(".bin")
     try:
         head = source.read(0, 1024)
         known = next((item for item in FORMATS if item.sniff(head, source)), None)
         if known is None:
-            name = path.lower()
-            kind = getattr(explain(head, source), "kind", "") if name.endswith(_SUFFIXES) else ""
-            # A .bin may be anything, but not a pointer to itself.
-            return kind == "git-lfs-pointer" if name.endswith(".bin") else kind in _STAND_INS
+            kind = getattr(explain(head, source), "kind", "") if named else ""
+            return named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS)
         if known.name == "torch-zip":
-            return zip_kind(read_archive(source)) is None
+            other = zip_kind(read_archive(source))
+            return other is None or (named and other.kind not in _OTHERS)
         return True
     except MalformedError:
         return True
     except UnreadableError:
-        return False
+        return named
     finally:
         source.close()
 

@@ -135,6 +135,8 @@ def _without_container(
         finally:
             source.close()
     checks = [check, *(found.checks if found.pickles else [])]
+    wanted = [name for name, asked in (("finite", policy.finite), ("load", policy.load)) if asked]
+    checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in wanted]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
     report = _summed(checks, found, policy, torch, status)

@@ -61,6 +61,8 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             raise TargetError(f"{key!r} is nothing that can be expected", path=path, next=f"there are: {known}")
         found[name] = _value(name, key, value, path)
     policy = Policy(**found)
+    # As torch.__version__ says it: 2.13.0+cpu.
+    policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
     if policy.layout not in ("", "bare", "wrapped"):
         raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
     for dtype in policy.dtype:
@@ -148,7 +150,8 @@ def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
 
 
 def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
-    globs = Globs(wanted)
+    # "cuda" is any cuda device; a tag of a real file always has a number.
+    globs = Globs([*wanted, *(f"{tag}:*" for tag in wanted if tag.isalpha())])
     storages = checkpoint.survey.reader.storages.values()
     counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
     notes = [

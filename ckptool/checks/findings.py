@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
@@ -81,7 +81,8 @@ _NO_EDITS = UNEDITABLE | AMBIGUOUS
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
     container = checkpoint.container
     rescue = command("salvage", checkpoint.path, word="saved")
-    found = [Finding(p.code, p.level, p.message, rescue if p.code == CUT else "") for p in container.problems]
+    ways = {CUT: rescue, "legacy-untyped": _sanitize(checkpoint), DAMAGED: "get the file again"}
+    found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
     flaws: dict[str, list[str]] = {}
     for flaw in all_flaws:
         flaws.setdefault(flaw.code, []).append(flaw.message)
@@ -113,7 +114,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
         found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint)))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
-        mendable = any(rule.rule.startswith(("opcode", "UntypedStorage")) for rule in rules)
+        mendable = any(rule.rule.startswith("opcode") for rule in rules)
         found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint) if mendable else ""))
     return found
 
@@ -122,7 +123,7 @@ def _sanitize(checkpoint: Checkpoint) -> str:
     if any(problem.code in _NO_EDITS for problem in checkpoint.container.problems):
         return ""
     options = ["--as-state-dict"] if checkpoint.survey.modules else []
-    return command("sanitize", checkpoint.path, *options, word="plain")
+    return command("sanitize", checkpoint.path, *options, word="loadable")
 
 
 #: Classes that torch itself puts on the list when a module of its own is imported.

@@ -11,7 +11,7 @@ from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node
 from .calls import suspicious_calls
 from .torch_lists import allowed, registered
 
-__all__ = ["ALLOWED", "CALLED", "NOT_LISTED", "NamedGlobal", "dangerous_calls", "named_globals"]
+__all__ = ["ALLOWED", "CALLED", "NOT_LISTED", "NamedGlobal", "dangerous_calls", "is_name", "named_globals"]
 
 ALLOWED: Final = "allowed"
 NOT_LISTED: Final = "not on torch's list"
@@ -63,6 +63,23 @@ def _of(graph: Graph, where: str, listed: frozenset[str]) -> list[NamedGlobal]:
         word = ALLOWED if mapped in listed else CALLED if pair in called else NOT_LISTED
         found.append(NamedGlobal(*pair, mapped, word, count, where))
     return found
+
+
+#: All that a pickle can name in this module; anything else there is a flipped bit.
+_COLLECTIONS: Final = frozenset(
+    ("OrderedDict", "Counter", "defaultdict", "deque", "ChainMap", "UserDict", "UserList", "UserString", "namedtuple")
+)
+
+
+def is_name(item: NamedGlobal) -> bool:
+    """Could it be a name? ``LongStor!ge`` is none, and ``collections`` has no ``OrderedDigt``."""
+    if item.module == "copyreg extension":
+        return True
+    words = (*item.module.split("."), *item.name.split("."))
+    # Functions within functions have <locals> in their qualified name.
+    if not all(word.isidentifier() or word == "<locals>" or word == "<lambda>" for word in words):
+        return False
+    return item.module != "collections" or item.name in _COLLECTIONS
 
 
 def _pair(node: Node) -> tuple[str, str] | None:

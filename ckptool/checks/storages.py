@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ..checkpoint import UNEDITABLE, Checkpoint
 from ..dtypes import BY_NAME
+from ..human import shown
 from ..objects import callable_name
-from ..pickles.nodes import Call, Persistent
+from ..pickles.nodes import Call, Persistent, Ref
 from ..tensors import Tensor, extent
 
 __all__ = ["Flaw", "storage_flaws"]
@@ -16,13 +17,14 @@ __all__ = ["Flaw", "storage_flaws"]
 class Flaw(NamedTuple):
     """``code`` is "missing-storage", "storage-size" or "geometry"; ``path`` a tensor or the key of a storage.
 
-    ``refused`` says that torch.load fails on it.
+    ``refused`` says that torch.load fails on it; ``ref`` is the reference of the tensor or storage, -1 for none.
     """
 
     code: str
     path: str
     message: str
     refused: bool
+    ref: Ref = -1
 
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
@@ -56,27 +58,32 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     flaws = []
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
-            if reader.storage(ref) is None and (ref not in reader.modules or checkpoint.format != "torch-legacy"):
-                flaws.append(Flaw("geometry", "", "a storage is described in a way that torch cannot read", True))
+            storage = reader.storage(ref)
+            if storage is not None and storage.dtype.name == "unknown":
+                what = f"the storage class {shown(storage.cls)} is none of torch's"
+                flaws.append(Flaw("geometry", "", what, True, ref))
+            if storage is None and (ref not in reader.modules or checkpoint.format != "torch-legacy"):
+                flaws.append(Flaw("geometry", "", "a storage is described in a way that torch cannot read", True, ref))
             continue
         tensor = reader.tensor(ref) if type(node) is Call else None
         if tensor is None:
             if type(node) is Call and _rebuilds(callable_name(checkpoint.graph, node.func)):
                 what = "a tensor that cannot be: its shape, strides, offset or storage make no sense"
-                flaws.append(Flaw("geometry", paths.get(ref, ""), what, True))
+                flaws.append(Flaw("geometry", paths.get(ref, ""), what, True, ref))
             continue
         path = paths.get(ref, "a tensor that no key leads to")
         for part in reader.parts(tensor) if tensor.parts else (tensor,):
             what = _misfit(part, reader.storages[part.storage].nbytes) if part.storage else ""
             if what:
-                flaws.append(Flaw("geometry", path, f"{path}: {what}", True))
-    return list(dict.fromkeys(flaws))
+                flaws.append(Flaw("geometry", path, f"{path}: {what}", True, ref))
+    return flaws
 
 
 def _rebuilds(name: str) -> bool:
     """Is it one of torch's functions that make a tensor of what is in the file?"""
     module, _, function = name.rpartition(".")
-    return module in ("torch._utils", "torch._tensor", "torch.tensor") and function.startswith("_rebuild")
+    # Of torch._utils a checkpoint names nothing else: what is called otherwise there is a damaged name.
+    return module == "torch._utils" or (module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild"))
 
 
 def _misfit(tensor: Tensor, nbytes: int) -> str:

@@ -10,7 +10,7 @@ from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
 from .checksums import Checksums, checksums
 from .findings import rule_words
-from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, named_globals
+from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
 from .storages import Flaw, storage_flaws
 from .weights_only import Verdict, weights_only
 
@@ -203,9 +203,14 @@ def _globals(pickles: Sequence[FoundPickle], named: Sequence[NamedGlobal], torch
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
         what = f"{item.mapped} is not on torch {torch}'s list; {words}"
         notes.append(Note("global", "warning", what, item.pickle))
+    notes += [
+        Note("global-name", "error", f"{shown(item.mapped)} is no name that Python could write: damaged", item.pickle)
+        for item in outside
+        if not is_name(item)
+    ]
     good = f"no global outside torch {torch}'s weights_only list"
     check = judged("globals", "safety", notes, good)
-    if calls or not outside:
+    if check.status == FAIL or not outside:
         return check
     names = list(dict.fromkeys(item.mapped for item in outside))
     return check._replace(message=f"not on torch {torch}'s list: {listed(names)}")

@@ -57,6 +57,10 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
     absent, arguments that a function refuses.
     """
     blockers = graph_blockers(checkpoint.graph, torch)
+    for other in checkpoint.container.others:
+        # They come in one protocol, so only what the object itself does not show is said.
+        known = {(blocker.name, blocker.rule) for blocker in blockers}
+        blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
     broken = _container_rules(checkpoint, flaws, torch)
     blockers += [Blocker("", rule, count) for rule, count in broken.items()]
     return Verdict(torch, not blockers, tuple(blockers))
@@ -164,8 +168,6 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) 
     for storage in checkpoint.survey.reader.storages.values():
         if storage.location == "meta" and not legacy:
             continue
-        if legacy and storage.dtype.name == "untyped":
-            broken["UntypedStorage in the legacy format, which torch cannot read"] += 1
         if storage.dtype.name == "unknown" or storage.cls == "_UntypedStorage":
             broken[f"storage class {storage.cls}"] += 1
     return broken

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ..checkpoint import Checkpoint
-from ..human import counted
+from ..human import counted, listed
 from ..salvaging import Salvaged
 from ..salvaging import salvage as salvaged
 from .editing import Job, edit_all
@@ -47,7 +47,7 @@ def salvage(paths: tuple[str, ...], **how: Any) -> int:
     def more(checkpoint: Checkpoint) -> dict[str, Any]:
         found = results[id(checkpoint)]
         lost = [item._asdict() for item in found.lost]
-        return {"saved": found.saved, "lost": lost, "verified": found.verified}
+        return {"saved": found.saved, "lost": lost, "verified": found.verified, "refused": list(found.refused)}
 
     job = Job("salvage", lambda checkpoint: checkpoint, opener, more, _words, lambda report: 1 if report["lost"] else 0)
     return edit_all(job, paths, **how)
@@ -57,6 +57,8 @@ def _words(report: dict[str, Any]) -> list[str]:
     lines = [f"  saved: {counted(report['saved'], 'tensor')}, and everything that is no tensor"]
     if not report["verified"]:
         lines.append("  the legacy format has no checksums: what was saved could not be verified")
+    if report["refused"]:
+        lines.append(f"  torch.load(weights_only=True) refuses it: {clean(listed(report['refused']))}")
     lost = report["lost"]
     if not lost:
         return [*lines, "  lost: nothing" + ("" if report["changed"] else "; the output is the input, byte for byte")]

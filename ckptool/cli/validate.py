@@ -140,7 +140,7 @@ def _toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return dict(toml.load(file))
     except OSError as error:
-        raise UnreadableError(f"the policy cannot be read: {error.strerror}", path=path) from error
+        raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
     except ValueError as error:
         raise TargetError(f"the policy is no TOML: {error}", path=path) from error
 

@@ -8,13 +8,15 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from .. import __version__
-from ..human import human_bytes
+from ..human import cut, human_bytes
 from .render import clean, table, to_json
 
 __all__ = ["github_lines", "junit", "sarif", "short_lines", "table_lines"]
 
 #: Notes of one check that are printed one by one for people.
 _SHOWN: Final = 20
+#: Characters of a message in the table; what is longer stands below it.
+_WIDE: Final = 160
 _BAD: Final = ("fail", "warning")
 
 
@@ -28,10 +30,10 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     """A table of the checks, the single finds of those that have several, and how much was looked at."""
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
-    rows = [(check["name"], check["status"], check["message"]) for check in report["checks"]]
+    rows = [(check["name"], check["status"], cut(check["message"], _WIDE)) for check in report["checks"]]
     lines = [_head(report), "", table(("check", "result", "what"), rows)]
     for check in report["checks"]:
-        if check["notes_in_all"] > 1 and check["status"] in _BAD:
+        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and check["status"] in _BAD:
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
             lines += [f"  {note['level']}: {clean(note['message'])}" for note in notes]

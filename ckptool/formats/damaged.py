@@ -7,7 +7,7 @@ say the same (``zips.walk``). A legacy file is whole up to where it is cut, and 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
@@ -40,6 +40,7 @@ class Rescued:
     """
 
     format = "torch-zip"
+    others: Sequence[Graph] = ()
 
     def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
         self.source = source

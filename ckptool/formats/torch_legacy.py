@@ -38,6 +38,7 @@ class TorchLegacy:
         self.begin, self.end, self.storages = bounds[3], bounds[4], bounds[5]
         self.graph = parts[3].graph
         self._parts = parts
+        self.others = [part.graph for number, part in enumerate(parts) if number != 3]
         self.pickle = pickle
         self.problems: list[Problem] = []
         self.writer = "torch 1.5 or earlier, or a later one on request"
@@ -90,6 +91,9 @@ class TorchLegacy:
             what = "saved with pickle protocol 0, which turns tensors into text that torch cannot read back"
             self.problems.append(Problem(DAMAGED, "error", what, True))
             return
+        if any(storage.dtype.name == "untyped" for storage in storages.values()):
+            what = "it holds UntypedStorage, which torch cannot read back from the legacy format"
+            self.problems.append(Problem("legacy-untyped", "error", what, True))
         at, size = self.storages, self.source.size
         for number, key in enumerate(self.keys):
             storage = storages.get(key)

@@ -6,7 +6,7 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
@@ -14,6 +14,7 @@ from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..pickles import decode
+from ..pickles.nodes import Graph
 from ..source import BytesSource, Plan, Source
 from ..zips import Archive, Audit, Oddity, Record, audit, layout_holds, read_archive, rewritten
 from . import identify
@@ -40,6 +41,7 @@ class TorchZip:
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
     format = "torch-zip"
+    others: Sequence[Graph] = ()
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.archive = archive
