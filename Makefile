@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench fixtures clean
+.PHONY: help demo test torture check docs bench fixtures clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest
+
+torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (half an hour; needs strace)
+	$(BIN)/python tests/torture/run.py
 
 check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff check .

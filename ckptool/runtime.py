@@ -46,8 +46,9 @@ def count_nonfinite(
     if values.element_size() == 1:
         # float8 types know few operations; what is no number in them is none in float32.
         values = values.to(torch.float32)
-    if bool(torch.isfinite(torch.sum(values, dtype=torch.float64))):
-        return 0, 0  # one of them would have shown in the sum
+    wide = values.dtype if values.dtype in (torch.float32, torch.float64) else torch.float32
+    if bool(torch.isfinite(torch.sum(values, dtype=wide))):
+        return 0, 0  # one of them would have shown in the sum; a sum that overflows is looked at closely
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
 
 

@@ -64,7 +64,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     except BaseException:
         source.close()
         raise
-    if not found.lost and isinstance(container, Rescued) and _is_sound(source):
+    if not found.lost and isinstance(container, Rescued) and found.verified and _is_sound(source):
         # Nothing is wrong with it: the output is the input.
         sound = checkpoint_of(open_source(source.name))
         source.close()
@@ -87,7 +87,14 @@ def _container(source: FileSource, progress: Callable[[int], None] | None) -> Co
             return rescue_zip(source, progress)
         error.what = f"nothing can be saved: {error.what}"
         raise
-    return rescue_zip(source, progress) if container.format == "torch-zip" else container
+    if container.format == "torch-zip":
+        return rescue_zip(source, progress)
+    if not any(problem.level == "error" for problem in container.problems):
+        return container
+    rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder, container.format)
+    for record in container.records():
+        rescued.keep(record.key, container.stored(record.key), None)
+    return rescued
 
 
 def _has_directory(source: FileSource) -> bool:
@@ -127,8 +134,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
             missing[key] = reasons.get(key, behind)
     nonsense = _nonsense(checkpoint)
     if not missing and not nonsense:
-        sound = verified or not any(problem.level == "error" for problem in container.problems)
-        whole = checkpoint if sound and not verified else checkpoint.changed(graph, [], anew=True)
+        whole = checkpoint.changed(graph, [], anew=True) if isinstance(container, Rescued) else checkpoint
         return Salvaged(whole, len(survey.tensors), [], verified)
     gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing} | nonsense.keys())
     lost = []

@@ -83,7 +83,7 @@ def _claims(path: str) -> bool:
         source = open_source(path)
     except UnreadableError:
         # A link to nothing, a file that may not be read: a checkpoint that is not there.
-        return named and not name.endswith(".bin")
+        return named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
     try:
         head = source.read(0, 1024)
         known = next((item for item in FORMATS if item.sniff(head, source)), None)

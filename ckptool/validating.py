@@ -22,7 +22,7 @@ from .runtime import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
 
-__all__ = ["check_policy", "validation_report"]
+__all__ = ["check_policy", "unreadable_report", "validation_report"]
 
 INVALID: Final = "invalid"
 VALID: Final = "valid"
@@ -82,11 +82,35 @@ def _checked(
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
         report["next"] = f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
+    elif not unclear:
+        bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
+        report["next"] = _remedy(checkpoint.path, policy, bad)
     return report
+
+
+def _remedy(path: str, policy: Policy, bad: Mapping[str, str]) -> str:
+    """The command that mends what is not as expected, "" where there is none."""
+    name = quote(path)
+    if "prefix" in bad:
+        if policy.prefix == "none":
+            return f"ckptool strip-module {name} -o OUT"
+        return f"ckptool add-module {name} --prefix {quote(policy.prefix)} -o OUT"
+    if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
+        return f"ckptool remap {name} --to {quote(policy.device[0])} -o OUT"
+    # A file that runs a command when it is loaded is not to be mended but to be thrown away.
+    return f"ckptool sanitize {name} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
 
 
 #: Checks after whose failure something may still be saved.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
+
+
+def unreadable_report(path: str, error: CkptoolError) -> dict[str, Any]:
+    """The report on a path behind which there is no file to look at: an empty folder, a glob that nothing matches."""
+    check = Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
+    report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": path, "bytes": None, "format": None}
+    summed = _summed([check], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
+    return report | summed | {"error": error.what, "next": error.next}
 
 
 def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> Check:

@@ -15,9 +15,9 @@ from ..checks.expectations import Policy, policy_of
 from ..errors import CkptoolError, TargetError, UnreadableError
 from ..human import counted
 from ..searching import Target, find_targets
-from ..validating import check_policy, validation_report
+from ..validating import check_policy, unreadable_report, validation_report
 from .options import paths, worst
-from .render import emit, emit_json, say_error
+from .render import emit, emit_json, say_error, to_json
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
 __all__ = ["validate"]
@@ -85,17 +85,22 @@ def validate(
     """Say whether checkpoints are whole, unambiguous, what loading them would call, and what a release expects.
 
     Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run, and torch is
-    imported for --load and --finite only. Exit 0: all valid; 1: one is not; 3: one is no checkpoint or cannot
-    be read.
+    imported for --load and --finite only. A file is valid although torch.load refuses it by default, with a
+    warning: --weights-only or --strict demands more. JSON is an object for one named file, else a list.
+    Exit 0: all valid; 1: one is not; 3: one is no checkpoint or cannot be read.
     """
     policy = _policy(policy_file, options)
     if options["map_location"] and not policy.load:
         raise click.UsageError("--map-location is for --load.")
     check_policy(policy)
-    codes: list[int] = []
-    targets = list(_targets(paths, codes))
+    reports: list[dict[str, Any]] = []
+    targets = list(_targets(paths, reports))
+    codes = [3] * len(reports)
+    if style in ("github", "jsonl"):
+        for nothing in reports:
+            for line in github_lines(nothing) if style == "github" else [to_json(nothing, None)]:
+                emit(line)
     bar = style != "github" and not (quiet or no_progress) and sys.stderr.isatty()
-    reports = []
     for report in _reports(targets, policy, quick, jobs, bar):
         reports.append(report)
         codes.append({"valid": 0, "invalid": 1, "unreadable": 3}[report["status"]])
@@ -145,18 +150,16 @@ def _toml(path: str) -> dict[str, Any]:
         raise TargetError(f"the policy is no TOML: {error}", path=path) from error
 
 
-def _targets(paths: Sequence[str], codes: list[int]) -> Iterator[Target]:
+def _targets(paths: Sequence[str], nothing: list[dict[str, Any]]) -> Iterator[Target]:
+    """The files behind the paths; ``nothing`` gets a report for each path without one."""
     for path in paths:
         try:
             found = list(find_targets([path]))
+            if not found:
+                raise UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
         except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
+            nothing.append(unreadable_report(path, error))
             continue
-        if not found:
-            empty = UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
-            say_error(empty)
-            codes.append(empty.exit_code)
         yield from found
 
 
@@ -200,7 +203,7 @@ def _summary(reports: Sequence[dict[str, Any]], several: bool, codes: Sequence[i
     for report in reports:
         if report["status"] == "unreadable":
             say_error(UnreadableError(report["error"], path=report["path"], next=report["next"]))
-    if style != "table" or quiet or not several or not reports:
+    if style != "table" or quiet or not several or all(report["status"] == "unreadable" for report in reports):
         return
     good = sum(report["valid"] for report in reports)
     partial_ones = sum(report["coverage"] == "partial" for report in reports)

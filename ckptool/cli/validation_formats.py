@@ -48,8 +48,8 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
 
 
 def _next(report: dict[str, Any]) -> list[str]:
-    """What to do about a file that is not valid; of one that is no checkpoint stderr tells."""
-    return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] == "invalid" else []
+    """What to do about it; of a file that is no checkpoint stderr tells."""
+    return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] != "unreadable" else []
 
 
 def _strict(report: dict[str, Any]) -> list[str]:
@@ -183,12 +183,13 @@ def sarif(reports: Sequence[dict[str, Any]]) -> str:
                     "locations": [{"physicalLocation": place}],
                 }
             )
+    ran = all(report["status"] != "unreadable" for report in reports)
     driver = {"name": "ckptool", "version": __version__, "rules": list(rules.values())}
     return to_json(
         {
             "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
             "version": "2.1.0",
-            "runs": [{"tool": {"driver": driver}, "results": results}],
+            "runs": [{"tool": {"driver": driver}, "invocations": [{"executionSuccessful": ran}], "results": results}],
         }
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ..objects import elements, listed_pairs
+from ..objects import callable_name, elements, listed_pairs
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Ref, Set
 from .rewrite import Rewrite
 
@@ -50,6 +50,7 @@ def prune(rewrite: Rewrite, gone: Collection[Ref]) -> None:
         return none
 
     rewrite.changed.update(_lost_pairs(graph, gone))
+    rewrite.changed.update(_lost_members(graph, gone))
     for ref, old in enumerate(graph.nodes):
         if ref in gone:
             continue
@@ -102,4 +103,17 @@ def _lost_pairs(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
         if len(kept) < len(listed):
             (holder,) = elements(graph.nodes[node.args])
             changes[holder] = List(kept)
+    return changes
+
+
+def _lost_members(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
+    """The lists of ``set([...])`` without the members that go: a set holds no places."""
+    changes: dict[Ref, Node] = {}
+    for node in graph.nodes:
+        if type(node) is not Call or callable_name(graph, node.func) != "builtins.set":
+            continue
+        for holder in elements(graph.nodes[node.args])[:1]:
+            members = elements(graph.nodes[holder])
+            if _any(members, gone):
+                changes[holder] = List([member for member in members if member not in gone])
     return changes

@@ -34,16 +34,18 @@ class Extent(NamedTuple):
 
 
 class Rescued:
-    """What is left of a zip checkpoint; a ``Container`` whose storages are the whole ones only.
+    """What is left of a checkpoint; a ``Container`` whose storages are the whole ones only.
 
     ``lost`` says for each other storage why.
     """
 
-    format = "torch-zip"
     others: Sequence[Graph] = ()
 
-    def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
+    def __init__(
+        self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str, format: str = "torch-zip"
+    ) -> None:
         self.source = source
+        self.format = format
         self.root = root
         self.graph = graph
         self.pickle = pickle
@@ -51,10 +53,11 @@ class Rescued:
         self.writer = "torch 1.6 or later"
         self.problems: list[Problem] = []
         self.lost: dict[str, str] = {}
-        self.crcs: dict[str, int] = {}
+        self.crcs: dict[str, int | None] = {}
         self._places: dict[str, StoredBytes] = {}
 
-    def keep(self, key: str, stored: StoredBytes, crc: int) -> None:
+    def keep(self, key: str, stored: StoredBytes, crc: int | None) -> None:
+        """Take a storage for whole; ``crc`` None where the format has none."""
         self._places[key] = stored
         self.crcs[key] = crc
 

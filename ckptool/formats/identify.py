@@ -267,14 +267,9 @@ def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
             f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory that a zip ends with"
         )
         return MalformedError(what, path=source.name, next="copy or download it again, whole")
-    if extent.whole == extent.tensors or human_bytes(extent.there) == human_bytes(extent.about):
-        what = (
-            f"a torch checkpoint whose directory, at its end, is cut off or damaged:"
-            f" {extent.whole:,} of {counted(extent.tensors, 'tensor')} whole"
-        )
-        return MalformedError(what, path=source.name, next=f"{rescue}; or get the file again")
+    all_there = ", what is missing or damaged is its end" if extent.whole == extent.tensors else ""
     what = (
         f"a torch checkpoint that is cut at {human_bytes(extent.there)} of about {human_bytes(extent.about)}:"
-        f" {extent.whole:,} of {counted(extent.tensors, 'tensor')} whole"
+        f" {extent.whole:,} of {counted(extent.tensors, 'tensor')} whole{all_there}"
     )
     return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")

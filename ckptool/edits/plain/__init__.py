@@ -6,24 +6,6 @@ has nothing to say; or ``UNKNOWN``, when it knows that nothing plain carries thi
 
 from __future__ import annotations
 
-from .case import UNKNOWN, Case, Plain, Verdict, called, hashable
-from .classes import CLASS_RULES, of_class
-from .modules import is_module, state_dict_of
-from .numpy_values import array, numpy_scalar
-from .python import PYTHON_RULES
+from .walk import Walk
 
-__all__ = [
-    "CLASS_RULES",
-    "PYTHON_RULES",
-    "UNKNOWN",
-    "Case",
-    "Plain",
-    "Verdict",
-    "array",
-    "called",
-    "hashable",
-    "is_module",
-    "numpy_scalar",
-    "of_class",
-    "state_dict_of",
-]
+__all__ = ["Walk"]

@@ -6,10 +6,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
-from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, Ref, Set
+from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, Node, Ref
 from ..rewrite import Rewrite
 
-__all__ = ["UNKNOWN", "Case", "Plain", "Verdict", "called", "hashable", "raw_bytes"]
+__all__ = ["UNKNOWN", "Case", "Plain", "Verdict", "called", "raw_bytes"]
 
 
 class Plain(NamedTuple):
@@ -38,19 +38,45 @@ class Case:
         self.node = node
         #: Bytes of new storages by key; rules add to it.
         self.storages = storages
-        self.name = called(rewrite, node.func)
+        self.name = called(rewrite, node.func) or self._method(node.func)
         args = self.current(node.args)
         self.args: tuple[Ref, ...] = args if type(args) is tuple else ()
         #: What ``copyreg._reconstructor`` was given as the value of a builtin base, -1 for none.
         self.base = -1
+        #: The keyword arguments of NEWOBJ_EX, -1 for none.
+        self.keywords = node.kwargs
         self.is_class = node.op != op.REDUCE
         if self.name == "copyreg._reconstructor" and len(self.args) == 3:
             self.base = -1 if self.value(self.args[2]) is None else self.args[2]
             self.name, self.args, self.is_class = called(rewrite, self.args[0]), (), True
         elif self.name in ("copyreg.__newobj__", "copyreg.__newobj_ex__") and self.args:
             inner = self.value(self.args[1]) if self.name.endswith("_ex__") and len(self.args) > 1 else None
+            self.keywords = self.args[2] if type(inner) is tuple and len(self.args) > 2 else -1
             rest = inner if type(inner) is tuple else self.args[1:]
             self.name, self.args, self.is_class = called(rewrite, self.args[0]), rest, True
+        elif self.name == "" and not self.args:
+            self._partial(self.current(node.func))
+
+    def _method(self, func: Ref) -> str:
+        """The dotted name of ``getattr(cls, name)``, which protocol 2 has for a method; "" for something else."""
+        node = self.current(func)
+        args = self.current(node.args) if isinstance(node, Call) else ()
+        if not isinstance(node, Call) or type(args) is not tuple or len(args) != 2:
+            return ""
+        owner, name = called(self.rewrite, args[0]), self.current(args[1])
+        if called(self.rewrite, node.func) != "builtins.getattr" or not owner or not isinstance(name, str):
+            return ""
+        return f"{owner}.{name}"
+
+    def _partial(self, func: Node) -> None:
+        """``functools.partial(cls.__new__, cls, ...)()``: how protocol 2 gives keyword arguments to ``__new__``."""
+        if not isinstance(func, Call) or called(self.rewrite, func.func) != "functools.partial" or not func.states:
+            return
+        state = self.current(func.states[-1])
+        args = self.current(state[1]) if type(state) is tuple and len(state) > 2 else ()
+        if type(state) is tuple and type(args) is tuple and args and self._method(state[0]).endswith(".__new__"):
+            self.name, self.args, self.is_class = called(self.rewrite, args[0]), args[1:], True
+            self.keywords = state[2]
 
     def current(self, ref: Ref) -> Node:
         """The node of a reference, as changed so far."""
@@ -86,9 +112,6 @@ class Case:
         func = self.rewrite.named(module, name)
         return Call(op.REDUCE, func, self.rewrite.add(tuple(args)) if args else self.rewrite.constant(()))
 
-    def list_of(self, items: tuple[Ref, ...] | list[Ref]) -> List:
-        return List(list(items))
-
     def dict_of(self, pairs: list[tuple[Ref, Ref]]) -> Dict:
         return Dict([part for pair in pairs for part in pair])
 
@@ -101,8 +124,11 @@ def raw_bytes(rewrite: Rewrite, ref: Ref) -> bytes | None:
     if isinstance(node, ByteArray):
         return node.data
     if isinstance(node, str):
-        # As the machine reads the str of Python 2.
-        return node.encode("utf-8", "surrogateescape")
+        # As the machine reads the str of Python 2; other surrogates are no bytes.
+        try:
+            return node.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            return None
     if isinstance(node, Call):
         name = called(rewrite, node.func)
         args = rewrite.node(node.args)
@@ -127,26 +153,3 @@ def called(rewrite: Rewrite, func: Ref) -> str:
     if isinstance(node, Global):
         return mapped_name(node)
     return callable_name(rewrite.graph, func) if func < len(rewrite.graph.nodes) else ""
-
-
-#: What torch takes and Python does not hash.
-_WITHOUT_HASH: Final = frozenset(
-    ("collections.OrderedDict", "collections.Counter", "builtins.set", "builtins.bytearray")
-)
-#: Elements of tuples in tuples that are looked at: a key has a few.
-_ELEMENTS: Final = 10_000
-
-
-def hashable(rewrite: Rewrite, ref: Ref) -> bool:
-    """Can it be a key of a dict, as it is by now?"""
-    work = [ref]
-    for _ in range(_ELEMENTS):
-        if not work:
-            return True
-        node = rewrite.node(work.pop())
-        if isinstance(node, List | Dict | Set | ByteArray):
-            return False
-        if isinstance(node, Call) and called(rewrite, node.func) in _WITHOUT_HASH:
-            return False
-        work += node if type(node) is tuple else ()
-    return True

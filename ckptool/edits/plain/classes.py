@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...human import counted
+from ...human import counted, listed
 from ...objects import elements, mapping
-from ...pickles.nodes import Call, List, Ref
+from ...pickles import opcodes as op
+from ...pickles.nodes import Call, Dict, List, Node, Ref
 from .case import UNKNOWN, Case, Plain, Verdict
 
 __all__ = ["CLASS_RULES", "of_class"]
 
 _SCALARS: Final = (bool, int, float, str)
+#: What has no value yet, so that nothing says what it is.
+_UNMADE: Final = frozenset(f"torch.nn.parameter.Uninitialized{name}" for name in ("Parameter", "Buffer", "TensorMixin"))
+_SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 
 def _omegaconf(case: Case) -> Verdict:
@@ -38,11 +42,18 @@ def _omegaconf(case: Case) -> Verdict:
 def of_class(case: Case) -> Verdict:
     """An object of an unknown class: the mapping, list or scalar that it is, or its attributes as a dict."""
     node = case.node
+    if case.name in _UNMADE:
+        return UNKNOWN
     if case.base >= 0:
         return _based(case)
     state = case.state()
     if state is None:
         return _odd_state(case)
+    given = mapping(case.graph, case.keywords) if 0 <= case.keywords < len(case.graph.nodes) else None
+    if given:
+        nodes = case.graph.nodes
+        there = {nodes[key] for key, _ in state if isinstance(nodes[key], str)}
+        state = [(key, value) for key, value in given if nodes[key] not in there] + state
     if node.pairs:
         return _mapping(case, list(zip(node.pairs[::2], node.pairs[1::2])), state)
     if node.items:
@@ -60,29 +71,52 @@ def _mapping(case: Case, pairs: list[tuple[Ref, Ref]], state: list[tuple[Ref, Re
     """A dict of another class. Many keep their entries as attributes a second time; what is not there twice comes."""
     nodes = case.graph.nodes
     there = {nodes[key] for key, _ in pairs if isinstance(nodes[key], str)}
-    more = [(key, value) for key, value in state if nodes[key] not in there]
+    extra = [(key, value) for key, value in state if nodes[key] not in there]
+    # yacs keeps books in ``__immutable__`` and the like, addict in ``__frozen``.
+    more = [(key, value) for key, value in extra if not _bookkeeping(nodes[key])]
     words = f"dict, {counted(len(pairs) + len(more), 'entry')}"
-    return Plain(case.dict_of(pairs + more), words + (f", {len(more):,} of them attributes" if more else ""))
+    words += f", {len(more):,} of them attributes" if more else ""
+    lost = [str(nodes[key]) for key, _ in extra if _bookkeeping(nodes[key])]
+    return Plain(case.dict_of(pairs + more), words + (f"; left out: {listed(lost)}" if lost else ""))
+
+
+def _bookkeeping(name: Node) -> bool:
+    return isinstance(name, str) and name.startswith("__")
 
 
 def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> Verdict:
     """A named tuple, an enumeration member, a subclass of a builtin type: the arguments say what it is."""
     last = case.name.rpartition(".")[2]
-    if not case.is_class and not last[:1].isupper():
+    if not (case.is_class or last[:1].isupper() or case.name.startswith(_SEQUENCES)):
         return UNKNOWN  # a function: what it gives is not in the file
     if state:
-        return Plain(case.dict_of(state), f"dict, {counted(len(state), 'entry')}; its arguments are left out")
-    first = case.value(case.args[0])
+        words = f"dict, {counted(len(state), 'entry')}"
+        if any(case.graph.nodes[key] == "args" for key, _ in state):
+            return Plain(case.dict_of(state), f"{words}; its arguments are left out")
+        args = (case.rewrite.constant("args"), case.rewrite.add(tuple(case.args)))
+        return Plain(case.dict_of([*state, args]), f"{words}, and its arguments as args")
+    first = case.current(case.args[0])
     if len(case.args) == 1 and type(first) in _SCALARS:
         assert isinstance(first, bool | int | float | str)
         return Plain(first, type(first).__name__)
+    # A single tuple is the value of a subclass of tuple. A class that is called is an enumeration, an exception, a
+    # subclass of set: of these the argument is the value. Named tuples come with their fields as arguments.
+    # torch.return_types.max and time.struct_time have (values, values without a place).
+    alone = len(case.args) == 1 or (len(case.args) == 2 and case.name.startswith(_SEQUENCES))
+    if alone and type(first) is tuple:
+        return Plain(first, f"tuple, {counted(len(first), 'element')}")
+    if alone and isinstance(first, List) and case.node.op == op.REDUCE:
+        return Plain(first, f"list, {counted(len(first.items), 'element')}")
+    if alone and isinstance(first, Dict) and case.node.op == op.REDUCE:
+        return Plain(first, f"dict, {counted(len(first.pairs) // 2, 'entry')}")
     return Plain(tuple(case.args), f"tuple, {counted(len(case.args), 'element')}")
 
 
 def _odd_state(case: Case) -> Verdict:
     """A state that is no mapping: the values of slots, in order."""
     state = case.current(case.node.states[-1])
-    if len(case.node.states) > 1 or case.args or not case.is_class:
+    called_class = case.name.rpartition(".")[2][:1].isupper()
+    if len(case.node.states) > 1 or case.args or not (case.is_class or called_class):
         return UNKNOWN
     items = elements(state)
     # A tuple, because frozen dataclasses stand in sets and as keys.
@@ -93,7 +127,7 @@ def _based(case: Case) -> Verdict:
     """``copyreg._reconstructor(cls, dict, {...})``: the value of the builtin base."""
     state = case.state()
     held = case.current(case.base)
-    items = mapping(case.graph, case.base)
+    items = mapping(case.graph, case.base) if case.base < len(case.graph.nodes) else None
     if state is None:
         return UNKNOWN
     if items is not None:

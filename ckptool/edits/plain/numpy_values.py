@@ -10,10 +10,13 @@ from array import array as machine_numbers
 from math import prod
 from typing import Final, NamedTuple
 
-from ...pickles.nodes import Call, List, Node, Persistent, Ref
+from ...human import counted, cut
+from ...objects import mapping
+from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
+from ..rewrite import Rewrite
 from .case import UNKNOWN, Case, Plain, Verdict, called, raw_bytes
 
-__all__ = ["array", "numpy_scalar"]
+__all__ = ["array", "numpy_object", "numpy_scalar"]
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
@@ -38,12 +41,20 @@ _TYPES: Final = {
 }
 
 
+#: Elements without bytes, and lists without elements, that an array may ask for.
+_EMPTY: Final = 100_000
+
+
 class _Dtype(NamedTuple):
-    """A numpy dtype: its code ("f8", "U5", "O8"), bytes an element, and whether the bytes are big-endian."""
+    """A numpy dtype: its code ("f8", "U5", "O8"), bytes an element, and whether the bytes are big-endian.
+
+    ``unit`` is that of a date or duration: "ns", "25s".
+    """
 
     code: str
     width: int
     big: bool
+    unit: str = ""
 
 
 def numpy_scalar(case: Case) -> Verdict:
@@ -55,9 +66,10 @@ def numpy_scalar(case: Case) -> Verdict:
         return UNKNOWN
     raw = raw_bytes(case.rewrite, case.args[1]) if len(case.args) == 2 else None
     value = _values(dtype, raw, 1) if dtype is not None and raw is not None else None
-    if not value or len(value) != 1:
+    if dtype is None or not value or len(value) != 1:
         return UNKNOWN
-    return _number(case, value[0])
+    made = _number(case, value[0])
+    return made._replace(words=f"{made.words}{_unit(dtype)}")
 
 
 def _number(case: Case, value: object) -> Plain:
@@ -73,9 +85,11 @@ def _number(case: Case, value: object) -> Plain:
 
 def array(case: Case) -> Verdict:
     """An array as a tensor; one of strings or objects as lists."""
-    if case.name in BUFFERS and len(case.args) == 4:
+    axes: Ref | None = None
+    if case.name in BUFFERS and len(case.args) in (4, 5):
         shape, data = _shape(case, case.args[2]), case.args[0]
         dtype, fortran = _dtype(case, case.args[1]), case.value(case.args[3]) == "F"
+        axes = case.args[4] if len(case.args) == 5 and case.value(case.args[3]) == "K" else None
     elif case.name in ARRAYS:
         state = case.value(case.node.states[-1]) if case.node.states else ()
         if type(state) is not tuple or len(state) not in (4, 5):
@@ -88,19 +102,77 @@ def array(case: Case) -> Verdict:
         return UNKNOWN
     if dtype.code[:1] == "O":
         held = case.current(data)
+        # Objects are pickled in the order of their indices, however the array lies in memory.
         return _nested(case, list(held.items), shape) if isinstance(held, List) else UNKNOWN
-    raw = raw_bytes(case.rewrite, data)
+    raw, steps = raw_bytes(case.rewrite, data), _steps(shape, fortran)
+    if axes is not None and case.value(axes) is not None:
+        # NumPy 2.4: the shape is that of the memory, and its axes were exchanged.
+        order = _shape(case, axes)
+        if order is None or sorted(order) != list(range(len(shape))):
+            return UNKNOWN
+        shape, steps = tuple(shape[axis] for axis in order), [steps[axis] for axis in order]
     if raw is None or len(raw) != prod(shape) * dtype.width:
         return UNKNOWN
     if dtype.code[:1] in "US":
-        texts = _values(dtype, raw, prod(shape)) or []
-        if fortran and len(shape) > 1:
+        if prod(shape) > max(len(raw), _EMPTY):
             return UNKNOWN
-        return _nested(case, [_text(case, text) for text in texts], shape)
+        texts = _values(dtype, raw, prod(shape)) or []
+        refs = [_text(case, text) for text in texts]
+        return _nested(case, _ordered(refs, shape, steps), shape)
     code = "i8" if dtype.code in ("M8", "m8") else dtype.code
     if code not in _TYPES:
         return UNKNOWN
-    return _tensor(case, dtype._replace(code=code), shape, fortran, raw)
+    if prod(max(size, 1) for size in shape) >= 1 << 62:
+        return UNKNOWN  # an empty array whose strides torch cannot count
+    made = _tensor(case, dtype._replace(code=code), shape, steps, raw)
+    return made._replace(words=f"{made.words}{_unit(dtype)}")
+
+
+def _steps(shape: tuple[int, ...], fortran: bool) -> list[int]:
+    """The strides in elements; an axis without elements counts as one."""
+    steps: list[int] = []
+    size = 1
+    for length in shape if fortran else reversed(shape):
+        steps.append(size)
+        size *= max(length, 1)
+    return steps if fortran else steps[::-1]
+
+
+def numpy_object(case: Case) -> Verdict:
+    """Dtypes by their name; generators of random numbers by their state."""
+    if case.name == "numpy.dtype":
+        dtype = _dtype_of(case.rewrite, case.node)
+        if dtype is None:
+            return UNKNOWN
+        name = _TYPES[dtype.code][0] if dtype.code in _TYPES and not dtype.big else f"{'<>'[dtype.big]}{dtype.code}"
+        return Plain(name, f"str {name!r}")
+    if not case.name.startswith("numpy.random."):
+        return None
+    # A generator without a state is no more than its bit generator; that has (state, seed sequence).
+    state = case.node.states[-1] if case.node.states else case.args[0] if case.args else -1
+    held = case.current(state) if state >= 0 else None
+    if type(held) is tuple and held and mapping(case.graph, held[0]) is not None:
+        state, held = held[0], case.current(held[0])
+    if isinstance(held, Dict):
+        return Plain(held, f"its state, a dict of {counted(len(held.pairs) // 2, 'entry')}")
+    if type(held) is tuple and held and isinstance(case.current(held[0]), str):
+        return Plain(held, f"its state, a tuple of {counted(len(held), 'element')}")  # as get_state gives it
+    if case.node.states or not isinstance(held, Call) or not held.states:
+        return UNKNOWN
+    return numpy_object(Case(case.rewrite, state, held, case.storages))
+
+
+def _unit(dtype: _Dtype) -> str:
+    names = {"M8": "datetime64", "m8": "timedelta64"}
+    return f", a {names[dtype.code]}[{dtype.unit}]" if dtype.code in names else ""
+
+
+def _ordered(refs: list[Ref], shape: tuple[int, ...], steps: list[int]) -> list[Ref]:
+    """The elements in the order of their indices."""
+    order = [0]
+    for size, step in zip(shape, steps) if refs else ():
+        order = [before + index * step for before in order for index in range(size)]
+    return [refs[place] for place in order] if refs else []
 
 
 def _text(case: Case, value: object) -> Ref:
@@ -112,16 +184,19 @@ def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> Verdict:
     """Lists in lists, the last dimension innermost."""
     if len(items) != prod(shape):
         return UNKNOWN
-    words = f"list, {'x'.join(map(str, shape)) or 'one'} {'element' if len(items) == 1 else 'elements'}"
+    words = f"list, {'x'.join(map(str, shape))} {'element' if len(items) == 1 else 'elements'}"
     if not shape:
-        return Plain(List(items), words)
-    for size in reversed(shape[1:]):
-        groups = [items[at : at + size] for at in range(0, len(items), size)] if size else [[]] * prod(shape[:-1])
-        items = [case.rewrite.add(List(group)) for group in groups]
+        # As ``tolist`` has it: no list, but the element.
+        return Plain(case.current(items[0]), "the element in it")
+    for place in range(len(shape) - 1, 0, -1):
+        size, count = shape[place], prod(shape[:place])
+        if count > max(len(items), _EMPTY):
+            return UNKNOWN
+        items = [case.rewrite.add(List(items[at * size : (at + 1) * size])) for at in range(count)]
     return Plain(List(items), words)
 
 
-def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], fortran: bool, raw: bytes) -> Plain:
+def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], steps: list[int], raw: bytes) -> Plain:
     name, storage, _ = _TYPES[dtype.code]
     rewrite = case.rewrite
     if dtype.big:
@@ -137,17 +212,11 @@ def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], fortran: bool, ra
         rewrite.constant("cpu"),
         rewrite.constant(count),
     )
-    steps: list[int] = []
-    size = 1
-    for length in shape if fortran else reversed(shape):
-        steps.append(size)
-        size *= max(length, 1)
-    strides = steps if fortran else steps[::-1]
     args = [
         rewrite.add(Persistent(rewrite.add(parts))),
         rewrite.constant(0),
         _numbers(case, shape),
-        _numbers(case, strides),
+        _numbers(case, steps),
         rewrite.constant(False),
         rewrite.add(case.call("collections", "OrderedDict")),
     ]
@@ -184,21 +253,38 @@ def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:
 
 def _dtype(case: Case, ref: Ref) -> _Dtype | None:
     """``dtype(code, align, copy)`` and the byte order in its state."""
-    node: Node = case.current(ref)
+    # One dtype is in many arrays, and may have been made plain at another place: what it was counts.
+    node: Node = case.graph.nodes[ref] if ref < len(case.graph.nodes) else None
     if not isinstance(node, Call) or called(case.rewrite, node.func) != "numpy.dtype":
         return None
-    args = case.current(node.args)
-    code = case.current(args[0]) if type(args) is tuple and args else None
-    if type(code) is not str:
+    return _dtype_of(case.rewrite, node)
+
+
+def _dtype_of(rewrite: Rewrite, node: Call) -> _Dtype | None:
+    args = rewrite.node(node.args)
+    code = rewrite.node(args[0]) if type(args) is tuple and args else None
+    state = rewrite.node(node.states[-1]) if node.states else ()
+    parts = [rewrite.node(part) for part in state] if type(state) is tuple else []
+    digits = code[1:] if type(code) is str else ""
+    # What follows the byte order are a shape within the element, and the names of its fields.
+    if type(code) is not str or any(part is not None for part in parts[2:4]):
         return None
-    state = case.current(node.states[-1]) if node.states else ()
-    order = case.current(state[1]) if type(state) is tuple and len(state) > 1 else "<"
-    named = case.current(state[3]) if type(state) is tuple and len(state) > 3 else None
-    digits = code[1:]
-    if named is not None or not digits.isdigit() or len(digits) > 9:
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
         return None
     size = int(digits)
-    return _Dtype(code, size * 4 if code[0] == "U" else size, order == ">")
+    big = bool(parts[1:]) and parts[1] in (">", b">")
+    return _Dtype(code, size * 4 if code[0] == "U" else size, big, _unit_of(rewrite, parts[8:9]))
+
+
+def _unit_of(rewrite: Rewrite, metadata: list[Node]) -> str:
+    """The unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
+    pair = metadata[0] if metadata else ()
+    unit = rewrite.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()
+    raw = raw_bytes(rewrite, unit[0]) if type(unit) is tuple and len(unit) > 1 else None
+    number = rewrite.node(unit[1]) if type(unit) is tuple and len(unit) > 1 else None
+    if raw is None or type(number) is not int:
+        return "?"
+    return f"{number if 1 < number < 1 << 31 else ''}{cut(raw.decode('latin-1'))}"
 
 
 def _values(dtype: _Dtype, raw: bytes, count: int) -> list[object] | None:

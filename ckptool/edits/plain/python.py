@@ -3,58 +3,55 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...human import counted, shown
-from ...objects import elements, mapped_name
-from ...pickles.nodes import Call, Global, List, Ref
+from ...objects import elements, listed_pairs, mapped_name
+from ...pickles.nodes import Call, Dict, Global, List, Ref
 from .case import UNKNOWN, Case, Plain, Verdict, raw_bytes
 
 __all__ = ["PYTHON_RULES"]
 
+#: The flags of a pattern of text that has none: re.UNICODE.
+_NO_FLAGS: Final = 32
 #: A range is written out up to so many numbers.
 _RANGE: Final = 100_000
 
 
 def _path(case: Case) -> Verdict:
-    """``PosixPath('a', 'b')``, in Python 3.13 from ``pathlib._local``."""
+    """``PosixPath('a', 'b')``, in Python 3.13 from ``pathlib._local``. The parts may be any text: they are joined."""
     module, _, name = case.name.rpartition(".")
-    if module not in ("pathlib", "pathlib._local") or "Path" not in name:
+    if module not in ("pathlib", "pathlib._local") or not name.endswith("Path"):
         return None
     parts = [case.text(number) for number in range(len(case.args))]
-    if None in parts:
+    if None in parts or case.node.states:
         return UNKNOWN
-    mark = "\\" if "Windows" in name else "/"
-    words = [part for part in parts if part]
-    head = words[0] if words else "."
-    text = head + ("" if head.endswith(mark) else mark) * (len(words) > 1) + mark.join(words[1:])
+    kind = PureWindowsPath if "Windows" in name else PurePosixPath
+    text = str(kind(*(part for part in parts if part is not None)))
     return Plain(text, f"str {shown(text)}")
 
 
 def _date(case: Case) -> Verdict:
     """``datetime``, ``date`` and ``time`` hold their fields in a few bytes (CPython, Lib/_pydatetime.py)."""
-    if case.name == "datetime.timedelta":
-        values = [case.value(ref) for ref in case.args]
-        if len(values) != 3 or not all(type(value) is int and abs(value) < 1 << 40 for value in values):
-            return UNKNOWN
-        days, seconds, micro = (int(str(value)) for value in values)
-        total = days * 86400 + seconds + micro / 1e6
-        return Plain(total, f"float {total}, in seconds")
-    if case.name == "datetime.timezone":
-        found = _zone(case)
-        return Plain(found, f"str {found!r}") if found else UNKNOWN
+    if case.name in ("datetime.timedelta", "datetime.timezone"):
+        duration = _duration(case) if case.name == "datetime.timedelta" else None
+        if duration is not None:
+            total = duration.total_seconds()
+            return Plain(total, f"float {total}, in seconds")
+        offset = _fixed(case) if case.name == "datetime.timezone" else ""
+        return Plain(offset, f"str {offset!r}") if offset else UNKNOWN
+    if case.name == "zoneinfo.ZoneInfo._unpickle":
+        key = case.text(0)
+        return Plain(key, f"str {shown(key)}") if key is not None else UNKNOWN
     if case.name not in ("datetime.datetime", "datetime.date", "datetime.time"):
         return None
-    if len(case.args) >= 3 and all(type(case.value(ref)) is int for ref in case.args[:3]):
-        return UNKNOWN
     raw = raw_bytes(case.rewrite, case.args[0]) if case.args else None
     text = _iso(case.name, raw) if raw is not None else None
-    if text is None:
+    zone = _zone(case, case.args[1]) if len(case.args) > 1 else ""
+    if text is None or zone is None:
         return UNKNOWN
-    if len(case.args) > 1:
-        zone = case.value(case.args[1])
-        text += zone if type(zone) is str else _zone_of(case, case.args[1]) or ""
-    return Plain(text, f"str {text!r}")
+    return Plain(text + zone, f"str {text + zone!r}")
 
 
 def _iso(name: str, raw: bytes) -> str | None:
@@ -71,29 +68,50 @@ def _iso(name: str, raw: bytes) -> str | None:
     return None
 
 
-def _zone(case: Case) -> str:
-    return _offset(case, case.args[0]) if case.args else ""
+def _zone(case: Case, ref: Ref) -> str | None:
+    """What a date says about its zone: "+02:00", "[Europe/Berlin]" as in RFC 9557; None where that is not known.
 
-
-def _zone_of(case: Case, ref: Ref) -> str:
-    """The offset of ``timezone(timedelta(...))`` as "+02:00", "" for another zone."""
+    The zone may have been made plain already, at another place that holds it.
+    """
     node = case.current(ref)
-    args = case.current(node.args) if isinstance(node, Call) else ()
-    return _offset(case, args[0]) if type(args) is tuple and args else ""
+    if isinstance(node, str):
+        return node if node[:1] in ("+", "-") else f"[{node}]"
+    if not isinstance(node, Call):
+        return "" if node is None else None
+    inner = Case(case.rewrite, ref, node, case.storages)
+    if inner.name == "datetime.timezone":
+        return _fixed(inner) or None
+    if inner.name in ("pytz._UTC", "dateutil.tz.tz.tzutc"):
+        return "+00:00"
+    if inner.name in ("zoneinfo.ZoneInfo._unpickle", "pytz._p") and inner.text(0) is not None:
+        return f"[{inner.text(0)}]"
+    return None
 
 
-def _offset(case: Case, ref: Ref) -> str:
-    value: object = case.current(ref)
-    if isinstance(value, Call):
-        parts = case.current(value.args)
-        numbers = [case.value(part) for part in parts] if type(parts) is tuple else []
-        if len(numbers) != 3 or not all(type(number) is int for number in numbers[:2]):
-            return ""
-        value = float(int(str(numbers[0])) * 86400 + int(str(numbers[1])))
-    if type(value) is not float or abs(value) > 86400:
+def _fixed(case: Case) -> str:
+    """The offset of ``timezone(timedelta(...))`` as "+02:00", "" for none that there can be."""
+    node = case.current(case.args[0]) if case.args else None
+    duration = None
+    if isinstance(node, Call):
+        duration = _duration(Case(case.rewrite, case.args[0], node, case.storages))
+    elif type(node) is float and abs(node) < 1e9:
+        duration = datetime.timedelta(seconds=node)  # made plain already
+    try:
+        return "" if duration is None else datetime.time(tzinfo=datetime.timezone(duration)).isoformat()[8:]
+    except ValueError:
         return ""
-    minutes = abs(int(value)) // 60
-    return f"{'-' if value < 0 else '+'}{minutes // 60:02}:{minutes % 60:02}"
+
+
+def _duration(case: Case) -> datetime.timedelta | None:
+    """``timedelta(days, seconds, microseconds)``."""
+    values = [case.current(ref) for ref in case.args]
+    numbers = [value for value in values if type(value) is int]
+    if case.name != "datetime.timedelta" or len(values) != 3 or len(numbers) != 3:
+        return None
+    try:
+        return datetime.timedelta(*numbers)
+    except OverflowError:
+        return None
 
 
 def _collection(case: Case) -> Verdict:
@@ -105,7 +123,18 @@ def _collection(case: Case) -> Verdict:
     if name == "collections.deque":
         first = elements(case.graph.nodes[args[0]]) if args else ()
         items = [*first, *case.node.items]
-        return Plain(List(items), f"list, {counted(len(items), 'element')}")
+        bound = "; its bound is left out" if len(args) > 1 else ""
+        return Plain(List(items), f"list, {counted(len(items), 'element')}{bound}")
+    if name == "builtins.dict" and len(args) <= 1:
+        listed = listed_pairs(case.graph, case.node) if args else []
+        if listed is None:
+            return UNKNOWN
+        found = [part for pair in listed for part in elements(case.graph.nodes[pair])] + list(case.node.pairs)
+        return Plain(Dict(found), f"dict, {_entries(len(found) // 2)}")
+    if name == "builtins.bytes" and not args:
+        # What protocol 2 makes of no bytes.
+        text, latin = case.rewrite.constant(""), case.rewrite.constant("latin1")
+        return Plain(case.call("_codecs", "encode", text, latin), "bytes, in the form that torch takes")
     if name in ("builtins.frozenset", "builtins.list", "builtins.tuple") and len(args) <= 1:
         members = elements(case.graph.nodes[args[0]]) if args else ()
         items = [*members, *case.node.items]
@@ -116,14 +145,20 @@ def _collection(case: Case) -> Verdict:
         held = case.rewrite.add(List(items))
         return Plain(case.call("__builtin__", "set", held), f"set, {counted(len(items), 'element')}")
     if name in ("builtins.range", "builtins.slice"):
-        values = [case.value(ref) for ref in args]
-        if name == "builtins.range" and len(values) == 3 and all(type(value) is int for value in values):
-            found = range(*(int(str(value)) for value in values))
-            if len(found) <= _RANGE:
-                numbers = [case.rewrite.constant(number) for number in found]
-                return Plain(List(numbers), f"list, {counted(len(numbers), 'element')}")
-        return Plain(tuple(args), "tuple of start, stop and step")
+        return _numbers(case)
     return None
+
+
+def _numbers(case: Case) -> Plain:
+    """A range of some length as the numbers in it; one without end, and a slice, as what it is made of."""
+    values = [case.current(ref) for ref in case.args]
+    bounds = [value for value in values if type(value) is int and abs(value) < 1 << 62]
+    if case.name == "builtins.range" and len(bounds) == len(values) == 3 and bounds[2]:
+        found = range(*bounds)
+        if found[:1] == found or abs((bounds[1] - bounds[0]) // bounds[2]) <= _RANGE:
+            numbers = [case.rewrite.constant(number) for number in found]
+            return Plain(List(numbers), f"list, {counted(len(numbers), 'element')}")
+    return Plain(tuple(case.args), "tuple of start, stop and step")
 
 
 def _entries(count: int) -> str:
@@ -134,7 +169,12 @@ def _texts(case: Case) -> Verdict:
     """What a string says as well: UUIDs, decimals, fractions, patterns."""
     if case.name in ("decimal.Decimal", "fractions.Fraction", "re._compile") and case.args:
         text = case.text(0)
-        return Plain(text, f"str {shown(text)}") if text is not None else UNKNOWN
+        if case.name == "fractions.Fraction" and len(case.args) == 2:
+            parts = [case.current(ref) for ref in case.args]
+            if all(type(part) is int and abs(part) < 1 << 1024 for part in parts):
+                text = "/".join(map(str, parts))
+        lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != _NO_FLAGS
+        return Plain(text, f"str {shown(text)}{'; its flags are left out' * lost}") if text is not None else UNKNOWN
     if case.name == "uuid.UUID":
         value = case.value(case.attribute("int")) if case.attribute("int") >= 0 else None
         if type(value) is int and 0 <= value < 1 << 128:

@@ -1,0 +1,214 @@
+"""Edits of entries: take one out as a checkpoint of its own, wrap, drop, keep, set, unset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from shlex import quote
+
+from ..checkpoint import Change, Checkpoint
+from ..errors import RefusedError, TargetError
+from ..human import counted, cut, listed, shown
+from ..names import Globs
+from ..objects import class_name, mapping, parse_path, spell_key
+from ..pickles.nodes import Dict, Graph, Node, Ref
+from ..tensors import TensorReader
+from .places import Place, place, resolve
+from .rewrite import Rewrite
+
+__all__ = ["Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"]
+
+Scalar = bool | int | float | str | None
+
+
+def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    """Make the entry at the path ``key`` the whole checkpoint; storages that only others use leave the file.
+
+    Raises TargetError when there is nothing at ``key``.
+    """
+    found = resolve(checkpoint, key)
+    graph = checkpoint.graph
+    kind = class_name(graph, found.ref)
+    change = Change("extract", key, 1, 0, f"{kind} taken out as a checkpoint of its own")
+    if found.ref == graph.root:
+        return checkpoint.changed(graph, [change._replace(number=0, kept=1, what="it is the whole file already")])
+    return _slimmer(checkpoint, graph.edited({}, root=found.ref), [change])
+
+
+def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
+    if not key:
+        raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
+    rewrite = Rewrite(checkpoint.graph)
+    root = rewrite.add(Dict([rewrite.add(key), checkpoint.graph.root]))
+    graph = rewrite.done(root)
+    return checkpoint.changed(graph, [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
+
+
+def drop(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """Take out the entries and keys that match.
+
+    A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. What shares a
+    storage or an object with something dropped keeps it. Raises RefusedError for a pattern that nothing matches.
+    """
+    matched = dict.fromkeys(globs, 0)
+    compiled = [(glob, Globs([glob])) for glob in globs]
+
+    def goes(key: str, path: str) -> bool:
+        hits = [glob for glob, pattern in compiled if pattern.match(key, path)]
+        for glob in hits:
+            matched[glob] += 1
+        return bool(hits)
+
+    edited = _filtered(checkpoint, "drop", goes, goes)
+    _refuse_unmatched(checkpoint, matched)
+    return edited
+
+
+def keep(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """Take out what does not match, at the level where something does: of the entries, or of the keys.
+
+    Where a pattern matches top-level entries, the other entries go; where one matches keys of a state dict, its other
+    keys go. Raises RefusedError for a pattern that nothing matches.
+    """
+    survey, graph = checkpoint.survey, checkpoint.graph
+    matched = dict.fromkeys(globs, 0)
+    entries: set[str] = set()
+    keys: set[str] = set()
+    for glob in globs:
+        pattern = Globs([glob])
+        named = {entry.path for entry in survey.entries if pattern.match(entry.key, entry.path)}
+        bare = any(item.ref == graph.root for item in survey.state_dicts)
+        inside = {e.path for e in survey.tensors if e.state_dict >= 0 and pattern.match(e.key, e.path)}
+        matched[glob] = len(named) + len(inside)
+        # The entries of a bare state dict are its keys.
+        entries |= set() if bare else named
+        keys |= inside
+    _refuse_unmatched(checkpoint, matched)
+    holders = {e.state_dict for e in survey.tensors if e.path in keys}
+    filtered = {survey.state_dicts[number].path for number in holders}
+
+    def entry_goes(key: str, path: str) -> bool:
+        return bool(entries) and path not in entries and not any(inner.startswith(path) for inner in filtered)
+
+    def key_goes(key: str, path: str) -> bool:
+        return path not in keys
+
+    return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered)
+
+
+def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
+    missing = [repr(glob) for glob, count in matched.items() if not count]
+    if missing:
+        what = f"nothing matches {listed(missing)}"
+        raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all lists all")
+
+
+def _filtered(
+    checkpoint: Checkpoint,
+    edit: str,
+    entry_goes: Callable[[str, str], bool],
+    key_goes: Callable[[str, str], bool],
+    only: set[str] | None = None,
+) -> Checkpoint:
+    """Take entries out of the root and keys out of the state dicts; ``only`` the state dicts at these paths."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    rewrite = Rewrite(graph)
+    changes = []
+    refs = {item.ref: item.path for item in survey.state_dicts if only is None or item.path in only}
+    gone: set[Ref] = set()
+    root = mapping(graph, graph.root)
+    if root is not None and graph.root not in refs:
+        kept, names = _split(graph, "", root, entry_goes)
+        if names:
+            rewrite.refill(graph.root, kept)
+            changes.append(Change(edit, "", len(names), len(kept), f"dropped {listed(names)}"))
+            gone = {value for _, value in root} - {value for _, value in kept}
+    for ref, path in refs.items():
+        if ref in gone:
+            continue
+        items = mapping(graph, ref) or []
+        kept, names = _split(graph, path, items, key_goes)
+        if names:
+            rewrite.refill(ref, kept)
+            what = f"dropped {counted(len(names), 'key')}: {listed(names, most=3)}"
+            changes.append(Change(edit, path, len(names), len(kept), what))
+    if not changes:
+        return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
+    return _slimmer(checkpoint, rewrite.done(), changes)
+
+
+def _split(
+    graph: Graph, base: str, items: list[tuple[Ref, Ref]], goes: Callable[[str, str], bool]
+) -> tuple[list[tuple[Ref, Ref]], list[str]]:
+    """The items that stay, and the names of those that go."""
+    kept, names = [], []
+    for key, value in items:
+        name = graph.nodes[key]
+        path = spell_key(base, name)
+        text = name if isinstance(name, str) else path
+        if goes(text, path):
+            names.append(cut(text))
+        else:
+            kept.append((key, value))
+    return kept, names
+
+
+def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
+    """Give the scalar entry at a path another value, or add one to a mapping that is there.
+
+    Raises RefusedError where something stands that is no scalar, TargetError where there is no mapping to hold it.
+    """
+    graph = checkpoint.graph
+    steps = parse_path(key)
+    if not steps:
+        raise TargetError("the whole checkpoint cannot be set", path=checkpoint.path, next="name an entry")
+    holder = place(graph, steps[:-1])
+    items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
+    if not isinstance(holder, Place) or items is None:
+        raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
+    rewrite = Rewrite(graph)
+    new = rewrite.add(value)
+    last = steps[-1]
+    for number, (name, old) in enumerate(items):
+        if graph.nodes[name] != last or type(graph.nodes[name]) is not type(last):
+            continue
+        before = graph.nodes[old]
+        if not (before is None or isinstance(before, bool | int | float | str)):
+            what = f"{key!r} is a {class_name(graph, old)}, not a scalar"
+            raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
+        if before == value and type(before) is type(value):
+            return checkpoint.changed(graph, [Change("set", key, 0, 1, f"it is {_told(value)} already")])
+        rewrite.refill(holder.ref, [*items[:number], (name, new), *items[number + 1 :]])
+        return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"{_told(before)} -> {_told(value)}")])
+    rewrite.refill(holder.ref, [*items, (rewrite.add(last), new)])
+    return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
+
+
+def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    """Take out the entry at a path, whatever it is; raises TargetError when there is none."""
+    found = resolve(checkpoint, key)
+    items = mapping(checkpoint.graph, found.holder) if found.holder >= 0 else None
+    if items is None:
+        raise TargetError(f"{key!r} is no entry of a mapping", path=checkpoint.path)
+    nodes = checkpoint.graph.nodes
+    rewrite = Rewrite(checkpoint.graph)
+    rewrite.refill(found.holder, [item for item in items if nodes[item[0]] != found.step])
+    change = Change("unset", key, 1, 0, f"dropped, {class_name(checkpoint.graph, found.ref)}")
+    return _slimmer(checkpoint, rewrite.done(), [change])
+
+
+def _told(value: Node) -> str:
+    return cut(repr(value))
+
+
+def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Checkpoint:
+    """The edited checkpoint; laid out anew where storages are used no more, so that their bytes go."""
+    used = used_storages(graph)
+    anew = len(used) < len(used_storages(checkpoint.graph))
+    return checkpoint.changed(graph, changes, anew=anew)
+
+
+def used_storages(graph: Graph) -> set[str]:
+    """The keys of the storages that the root leads to."""
+    reader = TensorReader(graph)
+    return {found.key for ref in graph.reachable() if (found := reader.storage(ref)) is not None}
