@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .checkpoint import Change, Checkpoint, file_mode
 from .checks.expectations import Policy, policy_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
+from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
 from .errors import CkptoolError, RefusedError, TargetError
 from .human import listed
 from .locations import MapLocation
@@ -34,12 +35,16 @@ __all__ = [
     "Lost",
     "Policy",
     "Salvaged",
+    "Scalar",
     "StateDict",
     "Tensor",
     "TensorEntry",
     "Written",
     "add_prefix",
+    "drop",
+    "extract",
     "inspect",
+    "keep",
     "keys",
     "load",
     "open",
@@ -47,9 +52,12 @@ __all__ = [
     "salvage",
     "sanitize",
     "save",
+    "set_entry",
     "strip_prefix",
     "strip_wrappers",
+    "unset",
     "validate",
+    "wrap",
 ]
 
 Path = str | os.PathLike[str]

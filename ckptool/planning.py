@@ -47,7 +47,7 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     if ambiguous:
         raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)
     if checkpoint.anew:
-        return _anew(checkpoint), True
+        return _anew(checkpoint), _codec_is_exact(checkpoint)
     if not checkpoint.edited:
         return checkpoint.container.plan(None), True
     data, exact = verified_pickle(checkpoint)
@@ -60,16 +60,22 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
     The unedited graph must encode to the very bytes in the file; a foreign pickle that does not must
     at least decode to an equal graph again. Raises RefusedError when not even that holds.
     """
+    exact = _codec_is_exact(checkpoint)
+    data = encode(checkpoint.graph)
+    if not exact:
+        _prove(checkpoint.graph, data, "edited", checkpoint.path)
+    return Verified(data, exact)
+
+
+def _codec_is_exact(checkpoint: Checkpoint) -> bool:
+    """Does the unedited graph encode to the very bytes in the file? If not, it is proven to be equal at least."""
     container = checkpoint.container
     again = encode(container.graph)
     original = container.pickle
-    exact = again == original[: len(again)] and len(again) <= len(original)
-    del again
-    data = encode(checkpoint.graph)
-    if not exact:
-        for graph, name in ((container.graph, "unedited"), (checkpoint.graph, "edited")):
-            _prove(graph, encode(graph), name, checkpoint.path)
-    return Verified(data, exact)
+    if again == original[: len(again)] and len(again) <= len(original):
+        return True
+    _prove(container.graph, again, "unedited", checkpoint.path)
+    return False
 
 
 def _prove(graph: Graph, data: bytes, name: str, path: str) -> None:

@@ -27,6 +27,12 @@ COMMANDS: Final = {
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
+    "extract": ("entries", "extract", "Make one entry a checkpoint of its own."),
+    "wrap": ("entries", "wrap", "Put the whole checkpoint under a key."),
+    "drop": ("entries", "drop", "Leave out entries and keys."),
+    "keep": ("entries", "keep", "Leave out all but some entries or keys."),
+    "set": ("entries", "set_entry", "Give scalar entries another value."),
+    "unset": ("entries", "unset", "Take entries out by their exact path."),
     "sanitize": ("sanitize", "sanitize", "Make a file that plain torch.load(path) takes, without running anything."),
     "salvage": ("salvage", "salvage", "Save what is whole in a cut or damaged checkpoint."),
 }

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ALL_FORMATS", "REPORT_FORMATS", "format_option", "key_option", "paths", "worst", "writing"]
+__all__ = ["ALL_FORMATS", "REPORT_FORMATS", "format_option", "key_option", "one_path", "paths", "worst", "writing"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,6 +27,11 @@ def worst(codes: Iterable[int]) -> int:
 def paths(command: Command) -> Command:
     """One input or more. They are opened by ckptool, which says more about them than click would."""
     return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path())(command)
+
+
+def one_path(command: Command) -> Command:
+    """One input, because what follows it on the command line says what to do with it."""
+    return click.argument("path", metavar="PATH", type=click.Path())(command)
 
 
 def key_option(command: Command) -> Command:

@@ -64,7 +64,9 @@ def sanitize(
     anew = bool(walk.storages) or any(problem.refused for problem in checkpoint.container.problems)
     # What is left out must not stay behind as bytes that nothing uses.
     before, after = _storages(checkpoint.graph), _storages(graph)
+    # And the layout contract of .format_version wants them in the order in which a reader meets them.
     anew = anew or bool(before.keys() - after.keys())
+    anew = anew or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])
     if before.keys() & walk.storages.keys():
         raise MalformedError("it has storages under names that no torch writes", path=checkpoint.path)
     _check_bytes(checkpoint, [storage for key, storage in after.items() if key not in walk.storages])

@@ -16,7 +16,7 @@ from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
 from ..rewrite import Rewrite
 from .case import UNKNOWN, Case, Plain, Verdict, called, raw_bytes
 
-__all__ = ["array", "numpy_object", "numpy_scalar"]
+__all__ = ["ARRAYS", "BUFFERS", "SCALARS", "array", "numpy_object", "numpy_scalar"]
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")

@@ -31,7 +31,7 @@ from .case import UNKNOWN, Case, Plain, Verdict, called
 from .classes import CLASS_RULES, of_class
 from .hashing import Keys
 from .modules import is_module, state_dict_of
-from .numpy_values import array, numpy_object, numpy_scalar
+from .numpy_values import ARRAYS, BUFFERS, SCALARS, array, numpy_object, numpy_scalar
 from .python import PYTHON_RULES
 
 __all__ = ["Walk"]
@@ -143,6 +143,8 @@ class Walk:
         if isinstance(node, Call):
             case = Case(self.rewrite, -1, node, self.storages)
             cls = self.rewrite.node(case.args[1]) if case.name == _FROM_TYPE and len(case.args) > 1 else None
+            if case.name in SCALARS or case.name in ARRAYS or case.name in BUFFERS:
+                return "numpy scalar" if case.name in SCALARS else "numpy array"
             return mapped_name(cls) if isinstance(cls, Global) else case.name or "a call"
         if isinstance(node, Global):
             return mapped_name(node)

@@ -1,0 +1,162 @@
+"""The commands on entries: extract, wrap, drop, keep, set, unset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import api
+from ..checkpoint import Checkpoint
+from .editing import Job, edit_all
+from .options import one_path, writing
+from .render import clean
+
+__all__ = ["drop", "extract", "keep", "set_entry", "unset", "wrap"]
+
+
+def _words(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for change in report["changes"]:
+        where = f"{change['path']}: " if change["path"] else ""
+        lines.append(f"  {clean(where + change['what'])}")
+    return lines if report["changed"] else [*lines, "  nothing to do: the output is the input, byte for byte"]
+
+
+EXTRACT_EPILOG = """\b
+Examples:
+  ckptool extract training.pth state_dict -o weights.pth
+  ckptool extract lightning.ckpt hyper_parameters -o hparams.pth
+"""
+
+
+@click.command(epilog=EXTRACT_EPILOG)
+@one_path
+@click.argument("key")
+@writing
+def extract(path: str, key: str, **how: Any) -> int:
+    """Make one entry a checkpoint of its own: a state dict without the training around it.
+
+    KEY is its path as inspect prints it. The tensors of everything else leave the file.
+    """
+    return edit_all(Job("extract", lambda checkpoint: api.extract(checkpoint, key), words=_words), (path,), **how)
+
+
+WRAP_EPILOG = """\b
+Examples:
+  ckptool wrap weights.pth state_dict -o wrapped.pth
+"""
+
+
+@click.command(epilog=WRAP_EPILOG)
+@one_path
+@click.argument("key")
+@writing
+def wrap(path: str, key: str, **how: Any) -> int:
+    """Put the whole checkpoint under the KEY of a new dict: the reverse of extract."""
+    return edit_all(Job("wrap", lambda checkpoint: api.wrap(checkpoint, key), words=_words), (path,), **how)
+
+
+DROP_EPILOG = """\b
+Examples:
+  ckptool drop training.pth optimizer lr_schedulers -o small.pth
+  ckptool drop model.pth 'head.*' -o backbone.pth
+"""
+
+_globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
+
+
+@click.command(epilog=DROP_EPILOG)
+@one_path
+@_globs
+@writing
+def drop(path: str, globs: tuple[str, ...], **how: Any) -> int:
+    """Leave out entries and keys: the optimizer, the schedulers, a head.
+
+    A pattern matches top-level entries, and keys of state dicts by key or by whole path. The bytes of what nothing
+    else uses leave the file. A pattern that nothing matches is refused.
+    """
+    return edit_all(Job("drop", lambda checkpoint: api.drop(checkpoint, globs), words=_words), (path,), **how)
+
+
+KEEP_EPILOG = """\b
+Examples:
+  ckptool keep training.pth state_dict epoch -o small.pth
+  ckptool keep model.pth 'backbone.*' -o backbone.pth
+"""
+
+
+@click.command(epilog=KEEP_EPILOG)
+@one_path
+@_globs
+@writing
+def keep(path: str, globs: tuple[str, ...], **how: Any) -> int:
+    """Leave out all but some entries or keys.
+
+    Where a pattern matches top-level entries the others go; where one matches keys of a state dict its other keys go.
+    """
+    return edit_all(Job("keep", lambda checkpoint: api.keep(checkpoint, globs), words=_words), (path,), **how)
+
+
+SET_EPILOG = """\b
+Examples:
+  ckptool set model.pth epoch=0 -o model.new.pth
+  ckptool set model.pth config.name=resnet18 config.pretrained=true -o model.new.pth
+
+\b
+A value is JSON (0, 0.5, true, null, "text"); what is no JSON is a text as it stands.
+"""
+
+
+@click.command("set", epilog=SET_EPILOG)
+@one_path
+@click.argument("pairs", nargs=-1, required=True, metavar="KEY=VALUE...")
+@writing
+def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
+    """Give scalar entries another value, or add them to a dict that is there."""
+    values = [_pair(text) for text in pairs]
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        for key, value in values:
+            checkpoint = api.set_entry(checkpoint, key, value)
+        return checkpoint
+
+    return edit_all(Job("set", edit, words=_words), (path,), **how)
+
+
+def _pair(text: str) -> tuple[str, api.Scalar]:
+    import json
+
+    key, equals, told = text.partition("=")
+    if not equals or not key.strip():
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as epoch=0", param_hint="KEY=VALUE")
+    try:
+        value = json.loads(told)
+    except ValueError:
+        value = told
+    if isinstance(value, list | dict):
+        raise click.BadParameter(
+            f"{told!r} is no scalar: a number, a text, true, false or null", param_hint="KEY=VALUE"
+        )
+    return key.strip(), value
+
+
+UNSET_EPILOG = """\b
+Examples:
+  ckptool unset model.pth config.secret -o model.new.pth
+"""
+
+
+@click.command(epilog=UNSET_EPILOG)
+@one_path
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@writing
+def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
+    """Take entries out by their exact path, whatever they are."""
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        for key in keys:
+            checkpoint = api.unset(checkpoint, key)
+        return checkpoint
+
+    return edit_all(Job("unset", edit, words=_words), (path,), **how)
