@@ -11,6 +11,7 @@ import argparse
 import compileall
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one gives other random cases")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where the scratch files go (needs 15 GB)")
     given = parser.parse_args(arguments)
+    # A run in the background is born ignoring these, and would hand that down to the runs under test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     minutes = given.minutes if given.minutes is not None else 0.2 if given.quick else 2.0
     # The runs under test write no bytecode, so that all of them make the same calls; with it they start faster.
     compileall.compile_dir(ROOT / "ckptool", quiet=2)
