@@ -170,13 +170,14 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     rescued = Rescued(source, folder.rstrip("/"), graph, data, _byteorder(found, folder))
     wanted = {f"{folder}data/{key}".lower() for key in found.storages}
     places = _places(found.records, archive, wanted)
+    seen = {record.name.lower() for record in found.records}
     for key, storage in found.storages.items():
         if storage.location == "meta" and not storage.nbytes:
             continue
         # Torch finds records without regard to case.
         name = f"{folder}data/{key}".lower()
         reason = "its bytes are not in the file"
-        if any(record.name.lower() == name for record in found.records):
+        if name in seen:
             reason = "its record is cut or damaged"
         for candidate in places.get(name, []):
             reason = _flaw(candidate, storage, progress)

@@ -1,0 +1,42 @@
+"""``salvage`` looked at all records again for each storage: 13 s for the half of a file of 20,000 tensors."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import torch
+
+from ckptool.formats import damaged
+from ckptool.formats.damaged import rescue_zip
+from ckptool.source import BytesSource
+from ckptool.zips import Walked
+
+
+class Counted(list[Walked]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[Walked]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_records_are_passed_over_a_fixed_number_of_times() -> None:
+    file = io.BytesIO()
+    torch.save({f"w{number}": torch.ones(3) for number in range(50)}, file)
+    cut = file.getvalue()[: len(file.getvalue()) // 2]
+    walks = []
+
+    class Watched(damaged._Walk):
+        def __init__(self, source: BytesSource) -> None:
+            super().__init__(source)
+            self.records = Counted(self.records)
+            walks.append(self.records)
+
+    keep, damaged._Walk = damaged._Walk, Watched  # type: ignore[misc]
+    try:
+        rescued = rescue_zip(BytesSource(cut))
+    finally:
+        damaged._Walk = keep  # type: ignore[misc]
+    assert 0 < len(rescued.lost) < 50
+    assert [records.passes for records in walks] and max(records.passes for records in walks) <= 4
