@@ -43,7 +43,7 @@ def _figures(results: Sequence[Result]) -> str:
     for row, tally, seconds, skipped in results:
         amount = f"{tally.amount:,}" if not skipped else "not run"
         cells = (row.what, amount, row.passes, str(len(tally.broken)), f"{seconds:.0f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     remarks = [
         f"- **{row.what}** \u2014 {'; '.join([*tally.notes, skipped] if skipped else tally.notes)}."
         for row, tally, _, skipped in results
