@@ -111,6 +111,11 @@ class Container(Protocol):
         ...
 
     @property
+    def root(self) -> str:
+        """The folder that the records are in, "" where there is none."""
+        ...
+
+    @property
     def others(self) -> Sequence[Graph]:
         """The other pickles that torch loads with it: four in a legacy file."""
         ...

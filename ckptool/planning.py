@@ -100,7 +100,9 @@ def _anew(checkpoint: Checkpoint) -> Plan:
     graph, keys = _renumbered(_without_views(checkpoint.graph))
     data = encode(graph)
     _prove(graph, data, "new", checkpoint.path)
-    root = getattr(getattr(checkpoint.container, "archive", None), "root", "") or _ROOT
+    root = checkpoint.container.root
+    if root in ("", ".", "..") or "\\" in root or not root.isprintable():
+        root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
     contents = list(_contents(checkpoint, root, data, keys))
     return fresh([*contents, _record(root, ".data/serialization_id", _identity(contents))])
 

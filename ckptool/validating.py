@@ -76,7 +76,7 @@ def _checked(
         checks.append(_finite(checkpoint, progress))
     if policy.load:
         checks.append(_loads(checkpoint.path, policy.map_location))
-    if hasattr(checkpoint.source, "check_unchanged"):
+    if isinstance(checkpoint.source, FileSource):
         checkpoint.source.check_unchanged()
     report = _summed(checks, found, policy, torch, "")
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)

@@ -174,14 +174,17 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
-    missing = [glob for glob in globs if not any(Globs([glob]).match(*names) for names in _names(checkpoint))]
+    named = list(_names(checkpoint))
+    patterns = [(glob, Globs([glob])) for glob in globs]
+    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in named)]
     notes = [Note("require", "error", f"no key matches {glob!r}") for glob in missing]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("require", f"keys that match {listed([repr(glob) for glob in globs])}", bool(notes), bad, notes)
 
 
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
-    found = list(dict.fromkeys(names[0] for names in _names(checkpoint) if Globs(globs).match(*names)))
+    pattern = Globs(globs)
+    found = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
     notes = [Note("forbid", "error", f"{path} is there", path) for path in found]
     good = f"no key that matches {listed([repr(glob) for glob in globs])}"
     return _check("forbid", good, bool(notes), f"there are {listed(found)}", notes)

@@ -31,6 +31,7 @@ class TorchLegacy:
     """A legacy checkpoint. ``begin`` and ``end`` bound the object's pickle, ``storages`` is where they begin."""
 
     format = "torch-legacy"
+    root = ""
     byteorder = "little"  # on every host: the writer swaps, and the reader does not look at 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:

@@ -45,6 +45,7 @@ class TorchZip:
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.archive = archive
+        self.root = archive.root
         self.record = record
         self.pickle = data
         damaged = bool(record.crc) and zlib.crc32(data) != record.crc
