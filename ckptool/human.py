@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shlex import quote
 
 from .limits import LIMITS
 
-__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "shown"]
+__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown"]
 
 
 def human_bytes(size: int) -> str:
@@ -37,6 +38,11 @@ def cut(text: str, size: int = LIMITS.cell_chars) -> str:
 def shown(text: str) -> str:
     """The text in quotes, cut where it is too long."""
     return repr(cut(text))
+
+
+def salvage_step(path: str) -> str:
+    """The next step for a file of which only a part is whole."""
+    return f"ckptool salvage {quote(path)} -o OUT saves what is whole"
 
 
 def counted(count: int, noun: str) -> str:

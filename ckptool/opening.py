@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from shlex import quote
 
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
 from .formats import read_container
+from .human import salvage_step
 from .searching import explain_directory
 from .source import FileSource, open_source
 
@@ -36,7 +36,7 @@ def checkpoint_of(source: FileSource) -> Checkpoint:
         if isinstance(error, MalformedError) and not error.next:
             error.next = "it is damaged: get the file again"
             if not isinstance(error, PickleError):
-                error.next += f", or ckptool salvage {quote(source.name)} -o OUT saves what is whole"
+                error.next += f", or {salvage_step(source.name)}"
         raise
     except BaseException:
         source.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from shlex import quote
 from typing import Final, NamedTuple
 
 from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
 from .errors import MalformedError, PickleError, RefusedError
+from .human import salvage_step
 from .pickles import decode, difference, encode
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .source import Piece, Plan
@@ -41,7 +41,7 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     if damage:
         step = "get a whole copy of the file"
         if damage[0].code == CUT:
-            step += f", or ckptool salvage {quote(checkpoint.path)} -o OUT for what is whole"
+            step += f", or {salvage_step(checkpoint.path)}"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
     ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
     if ambiguous:
@@ -121,8 +121,8 @@ def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -
             continue
         stored = container.stored(key)
         if stored.span is None:
-            step = f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
-            raise RefusedError(f"the bytes of storage {key!r} are not in the file", path=checkpoint.path, next=step)
+            what = f"the bytes of storage {key!r} are not in the file"
+            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
         crc = crcs.get(key)
         if crc is None:
             crc = _checksum(stored.span) if stored.size else 0

@@ -16,7 +16,6 @@ from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import read_container, torch_legacy
 from .formats.damaged import Rescued, rescue_zip
 from .human import counted
-from .opening import checkpoint_of
 from .source import FileSource, open_source
 from .tensors import TensorReader
 from .zips import read_archive
@@ -64,11 +63,11 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     except BaseException:
         source.close()
         raise
-    if not found.lost and isinstance(container, Rescued) and found.verified and _is_sound(source):
-        # Nothing is wrong with it: the output is the input.
-        sound = checkpoint_of(open_source(source.name))
-        source.close()
-        found = found._replace(checkpoint=sound)
+    if not found.lost and isinstance(container, Rescued) and found.verified:
+        sound = _sound(source)
+        if sound is not None:
+            # Nothing is wrong with it: the output is the input.
+            found = found._replace(checkpoint=Checkpoint(source.name, source, sound))
     blockers = graph_blockers(found.checkpoint.graph)
     return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
@@ -104,13 +103,13 @@ def _has_directory(source: FileSource) -> bool:
         return False
 
 
-def _is_sound(source: FileSource) -> bool:
-    """Does the file itself read without an error?"""
+def _sound(source: FileSource) -> Container | None:
+    """The container as it is, where it reads without an error."""
     try:
         container = read_container(source)
-        return _without_errors(container)
+        return container if _without_errors(container) else None
     except UnreadableError:
-        return False
+        return None
 
 
 def _without_errors(container: Container) -> bool:

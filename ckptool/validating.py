@@ -13,7 +13,7 @@ from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
-from .human import counted, listed
+from .human import counted, listed, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
@@ -81,7 +81,7 @@ def _checked(
     report = _summed(checks, found, policy, torch, "")
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
-        report["next"] = f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
+        report["next"] = salvage_step(checkpoint.path)
     elif not unclear:
         bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
         report["next"] = _remedy(checkpoint.path, policy, bad)

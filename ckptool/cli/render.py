@@ -7,13 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from shlex import quote
 from typing import Any
 
 import click
 
 from ..checkpoint import CUT, Checkpoint
 from ..errors import CkptoolError
+from ..human import salvage_step
 
 __all__ = [
     "StdoutError",
@@ -183,7 +183,7 @@ def say_problems(checkpoint: Checkpoint) -> None:
         if problem.level == "error":
             say(f"warning: {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            tell(f"  -> ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole")
+            tell(f"  -> {salvage_step(checkpoint.path)}")
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:

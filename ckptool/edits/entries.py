@@ -11,8 +11,8 @@ from ..human import counted, cut, listed, shown
 from ..names import Globs
 from ..objects import class_name, mapping, parse_path, spell_key
 from ..pickles.nodes import Dict, Graph, Node, Ref
-from ..tensors import TensorReader
 from .places import Place, place, resolve
+from .prune import used_storages
 from .rewrite import Rewrite
 
 __all__ = ["Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"]
@@ -204,15 +204,9 @@ def _told(value: Node) -> str:
 def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Checkpoint:
     """The edited checkpoint; laid out anew where storages are used no more, so that their bytes go, or are met in
     another order, which the layout contract of ``.format_version`` forbids (formats: ``zips.layout_holds``)."""
-    before, after = used_storages(checkpoint.graph), used_storages(graph)
+    before, after = list(used_storages(checkpoint.graph)), list(used_storages(graph))
     legacy = checkpoint.format == "torch-legacy"
     anew = len(after) < len(before) if legacy else after != before
     if legacy and anew and not checkpoint.anew:
         changes = [*changes, Change("container", "", 1, 0, "legacy format -> zip")]
     return checkpoint.changed(graph, changes, anew=anew)
-
-
-def used_storages(graph: Graph) -> list[str]:
-    """The keys of the storages that the root leads to, in the order in which a reader meets them."""
-    reader = TensorReader(graph)
-    return list(dict.fromkeys(found.key for ref in graph.reachable() if (found := reader.storage(ref)) is not None))

@@ -7,18 +7,17 @@ nearest plain thing (``plain``), so that what was shared still is. Nothing is ru
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from shlex import quote
 from typing import Final
 
 from ..checkpoint import CUT, DAMAGED, Change, Checkpoint
 from ..errors import MalformedError, RefusedError
-from ..human import counted, listed
+from ..human import counted, listed, salvage_step
 from ..objects import callable_name, elements
 from ..pickles.nodes import Call, Global, Graph, List, Ref, Style
 from ..pickles.sharing import knots
-from ..tensors import Storage, TensorReader
+from ..tensors import Storage
 from .plain import Walk
-from .prune import fallen, prune
+from .prune import fallen, prune, used_storages
 from .rewrite import Rewrite
 
 __all__ = ["sanitize"]
@@ -42,7 +41,7 @@ def sanitize(
     """
     damage = [problem for problem in checkpoint.container.problems if problem.code in _BROKEN]
     if damage:
-        raise MalformedError(damage[0].message, path=checkpoint.path, next=_salvage(checkpoint))
+        raise MalformedError(damage[0].message, path=checkpoint.path, next=salvage_step(checkpoint.path))
     walk = Walk(checkpoint, frozenset(listed_names), as_state_dict)
     walk.run()
     unknown = walk.unknown
@@ -63,7 +62,7 @@ def sanitize(
     changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in walk.lost]
     anew = bool(walk.storages) or any(problem.refused for problem in checkpoint.container.problems)
     # What is left out must not stay behind as bytes that nothing uses.
-    before, after = _storages(checkpoint.graph), _storages(graph)
+    before, after = used_storages(checkpoint.graph), used_storages(graph)
     # And the layout contract of .format_version wants them in the order in which a reader meets them.
     anew = anew or bool(before.keys() - after.keys())
     anew = anew or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])
@@ -94,21 +93,11 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
             raise MalformedError(
                 f"the bytes of storage {storage.key!r} are not in the file",
                 path=checkpoint.path,
-                next=_salvage(checkpoint),
+                next=salvage_step(checkpoint.path),
             )
         if checkpoint.format == "torch-zip" and stored.size != storage.nbytes:
             what = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
-            raise MalformedError(what, path=checkpoint.path, next=_salvage(checkpoint))
-
-
-def _salvage(checkpoint: Checkpoint) -> str:
-    return f"ckptool salvage {quote(checkpoint.path)} -o OUT saves what is whole"
-
-
-def _storages(graph: Graph) -> dict[str, Storage]:
-    """The storages that the root leads to, by key."""
-    reader = TensorReader(graph)
-    return {found.key: found for ref in graph.reachable() if (found := reader.storage(ref)) is not None}
+            raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
 
 
 def _untied(checkpoint: Checkpoint, walk: Walk) -> Graph:

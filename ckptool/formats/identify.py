@@ -9,7 +9,7 @@ from codecs import getincrementaldecoder
 from shlex import quote
 
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
-from ..human import counted, human_bytes, shown
+from ..human import counted, human_bytes, salvage_step, shown
 from ..pickles import decode
 from ..source import Source
 from ..zips import Archive
@@ -152,7 +152,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes stand in front of it, or its start is lost"
-        step = f"get a whole copy of the file, or ckptool salvage {quote(source.name)} -o OUT saves what is whole"
+        step = f"get a whole copy of the file, or {salvage_step(source.name)}"
         return MalformedError(what, path=source.name, next=step)
     return None
 
@@ -256,7 +256,7 @@ def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
     name_size = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + name_size].decode("utf-8", "replace")
     error.path = source.name
-    rescue = f"ckptool salvage {quote(source.name)} -o OUT saves what is whole"
+    rescue = salvage_step(source.name)
     extent = extent_of_zip(source)
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
         error.next = rescue if extent is not None else ""
