@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode
-from .checks.expectations import Policy, policy_of
+from .checks.policy import Policy, policy_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
 from .errors import CkptoolError, RefusedError, TargetError

@@ -15,6 +15,7 @@ from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import read_container, torch_legacy
 from .formats.damaged import Rescued, rescue_zip
+from .formats.identify import explain, zip_kind
 from .human import counted
 from .source import FileSource, open_source
 from .tensors import TensorReader
@@ -74,20 +75,15 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
 
 def _container(source: FileSource, progress: Callable[[int], None] | None) -> Container:
     """The whole parts of a zip or legacy file."""
-    head = source.read(0, 64)
+    head = source.read(0, 1024)
+    if not torch_legacy.sniff(head, source):
+        _refuse_others(head, source)
+        return rescue_zip(source, progress)
     try:
         container = read_container(source)
-    except NotACheckpointError as error:
-        if error.kind != "zeros" or not _has_directory(source):
-            raise
-        return rescue_zip(source, progress)
     except MalformedError as error:
-        if not torch_legacy.sniff(head, source):
-            return rescue_zip(source, progress)
         error.what = f"nothing can be saved: {error.what}"
         raise
-    if container.format == "torch-zip":
-        return rescue_zip(source, progress)
     if not any(problem.level == "error" for problem in container.problems):
         return container
     rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder, container.format)
@@ -96,11 +92,14 @@ def _container(source: FileSource, progress: Callable[[int], None] | None) -> Co
     return rescued
 
 
-def _has_directory(source: FileSource) -> bool:
+def _refuse_others(head: bytes, source: FileSource) -> None:
+    """Raise NotACheckpointError for a whole file of another kind; a zip may have lost its start or its directory."""
     try:
-        return bool(read_archive(source).records)
+        other: UnreadableError | None = zip_kind(read_archive(source))
     except MalformedError:
-        return False
+        other = explain(head, source) if head[:4] != b"PK\x03\x04" else None
+    if isinstance(other, NotACheckpointError):
+        raise other
 
 
 def _sound(source: FileSource) -> Container | None:

@@ -8,7 +8,8 @@ from shlex import quote
 from typing import Any, Final
 
 from .checkpoint import AMBIGUOUS, Checkpoint
-from .checks.expectations import Policy, expectations
+from .checks.expectations import expectations
+from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError

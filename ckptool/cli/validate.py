@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..checks.expectations import Policy, policy_of
+from ..checks.policy import Policy, policy_of
 from ..errors import CkptoolError, TargetError, UnreadableError
 from ..human import counted
 from ..searching import Target, find_targets
