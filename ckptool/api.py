@@ -116,10 +116,10 @@ def save(
     """
     name = os.fspath(path)
     # What cannot be written is said before the work, not after.
-    check_output(name, checkpoint.source, force=force)
+    check_output(name, checkpoint.sources, force=force)
     plan, _ = plan_of(checkpoint)
     mode = file_mode(checkpoint.source)
-    return write_plan(plan, name, checkpoint.source, force=force, mode=mode, progress=progress)
+    return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
 
 
 def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:

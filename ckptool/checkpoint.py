@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
-from .source import FileSource, Plan, Source, Span
+from .source import FileSource, Piece, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "CUT",
     "DAMAGED",
     "UNEDITABLE",
+    "Body",
     "Change",
     "Checkpoint",
     "Container",
@@ -58,6 +59,19 @@ class StoredBytes(NamedTuple):
 
     span: Span | None
     size: int
+    compressed: bool = False
+
+
+class Body(NamedTuple):
+    """The bytes of a storage that an edit made or brought from another file.
+
+    ``piece`` as they are to be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
+    known without reading them, ``compressed`` whether ``piece`` is a deflate stream.
+    """
+
+    piece: Piece
+    size: int
+    crc: int | None = None
     compressed: bool = False
 
 
@@ -174,8 +188,9 @@ class Checkpoint:
     """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
 
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it. ``added`` are the
-    bytes of storages that an edit made, by their keys; ``anew`` says that the file must be laid out anew, because
-    storages came or went or the container cannot be carried over.
+    storages that an edit made, by their keys: they come before those of the container. ``anew`` says that the file
+    must be laid out anew, because storages came or went or the container cannot be carried over; ``also`` are the
+    other files that bytes come from.
     """
 
     def __init__(
@@ -185,8 +200,9 @@ class Checkpoint:
         container: Container,
         graph: Graph | None = None,
         changes: tuple[Change, ...] = (),
-        added: Mapping[str, bytes] | None = None,
+        added: Mapping[str, Body] | None = None,
         anew: bool = False,
+        also: tuple[Source, ...] = (),
     ) -> None:
         self.path = path
         self.source = source
@@ -194,8 +210,9 @@ class Checkpoint:
         self.graph = container.graph if graph is None else graph
         #: What the edits since the file was opened did, in their order.
         self.changes = changes
-        self.added: Mapping[str, bytes] = added or {}
+        self.added: Mapping[str, Body] = added or {}
         self.anew = anew
+        self.also = also
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -210,6 +227,11 @@ class Checkpoint:
     def edited(self) -> bool:
         """Does it differ from its file?"""
         return self.anew or self.graph is not self.container.graph
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The files that the output is made of."""
+        return (self.source, *self.also)
 
     @property
     def survey(self) -> Survey:
@@ -227,14 +249,24 @@ class Checkpoint:
         self,
         graph: Graph,
         changes: Sequence[Change],
-        added: Mapping[str, bytes] | None = None,
+        added: Mapping[str, Body] | None = None,
         *,
         anew: bool = False,
+        also: Sequence[Source] = (),
     ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
-        return Checkpoint(self.path, self.source, self.container, graph, done, storages, self.anew or anew)
+        sources = (*self.also, *(source for source in also if source not in self.sources))
+        anew = self.anew or anew or bool(storages)
+        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources)
+
+    def body(self, key: str) -> Body | None:
+        """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""
+        if key in self.added:
+            return self.added[key]
+        stored = self.container.stored(key)
+        return None if stored.span is None else Body(stored.span, stored.size, None, stored.compressed)
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -11,15 +11,16 @@ from .errors import MalformedError, PickleError, RefusedError
 from .human import salvage_step
 from .pickles import decode, difference, encode
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
-from .source import Piece, Plan
+from .source import Computed, Plan
 from .tensors import TensorReader
-from .zips import Content, fresh
+from .zips import Content, Sum, fresh, summed
 
 __all__ = ["plan_of"]
 
-_CHUNK: Final = 1 << 20
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
+#: Decimal digits in ``.data/serialization_id``.
+_ID_DIGITS: Final = 40
 
 
 class Verified(NamedTuple):
@@ -104,7 +105,8 @@ def _anew(checkpoint: Checkpoint) -> Plan:
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
     contents = list(_contents(checkpoint, root, data, keys))
-    return fresh([*contents, _record(root, ".data/serialization_id", _identity(contents))])
+    identity = Computed(_ID_DIGITS, lambda: (_identity(contents),))
+    return fresh([*contents, summed(f"{root}/.data/serialization_id", identity)])
 
 
 def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:
@@ -116,31 +118,20 @@ def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -
     crcs = {record.key: record.crc for record in container.records() if record.key}
     for number, key in enumerate(keys):
         name = f"{root}/data/{number}"
-        if key in checkpoint.added:
-            yield _record(root, f"data/{number}", checkpoint.added[key])
-            continue
-        stored = container.stored(key)
-        if stored.span is None:
+        body = checkpoint.body(key)
+        if body is None:
             what = f"the bytes of storage {key!r} are not in the file"
             raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-        crc = crcs.get(key)
-        if crc is None:
-            crc = _checksum(stored.span) if stored.size else 0
-        yield Content(name, stored.span, stored.span.size, crc, stored.size, stored.compressed)
+        crc = body.crc if key in checkpoint.added else crcs.get(key)
+        if crc is None and body.size:
+            yield summed(name, body.piece)
+        else:
+            yield Content(name, body.piece, crc or 0, body.size, body.compressed)
     yield _record(root, "version", b"3\n")
 
 
 def _record(root: str, name: str, data: bytes) -> Content:
-    return Content(f"{root}/{name}", data, len(data), zlib.crc32(data), len(data))
-
-
-def _checksum(piece: Piece) -> int:
-    """The CRC-32 of bytes that have none on record."""
-    assert not isinstance(piece, bytes)
-    crc = 0
-    for at in range(0, piece.size, _CHUNK):
-        crc = zlib.crc32(piece.source.read(piece.offset + at, min(_CHUNK, piece.size - at)), crc)
-    return crc
+    return Content(f"{root}/{name}", data, zlib.crc32(data), len(data))
 
 
 def _identity(contents: list[Content]) -> bytes:
@@ -149,8 +140,9 @@ def _identity(contents: list[Content]) -> bytes:
 
     digest = sha256()
     for content in contents:
-        digest.update(f"{content.name}:{content.crc:08x}:{content.size};".encode())
-    return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
+        crc = content.crc.value if isinstance(content.crc, Sum) else content.crc
+        digest.update(f"{content.name}:{crc:08x}:{content.size};".encode())
+    return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
 
 
 def _renumbered(graph: Graph) -> tuple[Graph, list[str]]:

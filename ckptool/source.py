@@ -5,12 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from .errors import ChangedError, UnreadableError
 
-__all__ = ["BytesSource", "FileSource", "Piece", "Plan", "SliceSource", "Source", "Span", "merged", "open_source"]
+__all__ = [
+    "BytesSource",
+    "Computed",
+    "FileSource",
+    "Piece",
+    "Plan",
+    "SliceSource",
+    "Source",
+    "Span",
+    "merged",
+    "open_source",
+    "size_of",
+]
 
 
 class Source(Protocol):
@@ -183,7 +195,22 @@ class Span(NamedTuple):
     size: int
 
 
-Piece: TypeAlias = "bytes | Span"
+class Computed(NamedTuple):
+    """``size`` bytes that come into being while the output is written.
+
+    ``chunks`` gives them in order, and the same ones whenever it is called: a checksum that it keeps begins anew.
+    """
+
+    size: int
+    chunks: Callable[[], Iterable[bytes]]
+
+
+Piece: TypeAlias = "bytes | Span | Computed"
+
+
+def size_of(piece: Piece) -> int:
+    """The bytes of a piece."""
+    return len(piece) if isinstance(piece, bytes) else piece.size
 
 
 class Plan(NamedTuple):
@@ -193,7 +220,7 @@ class Plan(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(len(piece) if isinstance(piece, bytes) else piece.size for piece in self.pieces)
+        return sum(map(size_of, self.pieces))
 
 
 def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
@@ -205,6 +232,12 @@ def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
             literal += piece
             continue
         if piece.size == 0:
+            continue
+        if isinstance(piece, Computed):
+            if literal:
+                result.append(bytes(literal))
+                literal.clear()
+            result.append(piece)
             continue
         if literal:
             result.append(bytes(literal))

@@ -12,18 +12,18 @@ import os
 import shlex
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from .errors import ChangedError, CkptoolError, OutputError, RefusedError
-from .source import FileSource, Piece, Plan, Source, Span
+from .source import Computed, FileSource, Piece, Plan, Source, Span
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Written", "check_output", "write_plan"]
+__all__ = ["HASH", "Written", "check_output", "write_plan"]
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _CHUNK: Final = 16 << 20
@@ -32,6 +32,8 @@ _BUFFER: Final = 4 << 20
 #: Outputs from this size on are brought to the disk while they grow.
 _FLUSH_FROM: Final = 64 << 20
 _SUFFIX: Final = ".ckptool-tmp"
+#: In the name of an output: what the content decides.
+HASH: Final = "{hash8}"
 
 Progress = Callable[[int], None]
 
@@ -43,10 +45,10 @@ class Written(NamedTuple):
     size: int
 
 
-def check_output(path: str, source: Source, *, force: bool = False) -> str:
+def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """The real path to write to, symbolic links followed.
 
-    Raises RefusedError when it is the input itself (also by another name), or exists and ``force`` is not
+    Raises RefusedError when it is one of the inputs (also by another name), or exists and ``force`` is not
     given; OutputError when nothing can be written there.
     """
     if not path or "\0" in path:
@@ -65,7 +67,8 @@ def check_output(path: str, source: Source, *, force: bool = False) -> str:
         raise OutputError(error.strerror or str(error), path=path) from error
     if stat.S_ISDIR(status.st_mode):
         raise OutputError("it is a directory", path=path, next="name a file in it")
-    if isinstance(source, FileSource) and source.identity == (status.st_dev, status.st_ino):
+    identity = (status.st_dev, status.st_ino)
+    if any(isinstance(source, FileSource) and source.identity == identity for source in sources):
         raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
@@ -77,14 +80,22 @@ def check_output(path: str, source: Source, *, force: bool = False) -> str:
 
 
 def write_plan(
-    plan: Plan, path: str, source: Source, *, force: bool = False, mode: int = 0o644, progress: Progress | None = None
+    plan: Plan,
+    path: str,
+    sources: Sequence[Source],
+    *,
+    force: bool = False,
+    mode: int = 0o644,
+    progress: Progress | None = None,
 ) -> Written:
     """Run a plan. ``mode`` is for a new file; one that is replaced keeps its own.
 
-    ``progress`` is called with the number of bytes of each step. Raises RefusedError and OutputError as
-    ``check_output`` does, OutputError when the disk is full or fails, ChangedError when the input changed.
+    ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form in which
+    ``torch.hub.load_state_dict_from_url(check_hash=True)`` expects it. ``progress`` is called with the number of bytes
+    of each step. Raises RefusedError and OutputError as ``check_output`` does, OutputError when the disk is full or
+    fails, ChangedError when an input changed.
     """
-    target = check_output(path, source, force=force)
+    target = check_output(path, sources, force=force)
     if force and os.path.exists(target):
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
@@ -92,7 +103,11 @@ def write_plan(
     temporary = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
     try:
         # From the first moment on: a signal may come as soon as the file is there.
-        _produce(plan, _opened(temporary), mode, source, progress)
+        _produce(plan, _opened(temporary), mode, sources, progress)
+        if HASH in name:
+            digest = _digest(temporary)
+            path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
+            target = check_output(path, sources, force=force)
         if force:
             os.replace(temporary, target)
         else:
@@ -127,18 +142,30 @@ def _opened(path: str) -> int:
     return fd
 
 
-def _produce(plan: Plan, fd: int, mode: int, source: Source, progress: Progress | None) -> None:
+def _produce(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
     try:
         with _Flusher(fd, plan.size):
             for piece in plan.pieces:
                 _copy(piece, fd, progress)
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
-        if isinstance(source, FileSource):
-            source.check_unchanged()
+        for source in sources:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _digest(path: str) -> str:
+    """The first eight digits of the SHA-256 of a file's content."""
+    from hashlib import sha256  # OpenSSL takes milliseconds to load
+
+    digest = sha256()
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(_BUFFER):
+            digest.update(data)
+    return digest.hexdigest()[:8]
 
 
 class _Flusher:
@@ -181,6 +208,9 @@ def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
         if progress:
             progress(len(piece))
         return
+    if isinstance(piece, Computed):
+        _compute(piece, fd, progress)
+        return
     source = piece.source
     done = 0
     if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
@@ -193,6 +223,19 @@ def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
         done += len(data)
         if progress:
             progress(len(data))
+
+
+def _compute(piece: Computed, fd: int, progress: Progress | None) -> None:
+    left = piece.size
+    for data in piece.chunks():
+        left -= len(data)
+        if left < 0:
+            break
+        _write_all(fd, data)
+        if progress:
+            progress(len(data))
+    if left:
+        raise ChangedError("the input gave another number of bytes than were to be written")
 
 
 def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:

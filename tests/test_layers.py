@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"survey"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
+    frozenset({"elements"}),
     frozenset(
         {"formats", "edits", "checks", "planning", "write"}
     ),  # a format plans, write executes; neither knows the other

@@ -109,13 +109,13 @@ def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dr
 def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: bool, bar: bool) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check_output(target, checkpoint.source, force=force)
+            check_output(target, checkpoint.sources, force=force)
         if not job.code:
             say_problems(checkpoint)
         edited = job.edit(checkpoint)
         plan, exact = plan_of(edited)
         if target is not None and not dry_run:
-            _write(edited, plan, target, force=force, bar=bar)
+            target = _write(edited, plan, target, force=force, bar=bar)
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
@@ -134,14 +134,14 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
         }
 
 
-def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> None:
-    source, mode = edited.source, file_mode(edited.source)
+def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> str:
+    """Write the output and return its name, which its content may have decided."""
+    sources, mode = edited.sources, file_mode(edited.source)
     if not bar or plan.size < _PROGRESS_FROM:
-        write_plan(plan, target, source, force=force, mode=mode)
-        return
+        return write_plan(plan, target, sources, force=force, mode=mode).path
     label = clean(os.path.basename(target))
     with click.progressbar(length=plan.size, label=label, file=sys.stderr) as progress:
-        write_plan(plan, target, source, force=force, mode=mode, progress=progress.update)
+        return write_plan(plan, target, sources, force=force, mode=mode, progress=progress.update).path
 
 
 def _head(report: dict[str, Any]) -> str:

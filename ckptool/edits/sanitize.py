@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Final
+from zlib import crc32
 
-from ..checkpoint import CUT, DAMAGED, Change, Checkpoint
+from ..checkpoint import CUT, DAMAGED, Body, Change, Checkpoint
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, salvage_step
 from ..objects import callable_name, elements
@@ -80,7 +81,8 @@ def sanitize(
         protocol = checkpoint.graph.style.protocol
         what = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
         changes.insert(0, Change("protocol", "", 1, 0, what))
-    return checkpoint.changed(graph, changes, walk.storages, anew=anew)
+    made = {key: Body(data, len(data), crc32(data)) for key, data in walk.storages.items()}
+    return checkpoint.changed(graph, changes, made, anew=anew)
 
 
 def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .audit import Audit, audit, signatures
-from .fresh import Content, fresh
+from .fresh import Content, Sum, fresh, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
 from .walk import Walked, walk
@@ -15,6 +15,7 @@ __all__ = [
     "Content",
     "Oddity",
     "Record",
+    "Sum",
     "Walked",
     "audit",
     "contents",
@@ -23,5 +24,6 @@ __all__ = [
     "read_archive",
     "rewritten",
     "signatures",
+    "summed",
     "walk",
 ]

@@ -6,49 +6,99 @@ and sizes in a descriptor behind it, end records in zip64 always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
-from ..source import Piece, Plan, merged
+from ..source import Computed, Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL
 
-__all__ = ["Content", "fresh"]
+__all__ = ["Content", "Sum", "fresh", "summed"]
 
 _GRID: Final = 64
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 
 
+#: Bytes read in one go.
+_CHUNK: Final = 4 << 20
+
+
+class Sum:
+    """The CRC-32 of bytes that are summed while they are written; ``value`` is known afterwards."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
 class Content(NamedTuple):
-    """A record to be: its whole name, its bytes as stored (``stored`` of them), and its CRC-32 and size inflated.
+    """A record to be: its whole name, its bytes as stored, and its CRC-32 and size inflated.
 
     ``deflated`` whether the bytes are a deflate stream; ``crc`` 0 for "not computed".
     """
 
     name: str
     body: Piece
-    stored: int
-    crc: int
+    crc: int | Sum
     size: int
     deflated: bool = False
+
+
+def summed(name: str, piece: Piece) -> Content:
+    """A record whose checksum is taken while its bytes are written."""
+    crc = Sum()
+
+    def chunks() -> Iterator[bytes]:
+        crc.value = 0
+        for data in _chunks(piece):
+            crc.value = zlib.crc32(data, crc.value)
+            yield data
+
+    return Content(name, Computed(size_of(piece), chunks), crc, size_of(piece))
+
+
+def _chunks(piece: Piece) -> Iterable[bytes]:
+    if isinstance(piece, Computed):
+        return piece.chunks()
+    if isinstance(piece, Span):
+        steps = range(0, piece.size, _CHUNK)
+        return (piece.source.read(piece.offset + at, min(_CHUNK, piece.size - at)) for at in steps)
+    return (piece,)
 
 
 def fresh(contents: Iterable[Content]) -> Plan:
     """The plan of an archive with these records, in this order."""
     pieces: list[Piece] = []
-    directory: list[bytes] = []
+    directory: list[tuple[Content, int]] = []
     at = 0
     for content in contents:
         header, descriptor = _around(content, at)
-        directory.append(_entry(content, at))
+        directory.append((content, at))
         pieces += [header, content.body, descriptor]
-        at += len(header) + content.stored + len(descriptor)
-    listed = b"".join(directory)
-    return Plan(merged([*pieces, listed, _end(len(directory), at, len(listed))]))
+        at += len(header) + size_of(content.body) + size_of(descriptor)
+
+    def listed() -> bytes:
+        return b"".join([_entry(content, place) for content, place in directory])
+
+    late = any(isinstance(content.crc, Sum) and content.size for content, _ in directory)
+    size = len(listed())
+    return Plan(merged([*pieces, _late(listed) if late else listed(), _end(len(directory), at, size)]))
 
 
-def _around(content: Content, at: int) -> tuple[bytes, bytes]:
+def _late(made: Callable[[], bytes]) -> Computed:
+    """Bytes whose number is known now, and whose content when they are written."""
+    return Computed(len(made()), lambda: (made(),))
+
+
+def _crc(content: Content) -> bytes:
+    return _u32(content.crc.value if isinstance(content.crc, Sum) else content.crc)
+
+
+def _around(content: Content, at: int) -> tuple[bytes, Piece]:
     """The local header with its padding, and the descriptor."""
+    stored = size_of(content.body)
     name = content.name.encode("utf-8")
     wide = b""
     if content.size >= FULL32:
@@ -59,30 +109,33 @@ def _around(content: Content, at: int) -> tuple[bytes, bytes]:
         wide = _u16(1) + _u16(len(wide)) + wide
     padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _GRID
     extra = wide + b"FB" + _u16(padding) + b"Z" * padding
-    flags = 0x0808 if content.stored else 0x0800
+    flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
     fixed = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra))
-    descriptor = b""
-    if content.stored:
-        pack = _u64 if wide else _u32
-        descriptor = b"PK\x07\x08" + _u32(content.crc) + pack(content.stored) + pack(content.size)
-    return fixed + name + extra, descriptor
+    pack = _u64 if wide else _u32
+
+    def descriptor() -> bytes:
+        return b"PK\x07\x08" + _crc(content) + pack(stored) + pack(content.size)
+
+    if not stored:
+        return fixed + name + extra, b""
+    return fixed + name + extra, _late(descriptor) if isinstance(content.crc, Sum) else descriptor()
 
 
 def _entry(content: Content, at: int) -> bytes:
-    name = content.name.encode("utf-8")
-    wide = b"".join(_u64(value) for value in (content.size, content.stored, at) if value >= FULL32)
+    name, stored = content.name.encode("utf-8"), size_of(content.body)
+    wide = b"".join(_u64(value) for value in (content.size, stored, at) if value >= FULL32)
     if wide:
         wide = _u16(1) + _u16(len(wide)) + wide
-    flags = 0x0808 if content.stored else 0x0800
+    flags = 0x0808 if stored else 0x0800
     return (
         b"PK\x01\x02"
         + _u16(0) * 2
         + _u16(flags)
         + _u16(8 if content.deflated else 0)
         + bytes(4)
-        + _u32(content.crc)
-        + _u32(min(content.stored, FULL32))
+        + _crc(content)
+        + _u32(min(stored, FULL32))
         + _u32(min(content.size, FULL32))
         + _u16(len(name))
         + _u16(len(wide))

@@ -15,7 +15,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..errors import RefusedError
-from ..source import Piece, Plan, Span, merged
+from ..source import Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL, Archive, Record, extras
 
 __all__ = ["alignment", "layout_holds", "rewritten"]
@@ -57,7 +57,7 @@ def rewritten(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
             raise RefusedError(f"the archive is ambiguous: {oddity.message}", path=source.name)
     moved: list[_Moved] = []
     pieces = list(_records(archive, contents, moved))
-    at = sum(len(piece) if isinstance(piece, bytes) else piece.size for piece in pieces)
+    at = sum(map(size_of, pieces))
     place = {new.record.entry: new for new in moved}
     directory = b"".join(_entry(archive, place[record.entry]) for record in archive.records)
     pieces += [directory, _end(archive, at, len(directory))]
@@ -85,7 +85,7 @@ def _records(archive: Archive, contents: Mapping[str, bytes], moved: list[_Moved
             continue
         for piece in _one(archive, record, limit, at, grid, content, moved):
             yield piece
-            at += len(piece) if isinstance(piece, bytes) else piece.size
+            at += size_of(piece)
 
 
 def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
