@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnreadableError
@@ -11,7 +11,7 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "count_nonfinite", "load_object", "need_torch", "tensors_in"]
+__all__ = ["at_path", "cast_elements", "count_nonfinite", "load_object", "mean_elements", "need_torch", "tensors_in"]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -50,6 +50,48 @@ def count_nonfinite(
     if bool(torch.isfinite(torch.sum(values, dtype=wide))):
         return 0, 0  # one of them would have shown in the sum; a sum that overflows is looked at closely
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
+    """Little-endian elements in another dtype, as ``Tensor.to`` has them, and how many finite values are none now."""
+    torch = need_torch("casting values")
+    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    made = values.to(getattr(torch, target))
+    return _bytes(made), _overflowed(torch, values, made)
+
+
+def _overflowed(torch: Any, values: Any, made: Any) -> int:
+    if not (values.is_floating_point() and made.is_floating_point()):
+        return 0
+    largest = torch.finfo(made.dtype).max
+    if largest >= torch.finfo(values.dtype).max:
+        return 0
+    if values.element_size() == 1:
+        values = values.to(torch.float32)
+    # NaN and Inf show in the extremes; only then every value is looked at.
+    low, high = torch.aminmax(values)
+    if -largest <= float(low) and float(high) <= largest:
+        return 0
+    wide = made if made.element_size() > 1 else made.to(torch.float32)
+    return int((torch.isfinite(values) & ~torch.isfinite(wide)).sum())
+
+
+def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
+    """The weighted mean of elements of a dtype, summed in the dtype ``wide`` in the order given, in their own dtype."""
+    torch = need_torch("averaging values")
+    kind = getattr(torch, dtype)
+    sums: Any = None
+    for data, weight in zip(parts, weights):
+        values = torch.frombuffer(bytearray(data), dtype=kind).to(getattr(torch, wide))
+        sums = values * weight if sums is None else sums.add_(values, alpha=weight)
+    return _bytes((sums / sum(weights)).to(kind))
+
+
+def _bytes(values: Any) -> bytes:
+    """The elements of a contiguous tensor as they lie in memory; numpy may not be installed."""
+    from ctypes import string_at
+
+    return string_at(values.data_ptr(), values.numel() * values.element_size())
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

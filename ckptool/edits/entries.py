@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from shlex import quote
 
 from ..checkpoint import Change, Checkpoint
@@ -15,7 +15,7 @@ from .places import Place, place, resolve
 from .prune import used_storages
 from .rewrite import Rewrite
 
-__all__ = ["Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"]
+__all__ = ["Scalar", "drop", "drop_entries", "extract", "keep", "set_entry", "unset", "wrap"]
 
 Scalar = bool | int | float | str | None
 
@@ -94,6 +94,14 @@ def keep(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
         return path not in keys
 
     return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered)
+
+
+def drop_entries(checkpoint: Checkpoint, gone: Collection[Ref], changes: Sequence[Change]) -> Checkpoint:
+    """Take the values ``gone`` out of the root, with the account of it."""
+    rewrite = Rewrite(checkpoint.graph)
+    items = mapping(checkpoint.graph, checkpoint.graph.root) or []
+    rewrite.refill(checkpoint.graph.root, [item for item in items if item[1] not in gone])
+    return _slimmer(checkpoint, rewrite.done(), list(changes))
 
 
 def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
@@ -207,6 +215,4 @@ def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Che
     before, after = list(used_storages(checkpoint.graph)), list(used_storages(graph))
     legacy = checkpoint.format == "torch-legacy"
     anew = len(after) < len(before) if legacy else after != before
-    if legacy and anew and not checkpoint.anew:
-        changes = [*changes, Change("container", "", 1, 0, "legacy format -> zip")]
     return checkpoint.changed(graph, changes, anew=anew)
