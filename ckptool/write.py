@@ -12,7 +12,9 @@ import os
 import shlex
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, Queue
 from typing import Final, NamedTuple
 
 from .errors import ChangedError, CkptoolError, OutputError, RefusedError
@@ -29,6 +31,8 @@ __all__ = ["HASH", "Written", "check_output", "write_plan"]
 _CHUNK: Final = 16 << 20
 #: The buffer where the kernel cannot copy.
 _BUFFER: Final = 4 << 20
+#: Computed pieces from this size on are computed by another thread.
+_AHEAD_FROM: Final = 2 << 20
 #: Outputs from this size on are brought to the disk while they grow.
 _FLUSH_FROM: Final = 64 << 20
 _SUFFIX: Final = ".ckptool-tmp"
@@ -227,7 +231,7 @@ def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
 
 def _compute(piece: Computed, fd: int, progress: Progress | None) -> None:
     left = piece.size
-    for data in piece.chunks():
+    for data in _ahead(piece.chunks) if piece.size >= _AHEAD_FROM else piece.chunks():
         left -= len(data)
         if left < 0:
             break
@@ -236,6 +240,37 @@ def _compute(piece: Computed, fd: int, progress: Progress | None) -> None:
             progress(len(data))
     if left:
         raise ChangedError("the input gave another number of bytes than were to be written")
+
+
+def _ahead(chunks: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
+    """The same chunks, computed by another thread while the last one is written."""
+    ready: Queue[bytes | BaseException | None] = Queue(2)
+    stopped = threading.Event()
+
+    def run() -> None:
+        try:
+            for data in chunks():
+                ready.put(data)
+                if stopped.is_set():
+                    return
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (data := ready.get()) is not None:
+            if isinstance(data, BaseException):
+                raise data
+            yield data
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            # It may wait for room to put one more.
+            with suppress(Empty):
+                ready.get(timeout=0.01)
+        thread.join()
 
 
 def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:

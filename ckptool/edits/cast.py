@@ -11,7 +11,7 @@ from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, human_bytes, listed
 from ..names import Globs
-from ..objects import mapped_name
+from ..objects import mapped_name, mapping
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
 from ..source import Computed
@@ -78,8 +78,13 @@ def cast(
             continue
         storage = reader.storages[name]
         kinds = {use.tensor.dtype for use in users}
-        if name in uses.pinned or len(kinds) > 1 or (checkpoint.body(name) is None and storage.location != "meta"):
+        there = checkpoint.body(name) is not None or storage.location == "meta"
+        if name in uses.pinned or len(kinds) > 1 or not there:
             left.append(f"{wanted[name]} (its storage is used in another way, too)")
+            continue
+        reason = "" if target.storage else next(filter(None, (_unfit(rewrite, use) for use in users)), "")
+        if reason:
+            left.append(f"{wanted[name]} ({reason})")
             continue
         source = BY_NAME[users[0].tensor.dtype]
         numel = storage.nbytes // source.itemsize
@@ -187,6 +192,17 @@ def _casting(
             yield swapped(made, target) if big else made
 
     return chunks
+
+
+def _unfit(rewrite: Rewrite, use: Use) -> str:
+    """Why torch could not load this tensor in a dtype that it writes without a storage class, "" if it can."""
+    args = rewrite.graph.nodes[use.args]
+    if type(args) is tuple and len(args) > 6 and mapping(rewrite.graph, args[-1]):
+        return "it carries a conjugate or negative bit"
+    if type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
+        # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
+        return "torch cannot load it with requires_grad"
+    return ""
 
 
 def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
