@@ -121,17 +121,16 @@ def _renamed_list(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> None:
 # -- parameters that go ---------------------------------------------------------------------------------
 
 
-def prune_optimizers(
-    checkpoint: Checkpoint, rewrite: Rewrite, dropped: Mapping[int, Collection[str]], refs: Collection[Ref]
-) -> list[Change]:
+def prune_optimizers(checkpoint: Checkpoint, rewrite: Rewrite, dropped: Mapping[int, Collection[str]]) -> list[Change]:
     """Take the states of dropped parameters out of the optimizers, and number the others anew.
 
-    ``dropped`` are names by the number of the state dict, ``refs`` the optimizers that stay in the checkpoint.
+    ``dropped`` are names by the number of the state dict; what ``rewrite`` drops as a whole is left alone.
     Raises RefusedError where nobody can tell which parameter a state belongs to.
     """
     changes: list[Change] = []
+    alive = set(rewrite.done().reachable())
     for optimizer in optimizers(checkpoint.graph):
-        if optimizer.ref not in refs:
+        if optimizer.ref not in alive:
             continue
         reasons = []
         for number, names in dropped.items():
@@ -139,8 +138,8 @@ def prune_optimizers(
             if isinstance(order, str):
                 reasons.append(order)
                 continue
-            gone = {mark for mark, name in order.items() if name in names}
-            changes += _pruned(checkpoint.graph, rewrite, optimizer, gone) if gone else []
+            lost = {mark for mark, name in order.items() if name in names}
+            changes += _pruned(checkpoint.graph, rewrite, optimizer, lost) if lost else []
             reasons.clear()
             break
         if reasons:
