@@ -56,8 +56,9 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     """Little-endian elements in another dtype, as ``Tensor.to`` has them, and how many finite values are none now."""
     torch = need_torch("casting values")
     values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
-    made = values.to(getattr(torch, target))
-    return _bytes(made), _overflowed(torch, values, made)
+    out, made = _room(torch, values.numel(), getattr(torch, target))
+    made.copy_(values)
+    return bytes(out), _overflowed(torch, values, made)
 
 
 def _overflowed(torch: Any, values: Any, made: Any) -> int:
@@ -84,14 +85,15 @@ def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, 
     for data, weight in zip(parts, weights):
         values = torch.frombuffer(bytearray(data), dtype=kind).to(getattr(torch, wide))
         sums = values * weight if sums is None else sums.add_(values, alpha=weight)
-    return _bytes((sums / sum(weights)).to(kind))
+    out, mean = _room(torch, sums.numel(), kind)
+    mean.copy_(sums / sum(weights))
+    return bytes(out)
 
 
-def _bytes(values: Any) -> bytes:
-    """The elements of a contiguous tensor as they lie in memory; numpy may not be installed."""
-    from ctypes import string_at
-
-    return string_at(values.data_ptr(), values.numel() * values.element_size())
+def _room(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
+    """Memory for elements, and a tensor over it: the way to bytes where numpy is not installed."""
+    out = bytearray(count * torch.empty((), dtype=dtype).element_size())
+    return out, torch.frombuffer(out, dtype=dtype)
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

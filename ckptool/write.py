@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HASH", "Written", "check_output", "write_plan"]
+__all__ = ["HASH", "Written", "check_output", "rehearse", "write_plan"]
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _CHUNK: Final = 16 << 20
@@ -128,6 +128,15 @@ def write_plan(
             error.path = path
         raise
     return Written(path, plan.size)
+
+
+def rehearse(plan: Plan, progress: Progress | None = None) -> None:
+    """Compute what would be computed while the plan is written, and write nothing; raises what that raises."""
+    with _Ahead(plan.pieces) as ahead:
+        for piece in plan.pieces:
+            for data in ahead.chunks(piece) if isinstance(piece, Computed) else ():
+                if progress:
+                    progress(len(data))
 
 
 def _stem(name: str) -> str:

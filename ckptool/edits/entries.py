@@ -18,7 +18,7 @@ from .prune import used_storages
 from .rewrite import Rewrite
 from .select import selected
 
-__all__ = ["Scalar", "drop", "drop_entries", "extract", "keep", "set_entry", "unset", "wrap"]
+__all__ = ["Scalar", "as_scalar", "drop", "drop_entries", "extract", "keep", "set_entry", "unset", "wrap"]
 
 Scalar = bool | int | float | str | None
 
@@ -214,6 +214,19 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"{_told(before)} -> {_told(value)}")])
     rewrite.refill(holder.ref, [*items, (rewrite.add(last), new)])
     return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
+
+
+def as_scalar(told: str) -> Scalar:
+    """A JSON scalar, or the text as it stands; raises TargetError for a list or an object."""
+    import json
+
+    try:
+        value = json.loads(told)
+    except ValueError:
+        return told
+    if isinstance(value, list | dict):
+        raise TargetError(f"{told!r} is no scalar", next="a number, a text, true, false or null")
+    return value  # type: ignore[no-any-return]
 
 
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import TargetError
 from ..human import cut, listed
+from ..names import Globs
 from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
+from .keys import EVERY
+from .optimizers import optimizers
 from .rewrite import Rewrite
 
 __all__ = ["KINDS", "Finding", "Kind", "private_matters", "redact"]
@@ -34,7 +37,7 @@ _NAMED: Final = re.compile(r"(?:.*[_.-])?(?:user(?:_?name)?|host(?:_?name)?|node
 #: Top-level entries with the arguments of a training.
 _ARGUMENTS: Final = re.compile(
     r"(?:.*_)?(?:args?|arguments|argv|opts?|options|cfg|configs?|hparams|hyper_?parameters|hyper_?params|params_dict|cmd"
-    r"|command(?:_line)?|namespace)(?:_.*)?\Z",
+    r"|command(?:_line)?|namespace)\Z",
     re.I,
 )
 #: Names that every machine has: they tell nothing.
@@ -55,16 +58,17 @@ class Finding(NamedTuple):
     new: str | None
 
 
-def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS) -> Checkpoint:
+def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> Checkpoint:
     """Take out what ``private_matters`` finds of these kinds.
 
     Of an absolute path its last part stays; users and hosts become "user" and "host", sources empty, and the entries
-    with training arguments go. No former byte stays in the output. Raises TargetError for an unknown kind.
+    with training arguments go. ``only`` chooses by path. No former byte stays in the output. Raises
+    TargetError for an unknown kind.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is nothing to redact", next=f"one of {', '.join(KINDS)}")
-    found = [finding for finding in private_matters(checkpoint) if finding.kind in kinds]
+    found = [item for item in private_matters(checkpoint) if item.kind in kinds and only.match(item.path)]
     if not found:
         return checkpoint.changed(checkpoint.graph, [Change("redact", "", 0, 0, "nothing of the kind is in it")])
     gone = {finding.ref for finding in found if finding.new is None}
@@ -79,7 +83,10 @@ def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS) -> Checkpoin
         if finding.new is None:
             continue
         # One text may hold a path and a name: what was made of it first is what the next one finds.
-        texts[finding.ref] = finding.new
+        if type(checkpoint.graph.nodes[finding.ref]) is tuple:  # the parts of a pathlib object
+            rewrite.changed[finding.ref] = (rewrite.add(finding.new),)
+        else:
+            texts[finding.ref] = finding.new
         changes.append(Change(f"redact-{finding.kind}", finding.path, 1, 0, f"{finding.what} -> {cut(finding.new)!r}"))
     rewrite.changed.update(texts)
     # Bytes between records, other records and comments do not come along. A legacy file has none of these, and may
@@ -97,12 +104,12 @@ def private_matters(checkpoint: Checkpoint) -> list[Finding]:
         re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, sorted(users)))})(?![A-Za-z0-9])") if users else None
     )
     bare = any(item.path == "" for item in checkpoint.state_dicts)
-    states = {item.ref for item in checkpoint.state_dicts}
+    inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare else ():
-        held = entry.ref in states or any(item.path.startswith(entry.path) for item in checkpoint.state_dicts)
-        if _ARGUMENTS.match(entry.key) and not held:
+        if _ARGUMENTS.match(entry.key) and not any(path.startswith(entry.path) for path in inside):
             kind = class_name(graph, entry.ref)
             found.append(Finding("args", entry.path, f"training arguments, {kind}", entry.ref, None))
+    # A text that stands at several places is one object, and changes at all of them.
     seen: set[tuple[Ref, Kind]] = set()
     for path, ref, text, source in texts:
         for kind, new in _private(path, text, source, users_form):
@@ -158,6 +165,10 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         if seen[ref]:
             continue
         seen[ref] = 1
+        if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
+            parts = [str(nodes[part]) for part in elements(nodes[node.args])]
+            yield path, node.args, "/".join(parts).replace("//", "/", 1), False
+            continue
         if isinstance(node, Persistent):
             pid = nodes[node.pid]
             if type(pid) is tuple and len(pid) == 4 and nodes[pid[0]] == "module":
@@ -177,7 +188,8 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     if items is not None:
         for key, value in items:
             inner = spell_key(path, graph.nodes[key])
-            if type(graph.nodes[key]) is str and "/" in str(graph.nodes[key]) + "\\":
+            text = graph.nodes[key]
+            if type(text) is str and without_paths(text) != text:
                 yield key, inner
             yield value, inner
     elif isinstance(node, tuple | List | Set | FrozenSet):
@@ -191,8 +203,3 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         yield from ((part, f"{path}[{number}]") for number, part in enumerate(node.items))
         for key, value in attributes(graph, node):
             yield value, spell_key(path, graph.nodes[key])
-
-
-def told(findings: Sequence[Finding]) -> Mapping[str, int]:
-    """How many there are of each kind."""
-    return {kind: count for kind in KINDS if (count := sum(finding.kind == kind for finding in findings))}
