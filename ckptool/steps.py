@@ -91,7 +91,7 @@ def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint
 
 
 def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only)
+    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only, told=f"renamed by {path}")
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
@@ -101,7 +101,7 @@ def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
             table = ordered_table(checkpoint, other, key=scope.key, other_key=same)
         else:
             table = ordered_table(checkpoint, other, key=scope.key, other_key=same)
-    return by_table(checkpoint, table, key=scope.key, only=scope.only)
+    return by_table(checkpoint, table, key=scope.key, only=scope.only, told=f"renamed like {path}")
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
