@@ -9,46 +9,50 @@ Nothing in a checkpoint is ever executed; torch is imported by ``ckptool.load`` 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from . import errors
-from .api import (
-    Change,
-    Checkpoint,
-    CkptoolError,
-    DeviceMap,
-    Globs,
-    Lost,
-    Policy,
-    Salvaged,
-    StateDict,
-    Tensor,
-    TensorEntry,
-    Written,
-    add_prefix,
-    average,
-    cast,
-    drop,
-    edit,
-    extract,
-    inspect,
-    keep,
-    keys,
-    load,
-    merge,
-    open,
-    redact,
-    remap_devices,
-    rename,
-    salvage,
-    sanitize,
-    save,
-    set_entry,
-    slim,
-    strip_prefix,
-    strip_wrappers,
-    unset,
-    validate,
-    wrap,
-)
+
+if TYPE_CHECKING:
+    from .api import (
+        Change,
+        Checkpoint,
+        CkptoolError,
+        DeviceMap,
+        Globs,
+        Lost,
+        Policy,
+        Salvaged,
+        StateDict,
+        Tensor,
+        TensorEntry,
+        Written,
+        add_prefix,
+        average,
+        cast,
+        drop,
+        edit,
+        extract,
+        inspect,
+        keep,
+        keys,
+        load,
+        merge,
+        open,
+        redact,
+        remap_devices,
+        rename,
+        salvage,
+        sanitize,
+        save,
+        set_entry,
+        slim,
+        strip_prefix,
+        strip_wrappers,
+        unset,
+        validate,
+        wrap,
+    )
 
 __version__ = "0.1.0"
 
@@ -93,3 +97,17 @@ __all__ = [
     "validate",
     "wrap",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        # ``ckptool --help`` needs none of them.
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import api
+
+        found = globals()[name] = getattr(api, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode
-from .checks.policy import Policy, policy_of
-from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
-from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
-from .edits.keys import EVERY
 from .errors import CkptoolError, RefusedError, TargetError
 from .locations import MapLocation
-from .names import Globs
+from .names import EVERY, Globs
 from .objects import parse_path
 from .opening import open_checkpoint
-from .planning import plan_of
-from .report import inspection, key_listing
-from .salvaging import Lost, Salvaged, salvage
 from .survey import StateDict, TensorEntry
 from .tensors import Tensor
-from .write import Written, check_output, write_plan
 
 if TYPE_CHECKING:
     import torch
+
+    from .checks.policy import Policy
+    from .edits.devices import DeviceMap, remap_devices
+    from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
+    from .edits.keys import add_prefix, strip_prefix, strip_wrappers
+    from .salvaging import Lost, Salvaged, salvage
+    from .write import Written
+
+#: Names whose modules are imported when they are first asked for: a command needs one or two of them.
+_LATE: Final = {
+    "Policy": "checks.policy",
+    **dict.fromkeys(("DeviceMap", "remap_devices"), "edits.devices"),
+    **dict.fromkeys(("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"), "edits.entries"),
+    **dict.fromkeys(("add_prefix", "strip_prefix", "strip_wrappers"), "edits.keys"),
+    **dict.fromkeys(("Lost", "Salvaged", "salvage"), "salvaging"),
+    "Written": "write",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(f".{_LATE[name]}", __package__), name)
+        return found
 
 
 __all__ = [
@@ -85,6 +103,7 @@ def validate(
     ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
     checksums. Raises TargetError for a policy that makes no sense; what is wrong with the file is in the report.
     """
+    from .checks.policy import Policy, policy_of
     from .validating import validation_report
 
     expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
@@ -225,6 +244,9 @@ def save(
     input, or with ``force`` that of the file it replaces. ``progress`` is called with numbers of bytes.
     Raises RefusedError when the output exists or is the input, OutputError when it cannot be written.
     """
+    from .planning import plan_of
+    from .write import check_output, write_plan
+
     name = os.fspath(path)
     # What cannot be written is said before the work, not after.
     check_output(name, checkpoint.sources, force=force)
@@ -235,6 +257,8 @@ def save(
 
 def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
     """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
+    from .report import inspection
+
     with open(path) as checkpoint:
         return inspection(checkpoint, map_location)
 
@@ -249,6 +273,8 @@ def keys(
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> dict[str, Any]:
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
+    from .report import key_listing
+
     with open(path) as checkpoint:
         return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Final
 
-__all__ = ["Globs"]
+__all__ = ["EVERY", "Globs"]
 
 
 class Globs:
@@ -35,3 +36,7 @@ class Globs:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".") + r"\Z", re.DOTALL)
+
+
+#: No choice: every key.
+EVERY: Final = Globs()

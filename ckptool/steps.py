@@ -14,13 +14,12 @@ from .edits import add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .edits.cast import cast
 from .edits.devices import device_pairs
 from .edits.entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
-from .edits.keys import EVERY
 from .edits.merge import merge, merge_entries
 from .edits.redact import KINDS, redact
 from .edits.rename import by_glob, by_regex, by_table, ordered_table, parse_glob, parse_regex, parse_table
 from .edits.slim import drop_for, merged_doubles, slim
 from .errors import TargetError, UnreadableError
-from .names import Globs
+from .names import EVERY, Globs
 from .opening import open_checkpoint
 from .runtime import cast_elements
 from .sanitizing import sanitize

@@ -10,11 +10,10 @@ from ..dtypes import BY_NAME, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..source import Computed
 from ..survey import StateDict
 from ..tensors import Tensor
-from .keys import EVERY
 from .select import selected
 from .storages import storage_uses, with_plain_ids
 

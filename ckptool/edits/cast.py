@@ -10,14 +10,13 @@ from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, human_bytes, listed
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import mapped_name, mapping
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
 from ..source import Computed
 from ..survey import TensorEntry
 from ..tensors import Storage
-from .keys import EVERY
 from .rewrite import Rewrite
 from .select import selected
 from .storages import Use, repointed, storage_uses, with_plain_ids

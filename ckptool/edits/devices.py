@@ -10,10 +10,9 @@ from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed
 from ..locations import check_target
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import device_text, mapped_name
 from ..pickles.nodes import Call, Global, Persistent, Ref
-from .keys import EVERY
 from .rewrite import Rewrite
 from .select import selected
 

@@ -8,10 +8,9 @@ from shlex import quote
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, cut, listed, shown
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import class_name, mapping, parse_path, spell_key
 from ..pickles.nodes import Dict, Graph, Node, Ref
-from .keys import EVERY
 from .optimizers import prune_optimizers
 from .places import Place, place, resolve
 from .prune import used_storages

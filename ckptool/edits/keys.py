@@ -8,7 +8,7 @@ from typing import Literal
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import mapping, spell_key
 from ..pickles.nodes import Ref
 from ..prefixes import common_prefix, without_wrappers, wrapper_counts
@@ -20,9 +20,6 @@ from .select import selected
 __all__ = ["add_prefix", "rename_keys", "renamed_modules", "strip_prefix", "strip_wrappers", "stripping"]
 
 Rename = Callable[[str], str]
-
-#: No choice: every key.
-EVERY = Globs()
 
 
 def strip_prefix(

@@ -9,7 +9,7 @@ from ..checkpoint import Body, Change, Checkpoint
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import mapping, parse_path, spell_key
 from ..pickles.nodes import (
     Buffer,
@@ -30,7 +30,6 @@ from ..pickles.nodes import (
 )
 from ..source import Computed
 from ..survey import StateDict
-from .keys import EVERY
 from .places import Place, place, resolve
 from .rewrite import Rewrite
 from .select import selected

@@ -9,11 +9,10 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 from ..checkpoint import Change, Checkpoint
 from ..errors import TargetError
 from ..human import cut, listed
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
-from .keys import EVERY
 from .optimizers import optimizers
 from .rewrite import Rewrite
 

@@ -9,8 +9,8 @@ from shlex import quote
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
-from ..names import Globs
-from .keys import EVERY, rename_keys
+from ..names import EVERY, Globs
+from .keys import rename_keys
 from .select import selected
 
 __all__ = ["by_glob", "by_regex", "by_table", "ordered_table", "parse_glob", "parse_regex", "parse_table"]

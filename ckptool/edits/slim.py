@@ -12,13 +12,12 @@ from ..dtypes import Dtype
 from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
 from ..errors import RefusedError
 from ..human import counted, human_bytes, listed
-from ..names import Globs
+from ..names import EVERY, Globs
 from ..objects import mapping
 from ..pickles.nodes import Ref
 from ..source import Computed, Span
 from ..tensors import Storage, Tensor, extent
 from .entries import drop_entries
-from .keys import EVERY
 from .rewrite import Rewrite
 from .storages import Use, repointed, storage_uses, with_plain_ids
 
