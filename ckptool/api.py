@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode
@@ -41,6 +41,7 @@ __all__ = [
     "TensorEntry",
     "Written",
     "add_prefix",
+    "diff",
     "drop",
     "extract",
     "inspect",
@@ -81,6 +82,44 @@ def validate(
 
     expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
     return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Collection[str] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool diff --format json`` prints, schema ``ckptool.diff/1``: ``same`` is the answer.
+
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
+    are words of ``comparing.difference.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count`` it is
+    not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
+    word that there is not.
+    """
+    from .comparing.diff_report import diff_report
+    from .comparing.difference import differences
+
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    with open(a) as one, open(b) as other:
+        found, left, right = differences(
+            one,
+            other,
+            key=key,
+            other_key=other_key,
+            ignore=ignore,
+            tolerance=tolerance,
+            count=count,
+            progress=progress,
+        )
+        return diff_report(found, left, right, ignore, tolerance)
 
 
 def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:

@@ -11,7 +11,7 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "count_nonfinite", "load_object", "need_torch", "tensors_in"]
+__all__ = ["at_path", "count_nonfinite", "distances", "load_object", "need_torch", "tensors_in"]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -50,6 +50,38 @@ def count_nonfinite(
     if bool(torch.isfinite(torch.sum(values, dtype=wide))):
         return 0, 0  # one of them would have shown in the sum; a sum that overflows is looked at closely
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def distances(
+    a: tuple[bytearray, str], b: tuple[bytearray, str], rtol: float, atol: float
+) -> tuple[int, int, float, float, float]:
+    """How far numbers are from each other: each side is its bytes and the name of its dtype.
+
+    Gives the number of pairs that do not meet |a - b| <= atol + rtol * |b|, how many of these have no difference
+    (NaN or infinite in one), the largest difference, the largest one relative to b, and the sum of all.
+    """
+    torch = need_torch("comparing values with a tolerance")
+    left, right = (_wide(torch, *side) for side in (a, b))
+    both_nan = torch.isnan(left) & torch.isnan(right)
+    equal = (left == right) | both_nan
+    difference = torch.where(equal, 0.0, (left - right).abs())
+    lost = ~torch.isfinite(difference)
+    size = right.abs()
+    allowed = atol + rtol * size
+    far = ~equal & (lost | ~(difference <= allowed))
+    finite = torch.where(lost, 0.0, difference)
+    relative = torch.where(size > 0, finite / size, 0.0)
+    relative = torch.where(torch.isfinite(relative), relative, 0.0)
+    return int(far.sum()), int(lost.sum()), float(finite.max()), float(relative.max()), float(finite.sum())
+
+
+def _wide(torch: Any, data: bytearray, dtype: str) -> Any:
+    """The numbers as float64, or complex128."""
+    values = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    if values.is_complex():
+        return values.to(torch.complex64).to(torch.complex128) if dtype == "complex32" else values.to(torch.complex128)
+    # float8 types know few conversions.
+    return values.to(torch.float32).to(torch.float64) if values.element_size() == 1 else values.to(torch.float64)
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

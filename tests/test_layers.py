@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
-    frozenset({"loading", "values"}),
+    frozenset({"loading", "values", "comparing"}),
     frozenset({"salvaging", "validating"}),
     frozenset({"api"}),
     frozenset({"ckptool"}),
