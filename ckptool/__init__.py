@@ -26,10 +26,12 @@ from .api import (
     diff,
     drop,
     extract,
+    hash,
     inspect,
     keep,
     keys,
     load,
+    lock,
     open,
     remap_devices,
     salvage,
@@ -41,6 +43,7 @@ from .api import (
     unset,
     validate,
     wrap,
+    write_lock,
 )
 
 __version__ = "0.1.0"
@@ -63,10 +66,12 @@ __all__ = [
     "drop",
     "errors",
     "extract",
+    "hash",
     "inspect",
     "keep",
     "keys",
     "load",
+    "lock",
     "open",
     "remap_devices",
     "salvage",
@@ -78,4 +83,5 @@ __all__ = [
     "unset",
     "validate",
     "wrap",
+    "write_lock",
 ]

@@ -19,6 +19,7 @@ from .opening import open_checkpoint
 from .planning import plan_of
 from .report import inspection, key_listing
 from .salvaging import Lost, Salvaged, salvage
+from .source import Plan
 from .survey import StateDict, TensorEntry
 from .tensors import Tensor
 from .write import Written, check_output, write_plan
@@ -44,10 +45,12 @@ __all__ = [
     "diff",
     "drop",
     "extract",
+    "hash",
     "inspect",
     "keep",
     "keys",
     "load",
+    "lock",
     "open",
     "remap_devices",
     "salvage",
@@ -59,6 +62,7 @@ __all__ = [
     "unset",
     "validate",
     "wrap",
+    "write_lock",
 ]
 
 Path = str | os.PathLike[str]
@@ -120,6 +124,54 @@ def diff(
             progress=progress,
         )
         return diff_report(found, left, right, ignore, tolerance)
+
+
+def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """What ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+
+    With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
+    """
+    from .comparing.lock import lock_of
+
+    with open(path) as checkpoint:
+        return lock_of(checkpoint, content=content, progress=progress)
+
+
+def write_lock(
+    path: Path,
+    output: Path,
+    *,
+    content: bool = False,
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write the lock of a checkpoint to a file, whole or not at all; parameters and errors as for lock and save."""
+    from .comparing.lock import lock_of, lock_text
+
+    name = os.fspath(output)
+    with open(path) as checkpoint:
+        check_output(name, checkpoint.sources, force=force)
+        text = lock_text(lock_of(checkpoint, content=content, progress=progress))
+        return write_plan(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
+
+
+def hash(
+    path: Path,
+    *,
+    key: str | None = None,
+    structure: bool = False,
+    each: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool hash --format json`` prints, schema ``ckptool.hash/1``.
+
+    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
+    in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
+    """
+    from .comparing.fingerprint import fingerprint_report
+
+    with open(path) as checkpoint:
+        return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
 
 
 def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:

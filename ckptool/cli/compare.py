@@ -15,7 +15,7 @@ from ..human import cut
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, table
 
-__all__ = ["diff"]
+__all__ = ["diff", "label"]
 
 #: From so many bytes on reading them is felt.
 _PROGRESS_FROM = 200_000_000
@@ -111,23 +111,23 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["hint"]:
         lines += ["", clean(f"their state dicts stand at different places; {report['hint']} compares these")]
     for side in ("a", "b"):
-        rows = [f"  {_label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
+        rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
         lines += _listed(f"only in {side.upper()}", rows)
     lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
     lines += _listed(
-        "changed", [f"  {_label(item['path'])}  {_what(item)}: {_change(item)}" for item in report["changed"]]
+        "changed", [f"  {label(item['path'])}  {_what(item)}: {_change(item)}" for item in report["changed"]]
     )
     lines += _values("values", report["values"])
     lines += _values("values within the tolerance", report["within_tolerance"])
     rows = [
-        f"  {_label(item['path'])}  shares memory with {_label(item['with'])} in {item['only_in'].upper()} only"
+        f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only"
         for item in report["sharing"]
     ]
     lines += _listed("sharing", rows)
-    rows = [f"  {_label(item['path'])}: {_entry(item['a'])} -> {_entry(item['b'])}" for item in report["entries"]]
+    rows = [f"  {label(item['path'])}: {_entry(item['a'])} -> {_entry(item['b'])}" for item in report["entries"]]
     lines += _listed("entries", rows)
     rows = [
-        f"  {_label(item['path'])}: from key {item['place']:,} on, {_label(item['a'])} in A, {_label(item['b'])} in B"
+        f"  {label(item['path'])}: from key {item['place']:,} on, {label(item['a'])} in A, {label(item['b'])} in B"
         for item in report["order"]
     ]
     return lines + _listed("order of keys", rows)
@@ -141,7 +141,7 @@ def _listed(title: str, rows: Sequence[str]) -> list[str]:
     return ["", f"{title}:", *map(clean, rows[:_SHOWN]), *more]
 
 
-def _label(path: str) -> str:
+def label(path: str) -> str:
     """A path as people read it: the name alone where it is a key of the root; "." for the root."""
     if path.startswith('["') and path.endswith('"]') and "\\" not in path and path.count('"') == 2:
         return path[2:-2]
@@ -207,7 +207,7 @@ def _indented(*texts: str) -> list[str]:
 
 def _row(item: dict[str, Any], near: bool) -> list[str]:
     first = f"[{', '.join(map(str, item['first']))}]" if item["first"] else ""
-    name = _label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
+    name = label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
     cells = [cut(name), item["dtype"], _shape(item["shape"]), first]
     total = 1
     for size in item["shape"]:

@@ -25,6 +25,8 @@ COMMANDS: Final = {
     "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
     "validate": ("validate", "validate", "Say whether checkpoints are whole, unambiguous and loadable, for CI."),
     "diff": ("compare", "diff", "Say what differs between two checkpoints."),
+    "hash": ("locks", "hash_command", "Give a fingerprint of names, shapes, dtypes and values alone."),
+    "lock": ("locks", "lock", "Write down what a checkpoint holds, for validate --lock."),
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
