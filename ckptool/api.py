@@ -109,21 +109,19 @@ def diff(
     word that there is not.
     """
     from .comparing.diff_report import diff_report
-    from .comparing.difference import differences
 
-    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     with open(a) as one, open(b) as other:
-        found, left, right = differences(
+        return diff_report(
             one,
             other,
+            rtol=rtol,
+            atol=atol,
+            ignore=ignore,
             key=key,
             other_key=other_key,
-            ignore=ignore,
-            tolerance=tolerance,
             count=count,
             progress=progress,
         )
-        return diff_report(found, left, right, ignore, tolerance)
 
 
 def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import click
 from .. import api
 from ..human import cut
 from .options import REPORT_FORMATS, format_option
-from .render import clean, emit, emit_json, table
+from .render import clean, emit, emit_json, say_problems, table
 
 __all__ = ["diff", "label"]
 
@@ -79,21 +79,26 @@ def diff(
     by atol + rtol * |b|, as for torch.allclose, but NaN equals NaN; this needs torch where bits differ. Exit 0: the
     same; 1: they differ; 3: one cannot be read.
     """
+    from ..comparing.diff_report import diff_report
+
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     shown = size >= _PROGRESS_FROM and not (quiet or no_progress) and sys.stderr.isatty()
-    with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
-        report = api.diff(
-            a,
-            b,
-            rtol=rtol,
-            atol=atol,
-            ignore=words,
-            key=key,
-            other_key=other_key,
-            count=not (quiet or stat),
-            progress=bar.update if bar else None,
-        )
+    with api.open(a) as one, api.open(b) as other:
+        for checkpoint in (one, other):
+            say_problems(checkpoint)
+        with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
+            report = diff_report(
+                one,
+                other,
+                rtol=rtol,
+                atol=atol,
+                ignore=words,
+                key=key,
+                other_key=other_key,
+                count=not (quiet or stat),
+                progress=bar.update if bar else None,
+            )
     if quiet:
         pass
     elif stat and style == "table":
@@ -108,8 +113,10 @@ def diff(
 def _lines(report: dict[str, Any]) -> list[str]:
     """The verdict, then what differs, by kind."""
     lines = [clean(f"{report['verdict']}: {report['stat']}")]
+    if report["key"] is not None:
+        lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
-        lines += ["", clean(f"their state dicts stand at different places; {report['hint']} compares these")]
+        lines.append(clean(f"-> the same names are there under other ones: {report['hint']}"))
     for side in ("a", "b"):
         rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
         lines += _listed(f"only in {side.upper()}", rows)

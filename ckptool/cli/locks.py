@@ -88,14 +88,15 @@ def hash_command(
     another device or in another order of keys. With --key names count from that state dict on: so a bare state
     dict (--key .) and the same one in a training checkpoint (--key state_dict) agree.
     """
+    from ..comparing.fingerprint import fingerprint_report
+
     reports: list[dict[str, Any]] = []
     codes = []
     for path in paths:
         try:
-            with api.open(path) as checkpoint:
+            with api.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
                 say_problems(checkpoint)
-            with _bar(path, not (structure or no_progress)) as progress:
-                report = api.hash(path, key=key, structure=structure, each=each, progress=progress)
+                report = fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)

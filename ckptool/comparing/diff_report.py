@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import isfinite
 from typing import Any
 
+from ..checkpoint import Checkpoint
 from ..human import counted
 from ..limits import LIMITS
-from .difference import Changed, Difference, Values
+from .difference import Changed, Values, differences
 from .places import Leaf, Side
 from .walk import Only
 
@@ -16,17 +17,33 @@ __all__ = ["diff_report", "stat_line", "verdict"]
 
 
 def diff_report(
-    found: Difference,
-    a: Side,
-    b: Side,
+    one: Checkpoint,
+    other: Checkpoint,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
     ignore: Collection[str] = (),
-    tolerance: tuple[float, float] | None = None,
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """The report of ``diff``, schema ``ckptool.diff/1``."""
+    """The report of ``diff``, schema ``ckptool.diff/1``; parameters and errors as for ``differences``."""
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    found, a, b = differences(
+        one,
+        other,
+        key=key,
+        other_key=other_key,
+        ignore=ignore,
+        tolerance=tolerance,
+        count=count,
+        progress=progress,
+    )
     report = {
         "schema": "ckptool.diff/1",
-        "a": a.checkpoint.path,
-        "b": b.checkpoint.path,
+        "a": one.path,
+        "b": other.path,
         "key": found.keys[0],
         "other_key": found.keys[1],
         "ignored": sorted(set(ignore)),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from shlex import quote
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..elements import dtype_of
 from ..errors import TargetError
 from ..human import listed
+from ..prefixes import without_wrappers
 from ..source import FileSource
 from ..tensors import Tensor
 from .closeness import Closeness, closeness, has_numbers
 from .equality import Bits, compared
-from .places import Side, side_of
+from .places import Leaf, Side, side_of
 from .reading import has_values, mark_of
 from .walk import Both, Facet, Only, Order, walked
 
@@ -136,7 +138,7 @@ def differences(
     for path, number in found.pairs:
         both = found.tensors[number]
         facts = [Changed(path, *fact) for fact in _facts(both, words)]
-        facts += [Changed(path, facet.path, facet.a.value, facet.b.value) for facet in both.facets]
+        facts += [Changed(path, facet.path, _told(facet.a), _told(facet.b)) for facet in both.facets]
         changed += facts
         told = [item._replace(path=path) for item in values.of(number)]
         outside = [item for item in told if not item.within]
@@ -164,9 +166,14 @@ def differences(
         [] if "sharing" in words else _sharing(found.pairs, found.tensors),
         found.entries,
         [] if "order" in words else found.order,
-        "" if key is not None or found.pairs else _hint(a, b),
+        _hint(left, right, words) if found.only_a and found.only_b else "",
     )
     return result, left, right
+
+
+def _told(leaf: Leaf) -> object:
+    """A value, or the type of what is no value."""
+    return leaf.type if leaf.value is None else leaf.value
 
 
 def _badness(item: Values) -> tuple[float, ...]:
@@ -181,10 +188,27 @@ def _sole_keys(a: Checkpoint, b: Checkpoint) -> tuple[str | None, str | None]:
     return found[0][0] or ".", found[1][0] or "."
 
 
-def _hint(a: Checkpoint, b: Checkpoint) -> str:
-    """Options that compare the state dicts of two files which hold them at different places; "" for none."""
-    one, other = _sole_keys(a, b)
-    return f"--key {one} --other-key {other}" if one is not None else ""
+def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
+    """Options that bring names together which stand for each other; "" for none."""
+    one, other = _sole_keys(a.checkpoint, b.checkpoint)
+    keys = f"--key {quote(one)} --other-key {quote(other)}" if one is not None and other is not None else ""
+    if a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
+        keys = ""
+    names, twins = (_names(side) for side in (a, b))
+    bare, others = ({without_wrappers(name) for name in side} for side in (names, twins))
+    words = sorted({*ignore, "prefix"}) if names.isdisjoint(twins) and not bare.isdisjoint(others) else []
+    prefix = f"--ignore {','.join(words)}" if words and "prefix" not in ignore else ""
+    if keys and names.isdisjoint(twins) and not prefix:
+        return ""
+    return " ".join(filter(None, (keys, prefix)))
+
+
+def _names(side: Side) -> set[str]:
+    """The keys of the state dicts that are surely some, and are compared."""
+    nodes = side.graph.nodes
+    chosen = [item for item in side.checkpoint.state_dicts if item.confidence == "high"]
+    inside = [item for item in chosen if side.root in (side.graph.root, item.ref)]
+    return {str(nodes[key]) for item in inside for key, _ in item.items}
 
 
 def _container(a: Checkpoint, b: Checkpoint) -> list[Changed]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
+from ..dtypes import BY_NAME
 from ..edits.select import selected
 from ..errors import MalformedError, TargetError
 from ..limits import LIMITS
@@ -61,7 +62,7 @@ class Side:
             storage = self.reader.storage(ref)
             if storage is None:
                 return None
-            name = storage.dtype.name if storage.dtype.storage else "uint8"
+            name = storage.dtype.name if storage.dtype.name in BY_NAME else "uint8"
             self._storages[ref] = Tensor(
                 "storage", name, (storage.numel,), (1,), 0, storage.key, storage.location, False
             )
@@ -125,7 +126,7 @@ class Side:
             # A set has no order: what can be told by its value stands under it.
             for item in node.items:
                 leaf = self.leaf(item)
-                found[unique(found, f"[{{{leaf.value!r}}}]" if leaf is not None else "[{}]")] = item
+                found[unique(found, "[{}]" if leaf is None or is_huge(leaf) else f"[{{{leaf.value!r}}}]")] = item
             return found
         for key, value in mapping(graph, ref) or ():
             step = self.step(key)
@@ -160,7 +161,7 @@ class Side:
         key = self.graph.nodes[ref]
         if type(key) is tuple:
             leaves = [self.leaf(item) for item in key]
-            if all(leaf is not None for leaf in leaves):
+            if all(leaf is not None and not is_huge(leaf) for leaf in leaves):
                 return f"[({', '.join(repr(leaf.value) for leaf in leaves if leaf is not None)})]"
         return spelled(key)
 
@@ -192,6 +193,11 @@ class Side:
             within.add(ref)
             work.append((~ref, ""))
             work += [(child, joined(path, step)) for step, child in reversed(below.items())]
+
+
+def is_huge(leaf: Leaf) -> bool:
+    """Is it a number that Python refuses to print?"""
+    return isinstance(leaf.value, int) and leaf.value.bit_length() > LIMITS.int_digits * 3
 
 
 def spelled(key: Node) -> str:

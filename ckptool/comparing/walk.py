@@ -371,7 +371,10 @@ def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[s
     labels = _ARGUMENTS.get(name)
     if labels is None:
         return {f"({number})": item for number, item in enumerate(args)}
-    return _labelled(nodes, args, labels)
+    found = _labelled(nodes, args, labels)
+    # Flags that are not there are off: conj and neg, each by its name.
+    flags = found.pop(".flags", -1)
+    return found | ({} if flags < 0 else side.children(flags))
 
 
 def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
