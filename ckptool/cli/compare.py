@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import click
 
 from .. import api
-from ..human import cut
+from ..errors import UnreadableError
+from ..human import counted, cut, listed
 from .options import REPORT_FORMATS, format_option
-from .render import clean, emit, emit_json, say_problems, table
+from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 
 __all__ = ["diff", "label"]
 
@@ -21,6 +22,8 @@ __all__ = ["diff", "label"]
 _PROGRESS_FROM = 200_000_000
 #: Lines of one list for people; the rest is counted.
 _SHOWN = 20
+#: From so many tensors on that changed in the same way they stand in one line.
+_ALIKE = 4
 
 WORDS = "device, prefix, order, container, dtype, stride, sharing, requires-grad"
 
@@ -84,21 +87,27 @@ def diff(
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     shown = size >= _PROGRESS_FROM and not (quiet or no_progress) and sys.stderr.isatty()
-    with api.open(a) as one, api.open(b) as other:
-        for checkpoint in (one, other):
-            say_problems(checkpoint)
-        with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
-            report = diff_report(
-                one,
-                other,
-                rtol=rtol,
-                atol=atol,
-                ignore=words,
-                key=key,
-                other_key=other_key,
-                count=not (quiet or stat),
-                progress=bar.update if bar else None,
-            )
+    try:
+        with api.open(a) as one, api.open(b) as other:
+            for checkpoint in (one, other):
+                say_problems(checkpoint)
+            with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
+                report = diff_report(
+                    one,
+                    other,
+                    rtol=rtol,
+                    atol=atol,
+                    ignore=words,
+                    key=key,
+                    other_key=other_key,
+                    count=not (quiet or stat),
+                    progress=bar.update if bar else None,
+                )
+    except UnreadableError as error:
+        say_error(error)
+        if style != "table" and not quiet:
+            emit_json([failure("diff", error.path or a, error)], style, False)
+        return error.exit_code
     if quiet:
         pass
     elif stat and style == "table":
@@ -112,18 +121,16 @@ def diff(
 
 def _lines(report: dict[str, Any]) -> list[str]:
     """The verdict, then what differs, by kind."""
-    lines = [clean(f"{report['verdict']}: {report['stat']}")]
+    lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
-        lines.append(clean(f"-> the same names are there under other ones: {report['hint']}"))
+        lines.append(clean(f"-> names agree with {report['hint']}"))
     for side in ("a", "b"):
         rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
         lines += _listed(f"only in {side.upper()}", rows)
     lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
-    lines += _listed(
-        "changed", [f"  {label(item['path'])}  {_what(item)}: {_change(item)}" for item in report["changed"]]
-    )
+    lines += _listed("changed", list(_changes(report["changed"])))
     lines += _values("values", report["values"])
     lines += _values("values within the tolerance", report["within_tolerance"])
     rows = [
@@ -138,6 +145,25 @@ def _lines(report: dict[str, Any]) -> list[str]:
         for item in report["order"]
     ]
     return lines + _listed("order of keys", rows)
+
+
+def _same(report: dict[str, Any]) -> str:
+    """What was found to be the same."""
+    sums = report["tensors"]
+    close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
+    return f"{counted(sums['in_both'], 'tensor')}{close}"
+
+
+def _changes(items: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each property that differs; one for all tensors in which it differs in the same way."""
+    alike: dict[str, list[str]] = {}
+    for item in items:
+        alike.setdefault(f"{_what(item)}: {_change(item)}", []).append(label(item["path"]))
+    for words, names in alike.items():
+        if len(names) < _ALIKE:
+            yield from (f"  {name}  {words}" for name in names)
+        else:
+            yield f"  {words} in {counted(len(names), 'tensor')}: {listed(names, most=3)}"
 
 
 def _listed(title: str, rows: Sequence[str]) -> list[str]:
@@ -181,7 +207,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _entry(leaf: dict[str, Any]) -> str:
     """A value with its type where that does not show."""
-    if "value" not in leaf:
+    if leaf.get("value") is None:
         return str(leaf["type"])
     if leaf["type"] in ("int", "float", "str", "bool", "bytes"):
         return _short(leaf["value"])

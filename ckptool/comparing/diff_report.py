@@ -124,6 +124,8 @@ def stat_line(report: dict[str, Any]) -> str:
     sums = report["tensors"]
     total = counted(sums["in_both"], "tensor")
     words = [f"{sums['differ']:,} of {total} {'differs' if sums['differ'] == 1 else 'differ'}"]
+    if not sums["in_both"]:
+        words = ["no tensor in both"]
     if not report["same"]:
         for side in ("a", "b"):
             only = report[f"only_in_{side}"]

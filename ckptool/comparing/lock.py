@@ -74,23 +74,26 @@ def lock_text(lock: Mapping[str, Any]) -> str:
     """The lock as JSON with a line for each tensor and each entry, so that a review shows what changed. ASCII only."""
     head = ("schema", "layout", "container")
     lines = ["{", *(f"  {json.dumps(name)}: {json.dumps(lock[name])}," for name in head)]
-    lines.append('  "state_dicts": {')
-    for number, (path, tensors) in enumerate(lock["state_dicts"].items()):
-        lines.append(f"    {json.dumps(path)}: {{")
-        lines += _members(tensors, 6)
-        lines.append("    }" + ("," if number + 1 < len(lock["state_dicts"]) else ""))
-    lines.append("  },")
-    for name, end in (("tensors", "},"), ("entries", "}")):
-        lines.append(f"  {json.dumps(name)}: {{")
-        lines += _members(lock[name], 4)
-        lines.append(f"  {end}")
+    lines += _object("state_dicts", lock["state_dicts"], 2, last=False)
+    lines += _object("tensors", lock["tensors"], 2, last=False)
+    lines += _object("entries", lock["entries"], 2, last=True)
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _members(values: Mapping[str, Any], indent: int) -> Iterator[str]:
-    last = len(values) - 1
-    for number, (name, value) in enumerate(values.items()):
-        yield f"{' ' * indent}{json.dumps(name)}: {json.dumps(value)}{',' if number < last else ''}"
+def _object(name: str, values: Mapping[str, Any], indent: int, *, last: bool) -> Iterator[str]:
+    """An object, with a line for each member; a state dict is one with such lines of its own."""
+    space, end = " " * indent, "" if last else ","
+    if not values:
+        yield f"{space}{json.dumps(name)}: {{}}{end}"
+        return
+    yield f"{space}{json.dumps(name)}: {{"
+    for number, (key, value) in enumerate(values.items(), 1):
+        if name == "state_dicts" and indent == 2:
+            yield from _object(key, value, 4, last=number == len(values))
+        else:
+            comma = "," if number < len(values) else ""
+            yield f"{space}  {json.dumps(key)}: {json.dumps(value)}{comma}"
+    yield f"{space}}}{end}"
 
 
 def read_lock(path: str) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def lock_checks(
         error, found = problem, lock_of(checkpoint)
     notes = [*_moved(lock, found)]
     tensors = sum(len(held) for held in _held(lock).values())
-    checks = [_check("lock", notes, f"{counted(tensors, 'locked value')} as locked")]
+    checks = [_check("lock", notes, f"as locked: {counted(tensors, 'value')}")]
     if not hashed:
         return checks
     if error is not None:
@@ -181,7 +184,8 @@ def lock_checks(
         return [*checks, _check("lock-content", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
-    good = f"{counted(sum('hash' in v for held in _held(lock).values() for v in held.values()), 'tensor')} as locked"
+    number = sum("hash" in value for held in _held(lock).values() for value in held.values())
+    good = f"as locked: the content of {counted(number, 'tensor')}"
     return [*checks, _check("lock-content", [*_content(lock, found)], good)]
 
 
