@@ -166,21 +166,22 @@ def _pieces(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], width:
         row *= shape[axis]
         axis -= 1
     rows = max(_CHUNK // row, 1)
+    view = memoryview(data)
     for place in product(*map(range, shape[:axis])):
         begin = sum(index * step for index, step in zip(place, stride))
         for at in range(0, shape[axis], rows):
             count = min(rows, shape[axis] - at)
             here = (begin + at * stride[axis]) * width
             inner, steps = (count, *shape[axis + 1 :]), stride[axis:]
-            yield _rows(data[here : here + extent(inner, steps) * width], inner, steps, width)
+            yield _rows(view[here : here + extent(inner, steps) * width], inner, steps, width)
 
 
-def _rows(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
+def _rows(data: memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
     """The elements of a view, brought together: a strided copy along the longest dimension for each other place."""
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]
-    origin = memoryview(data).cast("B").cast(code)
+    origin = data.cast(code)
     out = memoryview(bytearray(width * prod(shape))).cast(code)
     target = contiguous_strides(shape)
     longest = max(range(len(shape)), key=lambda axis: shape[axis])

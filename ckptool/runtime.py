@@ -62,17 +62,20 @@ def distances(
     """
     torch = need_torch("comparing values with a tolerance")
     left, right = (_wide(torch, *side) for side in (a, b))
-    both_nan = torch.isnan(left) & torch.isnan(right)
-    equal = (left == right) | both_nan
-    difference = torch.where(equal, 0.0, (left - right).abs())
-    lost = ~torch.isfinite(difference)
-    size = right.abs()
-    allowed = atol + rtol * size
-    far = ~equal & (lost | ~(difference <= allowed))
-    finite = torch.where(lost, 0.0, difference)
-    relative = torch.where(size > 0, finite / size, 0.0)
-    relative = torch.where(torch.isfinite(relative), relative, 0.0)
-    return int(far.sum()), int(lost.sum()), float(finite.max()), float(relative.max()), float(finite.sum())
+    size, difference = right.abs(), (left - right).abs_() if not left.is_complex() else (left - right).abs()
+    lost = None
+    if not bool(torch.isfinite(difference.sum())):
+        equal = (left == right) | (torch.isnan(left) & torch.isnan(right))
+        difference = torch.where(equal, 0.0, difference)
+        lost = ~torch.isfinite(difference)
+        difference = torch.where(lost, 0.0, difference)
+    far = difference > size.mul(rtol).add_(atol)
+    relative = torch.where(size > 0, difference / size, 0.0)
+    if lost is not None:
+        far |= lost
+        relative = torch.where(torch.isfinite(relative), relative, 0.0)
+    numbers = float(difference.max()), float(relative.max()), float(difference.sum())
+    return int(far.sum()), 0 if lost is None else int(lost.sum()), *numbers
 
 
 def _wide(torch: Any, data: bytearray, dtype: str) -> Any:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.cli.main import run
 from ckptool.comparing.difference import IGNORABLE
+from ckptool.elements import elements
 from ckptool.errors import CkptoolError, MalformedError, TargetError
 
 LISTS = ("container", "only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order")
@@ -529,3 +530,53 @@ def test_somebody_who_writes_meanwhile_is_noticed(tmp_path: Path) -> None:
     twin.write_bytes(path.read_bytes())
     with pytest.raises(CkptoolError, match=r"shrank|ends too early|changed"):
         ckptool.diff(path, twin, progress=lambda _: os.truncate(twin, 1000))
+
+
+# -- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_what_many_share_is_listed_once(two: Callable[..., dict[str, Any]]) -> None:
+    """Lists that meet each other in every combination: what is told grows with their sizes, not with their product."""
+    size = 400
+    large = list(range(size))
+    for turned in (False, True):
+        a, b = [large] * size, [[] for _ in range(size)]
+        report = two(*((b, a) if turned else (a, b)))
+        assert not report["same"]
+        assert len(report["only_in_b" if turned else "only_in_a"]) == size and len(report["entries"]) < size
+    rings = []
+    for length, number in ((101, 1), (103, 2)):
+        first = last = [number]
+        for _ in range(length - 1):
+            last.append([number])  # type: ignore[arg-type]
+            last = last[1]  # type: ignore[assignment]
+        last.append(first)  # type: ignore[arg-type]
+        rings.append(first)
+    assert 0 < len(two(*({"x": ring} for ring in rings))["entries"]) <= 101 + 103
+
+
+def test_tensors_that_stand_against_something_else_are_counted(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.ones(2)
+    report = two({"x": [x, x], "y": x, "z": x}, {"x": {"a": x}, "y": 1, "z": x})
+    assert [item["path"] for item in report["entries"]] == ["x", "y"]
+    assert (report["tensors"]["in_a"], report["tensors"]["in_b"], report["tensors"]["in_both"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(6_000_000).reshape(3000, 2000).t(),
+        torch.arange(6_000_000).reshape(3, 1000, 2000).permute(2, 0, 1),
+        torch.arange(3_000_000)[::2],
+        torch.arange(4_000_000).reshape(2000, 2000)[5:-5, 7:-9],
+        torch.arange(3).expand(700_000, 3),
+        torch.randn(1100, 1000, dtype=torch.complex128).t(),
+        torch.arange(5).reshape(5, 1)[1:4],
+    ],
+    ids=lambda view: "x".join(map(str, view.shape)),
+)
+def test_the_elements_of_large_views(view: torch.Tensor, tmp_path: Path) -> None:
+    with ckptool.open(saved(tmp_path / "a", {"x": view})) as checkpoint:
+        pieces = list(elements(checkpoint, checkpoint.survey.tensors[0].tensor))
+    assert b"".join(pieces) == view.contiguous().numpy().tobytes()
+    assert max(map(len, pieces)) <= 4 << 20

@@ -13,8 +13,8 @@ from .reading import blocks_of
 
 __all__ = ["Closeness", "closeness", "has_numbers"]
 
-#: Elements looked at in one go.
-_CHUNK: Final = 1 << 20
+#: Elements looked at in one go: they stay in the cache, and torch starts no threads for so few.
+_CHUNK: Final = 1 << 14
 #: Kinds of numbers of which torch makes no float64.
 _NO_NUMBERS: Final = ("q", "bits", "float4")
 

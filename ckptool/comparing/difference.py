@@ -152,8 +152,8 @@ def differences(
     count_a, count_b = (sum(item.tensors for item in items) for items in (found.only_a, found.only_b))
     result = Difference(
         (key, other_key),
-        len(found.pairs) + count_a,
-        len(found.pairs) + count_b,
+        len(found.pairs) + count_a + found.passed_over[0],
+        len(found.pairs) + count_b + found.passed_over[1],
         len(found.pairs),
         touched,
         differ,

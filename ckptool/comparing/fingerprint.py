@@ -28,9 +28,9 @@ from typing import Any, Final
 
 from ..checkpoint import Checkpoint
 from ..elements import elements, tensor_size
-from ..objects import callable_name, mapped_name, mapping
-from ..pickles.nodes import Call, Global, Ref
+from ..pickles.nodes import Ref
 from ..tensors import Tensor
+from .belongings import belongings
 from .places import Place, Side, side_of
 from .reading import BLOCK, Mark, has_values, in_threads, mark_of, raw_of
 
@@ -167,33 +167,12 @@ class Digests:
         return sha256(_compact([own, facts, inner])).hexdigest()
 
 
-#: Calls that hand a tensor on, and where it is among their arguments.
-_HANDED_ON: Final = ("_rebuild_parameter", "_rebuild_parameter_with_state", "Parameter", "Variable")
-
-
 def _facts(side: Side, ref: Ref) -> list[object]:
     """What decides the values of a tensor beside its elements: lazy flags, or the parameters of its quantizer."""
-    nodes, node = side.graph.nodes, side.graph.nodes[ref]
-    for _ in range(8):
-        if not isinstance(node, Call):
-            return []
-        name, args = callable_name(side.graph, node.func).rpartition(".")[2], nodes[node.args]
-        while name in ("_rebuild_from_type_v2", "_rebuild_from_type") and type(args) is tuple and len(args) > 2:
-            func, args = nodes[args[0]], nodes[args[2]]
-            name = mapped_name(func).rpartition(".")[2] if isinstance(func, Global) else ""
-        if type(args) is not tuple or not args:
-            return []
-        if name in _HANDED_ON:
-            node = nodes[args[0]]
-            continue
-        place = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name, len(args))
-        if place < len(args):
-            flags = mapping(side.graph, args[place]) or ()
-            return [*sorted(str(nodes[key]) for key, value in flags if nodes[value] is True)]
-        if name == "_rebuild_qtensor" and len(args) > 4:
-            return _quantizer(side, args[4])
-        return []
-    return []
+    held = belongings(side, ref)
+    if ".quantizer" in held:
+        return _quantizer(side, held[".quantizer"])
+    return [flag for flag in ("conj", "neg") if f".{flag}" in held and side.graph.nodes[held[f".{flag}"]] is True]
 
 
 def _quantizer(side: Side, ref: Ref) -> list[object]:

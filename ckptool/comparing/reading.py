@@ -110,11 +110,8 @@ def in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) ->
     others = [threading.Thread(target=run, daemon=True) for _ in range(workers - 1)]
     for thread in others:
         thread.start()
-    try:
-        run()
-    finally:
-        stopped.set() if failed else None
-        for thread in others:
-            thread.join()
+    run()
+    for thread in others:
+        thread.join()
     if failed:
         raise failed[0]

@@ -8,15 +8,16 @@ So each of n + m containers is entered at most once, and a difference that is th
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..edits.keys import renamed_modules
 from ..locations import is_device
-from ..objects import attributes, callable_name, mapped_name, mapping
-from ..pickles.nodes import Call, Global, Instance, Node, Ref
+from ..objects import mapping
+from ..pickles.nodes import Ref
 from ..prefixes import without_wrappers
 from ..tensors import Tensor
+from .belongings import belongings
 from .places import Leaf, Side, joined, spelled, unique
 
 __all__ = ["Both", "Facet", "Only", "Order", "Part", "Walked", "walked"]
@@ -67,7 +68,10 @@ class Order(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What came of it. ``pairs`` are (path, number in ``tensors``), a tied tensor at each of its places."""
+    """What came of it. ``pairs`` are (path, number in ``tensors``), a tied tensor at each of its places.
+
+    ``passed_over`` counts the tensors of each that stand against something else, or below it.
+    """
 
     tensors: list[Both]
     pairs: list[tuple[str, int]]
@@ -75,6 +79,7 @@ class Walked(NamedTuple):
     only_b: list[Only]
     entries: list[Facet]
     order: list[Order]
+    passed_over: list[int]
 
 
 #: A place to go to: the two references, the path, and the number of the tensors that they belong to, or -1. Within
@@ -82,6 +87,7 @@ class Walked(NamedTuple):
 _Task = tuple[Ref, Ref, str, int]
 
 _DICTS = frozenset(("dict", "OrderedDict"))
+_SEQUENCES = frozenset(("list", "tuple"))
 
 
 def walked(a: Side, b: Side, ignore: frozenset[str] = frozenset()) -> Walked:
@@ -94,13 +100,15 @@ def walked(a: Side, b: Side, ignore: frozenset[str] = frozenset()) -> Walked:
 class _Walk:
     def __init__(self, a: Side, b: Side, ignore: frozenset[str]) -> None:
         self.a, self.b, self.ignore = a, b, ignore
-        self.found = Walked([], [], [], [], [], [])
+        self.found = Walked([], [], [], [], [], [], [0, 0])
         self.numbers: dict[tuple[Ref, Ref], int] = {}
         self.inner: set[tuple[int, Ref, Ref]] = set()
         #: Union-find over the containers of a (their references) and of b (complements of them).
         self.parents: dict[int, int] = {}
         self.entered: tuple[dict[Ref, dict[str, Ref]], dict[Ref, dict[str, Ref]]] = ({}, {})
         self.counts: tuple[dict[Ref, int], dict[Ref, int]] = ({}, {})
+        self.counted: tuple[set[Ref], set[Ref]] = (set(), set())
+        self.patience = [4 * len(side.graph.nodes) for side in (a, b)]
         self.renames = tuple(_renames(side) if "prefix" in ignore else {} for side in (a, b))
         self.work: list[_Task] = [(a.root, b.root, "", -1)]
 
@@ -113,6 +121,7 @@ class _Walk:
                 continue
             one, other = self.a.leaf(left), self.b.leaf(right)
             if ours is not None or theirs is not None or (one is None) != (other is None):
+                self.pass_over(left, right, owner)
                 self.facet(path, owner, self.whole(0, left), self.whole(1, right))
             elif one is not None and other is not None:
                 if not same(one, other) and not ("device" in self.ignore and _devices(one, other)):
@@ -128,6 +137,12 @@ class _Walk:
             return leaf
         tensor = side.tensor(ref)
         return Leaf(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
+
+    def pass_over(self, left: Ref, right: Ref, owner: int) -> None:
+        """Count the tensors of what stands against something that cannot be compared with it."""
+        if owner < 0:
+            for number, ref in enumerate((left, right)):
+                self.found.passed_over[number] += self.count(number, ref)
 
     def facet(self, path: str, owner: int, a: Leaf, b: Leaf) -> None:
         (self.found.tensors[owner].facets if owner >= 0 else self.found.entries).append(Facet(path, a, b))
@@ -167,7 +182,7 @@ class _Walk:
 
     def within(self, left: Ref, right: Ref, path: str, owner: int) -> None:
         """Go to what tensors hold beside shape and storage: hooks, conjugation, scales, members, attributes."""
-        ours, theirs = _belongings(self.a, left), _belongings(self.b, right)
+        ours, theirs = belongings(self.a, left), belongings(self.b, right)
         if ours or theirs:
             self.below(ours, theirs, path, owner)
 
@@ -175,17 +190,18 @@ class _Walk:
 
     def containers(self, left: Ref, right: Ref, path: str, owner: int) -> None:
         one, other = self.a.type(left), self.b.type(right)
-        if one != other and not ("container" in self.ignore and {one, other} <= _DICTS):
-            self.facet(path, owner, Leaf(one, None), Leaf(other, None))
-            if not {one, other} <= _DICTS and not {one, other} <= {"list", "tuple"}:
-                return
-        again = left in self.entered[0] and right in self.entered[1]
+        loose = "container" in self.ignore and {one, other} <= _DICTS
+        if one != other and not loose:
+            self.facet(path, owner, self.whole(0, left), self.whole(1, right))
+        again = (left in self.entered[0], right in self.entered[1])
+        alike = one == other or {one, other} <= _DICTS or {one, other} <= _SEQUENCES
+        if not alike and (any(again) or not (self.a.is_mapping(left) and self.b.is_mapping(right))):
+            self.pass_over(left, right, owner)
+            return
         ours, theirs = self.children(0, left), self.children(1, right)
-        if one != other and "container" in self.ignore:
-            # A plain dict cannot have what nn.Module.state_dict puts beside the keys.
-            ours, theirs = ({step: ref for step, ref in d.items() if step != "._metadata"} for d in (ours, theirs))
-        self.below(ours, theirs, path, owner, again)
-        if not again and list(ours) != list(theirs) and self.a.is_mapping(left) and self.b.is_mapping(right):
+        # A plain dict cannot have what nn.Module.state_dict puts beside the keys.
+        self.below(ours, theirs, path, owner, again, without="._metadata" if one != other and loose else "")
+        if not any(again) and list(ours) != list(theirs) and self.a.is_mapping(left) and self.b.is_mapping(right):
             self.order(ours, theirs, path, owner)
 
     def children(self, number: int, ref: Ref) -> dict[str, Ref]:
@@ -200,33 +216,72 @@ class _Walk:
         return found
 
     def below(
-        self, ours: Mapping[str, Ref], theirs: Mapping[str, Ref], path: str, owner: int, again: bool = False
+        self,
+        ours: Mapping[str, Ref],
+        theirs: Mapping[str, Ref],
+        path: str,
+        owner: int,
+        again: tuple[bool, bool] = (False, False),
+        without: str = "",
     ) -> None:
-        if again and len(ours) != len(theirs):
-            # What is missing was told where they were first met; the shorter one decides how long this takes.
-            self.facet(
-                path, owner, Leaf("container", f"{len(ours)} values"), Leaf("container", f"{len(theirs)} values")
-            )
-        fewer = ours if not again or len(ours) <= len(theirs) else theirs
-        common = [step for step in fewer if step in ours and step in theirs]
+        """Go on to what both hold, and note what only one does.
+
+        What a container lacks or has too much is listed where it is first met, and counted after that: so this takes
+        as long as what is met for the first time is large, or as the smaller of the two.
+        """
+        fewer = ours if len(ours) <= len(theirs) else theirs
+        common = [step for step in fewer if step in ours and step in theirs and step != without]
+        if fewer is theirs and not again[0]:
+            common = [step for step in ours if step in theirs and step != without]
         self.work += [(ours[step], theirs[step], joined(path, step), owner) for step in reversed(common)]
-        if again or len(common) == len(ours) == len(theirs):
-            return
         for number, mine, other in ((0, ours, theirs), (1, theirs, ours)):
-            for step, ref in mine.items():
-                if step not in other:
-                    self.only(number, joined(path, step), ref, owner)
+            if len(mine) == len(common):
+                continue
+            if not again[number]:
+                for step, ref in mine.items():
+                    if step not in other and step != without:
+                        self.only(number, joined(path, step), ref, owner)
+            elif len(mine) - (without in mine) > len(common):
+                rest = f"{len(mine) - len(common):,} more values"
+                there, nothing = Leaf("container", rest), Leaf("nothing", None)
+                self.facet(path, owner, *((nothing, there) if number else (there, nothing)))
 
     def only(self, number: int, path: str, ref: Ref, owner: int) -> None:
         if owner >= 0:
             there, nothing = self.whole(number, ref), Leaf("nothing", None)
             self.facet(path, owner, *((nothing, there) if number else (there, nothing)))
             return
-        side = (self.a, self.b)[number]
+        (self.found.only_b if number else self.found.only_a).append(Only(path, ref, self.count(number, ref)))
+
+    def count(self, number: int, ref: Ref) -> int:
         counts = self.counts[number]
         if ref not in counts:
-            counts[ref] = _tensors_below(side, ref, counts)
-        (self.found.only_b if number else self.found.only_a).append(Only(path, ref, counts[ref]))
+            counts[ref] = self.tensors_below(number, (self.a, self.b)[number], ref)
+        return counts[ref]
+
+    def tensors_below(self, number: int, side: Side, root: Ref) -> int:
+        """The tensors at or below a place, each container entered once.
+
+        Containers that many of these places share are counted at the first of them, once that takes too long.
+        """
+        total = 0
+        seen: set[Ref] = set()
+        work = [root]
+        while work:
+            ref = work.pop()
+            if side.tensor(ref) is not None:
+                total += 1
+            elif ref in self.counts[number]:
+                total += self.counts[number][ref]
+            elif ref not in seen and side.leaf(ref) is None:
+                if self.patience[number] < 0 and ref in self.counted[number]:
+                    continue
+                seen.add(ref)
+                self.counted[number].add(ref)
+                below = side.children(ref)
+                self.patience[number] -= len(below) + 1
+                work += below.values()
+        return total
 
     def order(self, ours: Mapping[str, Ref], theirs: Mapping[str, Ref], path: str, owner: int) -> None:
         one, other = [s for s in ours if s in theirs], [s for s in theirs if s in ours]
@@ -248,23 +303,6 @@ def _devices(a: Leaf, b: Leaf) -> bool:
     """Are both devices, as torch.device objects or as texts?"""
     texts = [str(leaf.value) if leaf.type in ("str", "torch.device") else "" for leaf in (a, b)]
     return a.type == b.type and all(map(is_device, texts))
-
-
-def _tensors_below(side: Side, root: Ref, counts: Mapping[Ref, int]) -> int:
-    """The tensors at or below a place, each container entered once."""
-    total = 0
-    seen: set[Ref] = set()
-    work = [root]
-    while work:
-        ref = work.pop()
-        if side.tensor(ref) is not None:
-            total += 1
-        elif ref in counts:
-            total += counts[ref]
-        elif ref not in seen and side.leaf(ref) is None:
-            seen.add(ref)
-            work += side.children(ref).values()
-    return total
 
 
 # -- names without prefixes ----------------------------------------------------------------------------
@@ -308,86 +346,3 @@ def _replacing(side: Side, fresh: Mapping[str, Ref], ref: Ref) -> Callable[[dict
         return made
 
     return replaced
-
-
-# -- what belongs to tensors ---------------------------------------------------------------------------
-
-#: Arguments of the functions that make tensors, by place, beside storage, offset, shape, stride and requires_grad.
-_ARGUMENTS: dict[str, dict[int, str]] = {
-    "_rebuild_tensor": {},
-    "_rebuild_tensor_v2": {5: "hooks", 6: "flags"},
-    "_rebuild_tensor_v3": {5: "hooks", 7: "flags"},
-    "_rebuild_qtensor": {4: "quantizer", 6: "hooks"},
-    "_rebuild_nested_tensor": {0: "buffer", 1: "sizes", 2: "strides", 3: "offsets"},
-    "_rebuild_meta_tensor_no_storage": {},
-    "_rebuild_wrapper_subclass": {},
-}
-_MEMBERS = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
-#: Parameters within parameters, as far as they are followed.
-_DEPTH = 8
-_OLD_PARAMETERS = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
-_COMPRESSED = ("compressed_indices", "plain_indices", "values")
-
-
-def _belongings(side: Side, ref: Ref) -> dict[str, Ref]:
-    """What belongs to a tensor and is told nowhere else, by name."""
-    nodes, node = side.graph.nodes, side.graph.nodes[ref]
-    found: dict[str, Ref] = {}
-    # A Parameter is made of the tensor that it is, a subclass of the call that makes a plain tensor.
-    for _ in range(_DEPTH):
-        if not isinstance(node, Call):
-            return found
-        name, args = callable_name(side.graph, node.func), nodes[node.args]
-        if node.states and name not in _OLD_PARAMETERS:
-            found.update(_state_of(side, node))
-        while name.endswith(("_rebuild_from_type_v2", "_rebuild_from_type")) and type(args) is tuple and len(args) > 2:
-            if len(args) > 3:
-                found[".state"] = args[3]
-            func, args = nodes[args[0]], nodes[args[2]]
-            name = mapped_name(func) if isinstance(func, Global) else ""
-        if type(args) is not tuple:
-            return found
-        short = name.rpartition(".")[2]
-        if not args or not (short.startswith("_rebuild_parameter") or name in _OLD_PARAMETERS):
-            return found | _arguments(side, ref, short, args)
-        found.update(_labelled(nodes, args, {2: "hooks", 3: "state"} if short.startswith("_") else {}))
-        node = nodes[args[0]]
-    return found
-
-
-def _state_of(side: Side, node: Call) -> dict[str, Ref]:
-    named = attributes(side.graph, node)
-    if named:
-        return {spelled(side.graph.nodes[key]): value for key, value in named}
-    return {f"(state {number})": state for number, state in enumerate(node.states)}
-
-
-def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[str, Ref]:
-    nodes = side.graph.nodes
-    if name == "_rebuild_sparse_tensor" and len(args) >= 2:
-        tensor, members = side.tensor(ref), nodes[args[1]]
-        names = _MEMBERS.get(tensor.kind if tensor else "", _COMPRESSED)
-        return _labelled(nodes, members if type(members) is tuple else (), dict(enumerate(names)))
-    labels = _ARGUMENTS.get(name)
-    if labels is None:
-        return {f"({number})": item for number, item in enumerate(args)}
-    found = _labelled(nodes, args, labels)
-    # Flags that are not there are off: conj and neg, each by its name.
-    flags = found.pop(".flags", -1)
-    return found | ({} if flags < 0 else side.children(flags))
-
-
-def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
-    return {
-        f".{label}": args[number]
-        for number, label in labels.items()
-        if label and number < len(args) and not _is_nothing(nodes, args[number])
-    }
-
-
-def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
-    """An empty OrderedDict of hooks, or None."""
-    node = nodes[ref]
-    if isinstance(node, Instance):
-        return isinstance(node, Call) and node.filling is None and nodes[node.args] == ()
-    return node is None
