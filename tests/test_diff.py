@@ -580,3 +580,9 @@ def test_the_elements_of_large_views(view: torch.Tensor, tmp_path: Path) -> None
         pieces = list(elements(checkpoint, checkpoint.survey.tensors[0].tensor))
     assert b"".join(pieces) == view.contiguous().numpy().tobytes()
     assert max(map(len, pieces)) <= 4 << 20
+
+
+def test_the_help_knows_every_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert [word for word in IGNORABLE if f"\n  {word} " not in told] == []

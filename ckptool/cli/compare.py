@@ -25,8 +25,6 @@ _SHOWN = 20
 #: From so many tensors on that changed in the same way they stand in one line.
 _ALIKE = 4
 
-WORDS = "device, prefix, order, container, dtype, stride, sharing, requires-grad"
-
 EPILOG = """\b
 Examples:
   ckptool diff old.pth new.pth
