@@ -585,4 +585,4 @@ def test_the_elements_of_large_views(view: torch.Tensor, tmp_path: Path) -> None
 def test_the_help_knows_every_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", "--help"]) == 0
     told = capsys.readouterr().out
-    assert [word for word in IGNORABLE if f"\n  {word} " not in told] == []
+    assert [word for word in IGNORABLE if f"\n    {word} " not in told] == []
