@@ -30,13 +30,16 @@ if TYPE_CHECKING:
         add_prefix,
         average,
         cast,
+        diff,
         drop,
         edit,
         extract,
+        hash,
         inspect,
         keep,
         keys,
         load,
+        lock,
         merge,
         open,
         redact,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
         unset,
         validate,
         wrap,
+        write_lock,
     )
 
 __version__ = "0.1.0"
@@ -73,14 +77,17 @@ __all__ = [
     "add_prefix",
     "average",
     "cast",
+    "diff",
     "drop",
     "edit",
     "errors",
     "extract",
+    "hash",
     "inspect",
     "keep",
     "keys",
     "load",
+    "lock",
     "merge",
     "open",
     "redact",
@@ -96,6 +103,7 @@ __all__ = [
     "unset",
     "validate",
     "wrap",
+    "write_lock",
 ]
 
 if not TYPE_CHECKING:

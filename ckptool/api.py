@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -62,13 +62,16 @@ __all__ = [
     "add_prefix",
     "average",
     "cast",
+    "diff",
     "drop",
     "edit",
     "extract",
+    "hash",
     "inspect",
     "keep",
     "keys",
     "load",
+    "lock",
     "merge",
     "open",
     "redact",
@@ -84,6 +87,7 @@ __all__ = [
     "unset",
     "validate",
     "wrap",
+    "write_lock",
 ]
 
 Path = str | os.PathLike[str]
@@ -108,6 +112,92 @@ def validate(
 
     expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
     return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Collection[str] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool diff --format json`` prints, schema ``ckptool.diff/1``: ``same`` is the answer.
+
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
+    are words of ``comparing.difference.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count`` it is
+    not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
+    word that there is not.
+    """
+    from .comparing.diff_report import diff_report
+
+    with open(a) as one, open(b) as other:
+        return diff_report(
+            one,
+            other,
+            rtol=rtol,
+            atol=atol,
+            ignore=ignore,
+            key=key,
+            other_key=other_key,
+            count=count,
+            progress=progress,
+        )
+
+
+def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """What ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+
+    With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
+    """
+    from .comparing.lock import lock_of
+
+    with open(path) as checkpoint:
+        return lock_of(checkpoint, content=content, progress=progress)
+
+
+def write_lock(
+    path: Path,
+    output: Path,
+    *,
+    content: bool = False,
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write the lock of a checkpoint to a file, whole or not at all; parameters and errors as for lock and save."""
+    from .comparing.lock import lock_of, lock_text
+    from .source import Plan
+    from .write import check_output, write_plan
+
+    name = os.fspath(output)
+    with open(path) as checkpoint:
+        check_output(name, checkpoint.sources, force=force)
+        text = lock_text(lock_of(checkpoint, content=content, progress=progress))
+        return write_plan(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
+
+
+def hash(
+    path: Path,
+    *,
+    key: str | None = None,
+    structure: bool = False,
+    each: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool hash --format json`` prints, schema ``ckptool.hash/1``.
+
+    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
+    in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
+    """
+    from .comparing.fingerprint import fingerprint_report
+
+    with open(path) as checkpoint:
+        return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
 
 
 def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:

@@ -16,6 +16,7 @@ from .checkpoint import Body, Checkpoint
 from .dtypes import BY_NAME, Dtype
 from .errors import MalformedError
 from .human import salvage_step
+from .limits import LIMITS
 from .source import Computed, Span
 from .tensors import Tensor, extent
 from .zips import contents
@@ -132,8 +133,8 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
     """A tensor's elements, one after the other as they count, little-endian, in pieces of whole elements.
 
     Memory: a piece; for a view with other strides, what lies between its first and its last element. Nothing comes
-    of a tensor that has no storage of its own, or is on meta. Raises MalformedError where bytes are missing or the
-    dtype is not known.
+    of a tensor that has no storage of its own, or is on meta. Raises MalformedError where bytes are missing, the
+    dtype is not known, or a few bytes are expanded to more than anybody reads.
     """
     dtype = dtype_of(tensor)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
@@ -148,19 +149,39 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
         )
     else:
         size = extent(tensor.shape, tensor.stride) * width
+        if tensor_size(tensor) > max(LIMITS.inflated_bytes, LIMITS.inflation * size):
+            what = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
+            raise MalformedError(what, path=checkpoint.path)
         data = b"".join(stored_bytes(checkpoint, tensor.storage, tensor.offset * width, size))
-        chunks = (_rows(data, tensor.shape, tensor.stride, width),)
+        chunks = _pieces(data, tensor.shape, tensor.stride, width)
     if checkpoint.container.byteorder == "big":
         chunks = (swapped(data, dtype) for data in chunks)
     yield from chunks
 
 
-def _rows(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
+def _pieces(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> Iterator[bytes]:
+    """The elements of a view, some rows of it at a time."""
+    axis, row = len(shape) - 1, width
+    while axis and row * shape[axis] <= _CHUNK:
+        row *= shape[axis]
+        axis -= 1
+    rows = max(_CHUNK // row, 1)
+    view = memoryview(data)
+    for place in product(*map(range, shape[:axis])):
+        begin = sum(index * step for index, step in zip(place, stride))
+        for at in range(0, shape[axis], rows):
+            count = min(rows, shape[axis] - at)
+            here = (begin + at * stride[axis]) * width
+            inner, steps = (count, *shape[axis + 1 :]), stride[axis:]
+            yield _rows(view[here : here + extent(inner, steps) * width], inner, steps, width)
+
+
+def _rows(data: memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
     """The elements of a view, brought together: a strided copy along the longest dimension for each other place."""
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]
-    origin = memoryview(data).cast("B").cast(code)
+    origin = data.cast(code)
     out = memoryview(bytearray(width * prod(shape))).cast(code)
     target = contiguous_strides(shape)
     longest = max(range(len(shape)), key=lambda axis: shape[axis])

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from .errors import TargetError
 
-__all__ = ["MapLocation", "check_target", "lands_on", "parse_map_location"]
+__all__ = ["MapLocation", "check_target", "is_device", "lands_on", "parse_map_location"]
 
 MapLocation: TypeAlias = "str | Mapping[str, str] | None"
 
@@ -20,6 +20,15 @@ MapLocation: TypeAlias = "str | Mapping[str, str] | None"
 #: those that take the place of privateuseone by their own package.
 _INDEXED = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
 _TARGET = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
+
+
+#: Everything that a device was ever called, for telling devices from other texts.
+_DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED)})(?::\d{{1,4}})?\Z")
+
+
+def is_device(text: str) -> bool:
+    """Is a text the name of a device, and nothing else?"""
+    return _DEVICE.match(text) is not None
 
 
 def check_target(device: str) -> None:

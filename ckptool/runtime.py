@@ -11,7 +11,16 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "cast_elements", "count_nonfinite", "load_object", "mean_elements", "need_torch", "tensors_in"]
+__all__ = [
+    "at_path",
+    "cast_elements",
+    "count_nonfinite",
+    "distances",
+    "load_object",
+    "mean_elements",
+    "need_torch",
+    "tensors_in",
+]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -94,6 +103,41 @@ def _room(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
     """Memory for elements, and a tensor over it: the way to bytes where numpy is not installed."""
     out = bytearray(count * torch.empty((), dtype=dtype).element_size())
     return out, torch.frombuffer(out, dtype=dtype)
+
+
+def distances(
+    a: tuple[bytearray, str], b: tuple[bytearray, str], rtol: float, atol: float
+) -> tuple[int, int, float, float, float]:
+    """How far numbers are from each other: each side is its bytes and the name of its dtype.
+
+    Gives the number of pairs that do not meet |a - b| <= atol + rtol * |b|, how many of these have no difference
+    (NaN or infinite in one), the largest difference, the largest one relative to b, and the sum of all.
+    """
+    torch = need_torch("comparing values with a tolerance")
+    left, right = (_wide(torch, *side) for side in (a, b))
+    size, difference = right.abs(), (left - right).abs_() if not left.is_complex() else (left - right).abs()
+    lost = None
+    if not bool(torch.isfinite(difference.sum())):
+        equal = (left == right) | (torch.isnan(left) & torch.isnan(right))
+        difference = torch.where(equal, 0.0, difference)
+        lost = ~torch.isfinite(difference)
+        difference = torch.where(lost, 0.0, difference)
+    far = difference > size.mul(rtol).add_(atol)
+    relative = torch.where(size > 0, difference / size, 0.0)
+    if lost is not None:
+        far |= lost
+        relative = torch.where(torch.isfinite(relative), relative, 0.0)
+    numbers = float(difference.max()), float(relative.max()), float(difference.sum())
+    return int(far.sum()), 0 if lost is None else int(lost.sum()), *numbers
+
+
+def _wide(torch: Any, data: bytearray, dtype: str) -> Any:
+    """The numbers as float64, or complex128."""
+    values = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    if values.is_complex():
+        return values.to(torch.complex64).to(torch.complex128) if dtype == "complex32" else values.to(torch.complex128)
+    # float8 types know few conversions.
+    return values.to(torch.float32).to(torch.float64) if values.element_size() == 1 else values.to(torch.float64)
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

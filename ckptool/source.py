@@ -69,6 +69,15 @@ class FileSource:
             raise ChangedError("the file shrank while it was read", path=self.name, next="try again when it is still")
         return b"".join(parts)
 
+    def read_into(self, offset: int, buffer: bytearray) -> None:
+        """Fill a buffer, which can be used again, with the bytes from ``offset`` on; all of them must be there."""
+        done = _preadv(self.fd, buffer, offset) if self.fd >= 0 else 0
+        if done < len(buffer):
+            data = self.read(offset + done, len(buffer) - done)
+            if len(data) < len(buffer) - done:
+                raise ChangedError("the file shrank while it was read", path=self.name, next="try again")
+            buffer[done:] = data
+
     def next_data(self, offset: int) -> int:
         """The first offset from here on that is not in a hole of a sparse file, where the system can tell."""
         if not hasattr(os, "SEEK_DATA"):
@@ -140,6 +149,16 @@ else:  # Windows has no pread; one thread reads one source, so a seek is as good
     def _pread(fd: int, size: int, offset: int, /) -> bytes:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, size)
+
+
+def _preadv(fd: int, buffer: bytearray, offset: int) -> int:
+    """Bytes read right into a buffer, 0 where that is not possible: then ``read`` says why."""
+    if not hasattr(os, "preadv"):
+        return 0
+    try:
+        return os.preadv(fd, [buffer], offset)
+    except OSError:
+        return 0
 
 
 _KINDS = (

@@ -31,11 +31,15 @@ UNREADABLE: Final = "unreadable"
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise TargetError for a policy that no file can meet: an unknown torch, a bad map_location."""
+    """Raise TargetError for a policy that no file can meet: an unknown torch, a bad map_location, no lock."""
     if policy.torch and policy.torch not in VERSIONS:
         what = f"the list of torch {policy.torch!r} is not known"
         raise TargetError(what, next=f"known are {listed(VERSIONS, most=len(VERSIONS))}")
     parse_map_location(policy.map_location or None)
+    if policy.lock:
+        from .comparing.lock import read_lock
+
+        read_lock(policy.lock)
 
 
 def validation_report(
@@ -73,6 +77,10 @@ def _checked(
     checks, found = validation(checkpoint, torch=torch, quick=quick, progress=progress)
     assert found.verdict is not None
     checks += expectations(checkpoint, policy, found.verdict)
+    if policy.lock:
+        from .comparing.lock import lock_checks, read_lock
+
+        checks += lock_checks(checkpoint, read_lock(policy.lock), quick=quick)
     if policy.finite:
         checks.append(_finite(checkpoint, progress))
     if policy.load:
@@ -160,7 +168,7 @@ def _without_container(
         finally:
             source.close()
     checks = [check, *(found.checks if found.pickles else [])]
-    wanted = [name for name, asked in (("finite", policy.finite), ("load", policy.load)) if asked]
+    wanted = [name for name in ("lock", "finite", "load") if getattr(policy, name)]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in wanted]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]

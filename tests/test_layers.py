@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"planning", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
-    frozenset({"loading", "values"}),
+    frozenset({"comparing", "loading", "values"}),
     frozenset({"salvaging", "sanitizing", "validating"}),
     frozenset({"steps"}),
     frozenset({"api"}),

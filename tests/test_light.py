@@ -108,6 +108,9 @@ CALLS: list[list[str]] = [
     ["remap", DEMO, "--to", "cpu", "-o", "OUT"],
     ["remap", str(FIXTURES / "numpy_objects.pth"), "--to", "cuda:0", "--all", "--strings", "-o", "OUT"],
     ["inspect", str(FIXTURES / "legacy_cuda.pth")],
+    ["diff", DEMO, DEMO],
+    ["hash", DEMO, "--each"],
+    ["lock", DEMO, "--content"],
     ["strip-module", str(FIXTURES / "legacy_cuda.pth"), "-o", "OUT"],
 ]
 

@@ -20,6 +20,7 @@ class Policy(NamedTuple):
     ``layout`` "bare" or "wrapped"; ``prefix`` "none" or a prefix that every key must have; ``device`` and ``dtype``
     are what every storage, and every floating-point tensor of the state dicts, must be one of (``cuda:*`` is any
     cuda device); ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` bounds the file.
+    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with.
     ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
     """
 
@@ -35,10 +36,11 @@ class Policy(NamedTuple):
     load: bool = False
     map_location: str = ""
     torch: str = ""
+    lock: str = ""
     strict: bool = False
 
 
-_TEXTS: Final = ("layout", "prefix", "map_location", "torch")
+_TEXTS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid")
 _FLAGS: Final = ("weights_only", "finite", "load", "strict")
 

@@ -33,6 +33,7 @@ Examples:
   ckptool validate checkpoints/ --format junit > report.xml
   ckptool validate release.pth --layout bare --prefix none --device cpu --weights-only --finite
   ckptool validate release/ --policy ckptool.toml --format github
+  ckptool validate model.pth --lock ckptool.lock.json
   ckptool validate model.pth --load --map-location cpu
 
 \b
@@ -44,6 +45,7 @@ A policy file says the same as the options, in TOML:
   require = ["head.*"]
   max-bytes = "2GB"
   weights-only = true
+  lock = "ckptool.lock.json"
 """
 
 
@@ -62,6 +64,7 @@ A policy file says the same as the options, in TOML:
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
 @click.option("--load", is_flag=True, help="Really load it with torch.load(weights_only=True). Needs torch.")
 @click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
+@click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' wrote down: keys, shapes, dtypes, devices ...")
 @click.option("--strict", is_flag=True, help="Warnings, and what could not be checked, count as failures.")
 @click.option("--quick", is_flag=True, help="Leave out the checksums, which need every byte.")
 @click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True, help="Files at once; 0: one a core.")
@@ -128,6 +131,9 @@ def _policy(path: str | None, options: dict[str, Any]) -> Policy:
     if path is not None:
         values = {key.replace("-", "_"): value for key, value in _toml(path).items()}
         policy_of(values, path)
+        if "lock" in values:
+            # Beside the policy that names it, from wherever that is used.
+            values["lock"] = os.path.join(os.path.dirname(path), values["lock"])
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
     return policy_of(values | given)
 

@@ -1,0 +1,252 @@
+"""``diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import click
+
+from .. import api
+from ..errors import UnreadableError
+from ..human import counted, cut, listed
+from .options import REPORT_FORMATS, format_option
+from .render import clean, emit, emit_json, failure, say_error, say_problems, table
+
+__all__ = ["diff", "label"]
+
+#: From so many bytes on reading them is felt.
+_PROGRESS_FROM = 200_000_000
+#: Lines of one list for people; the rest is counted.
+_SHOWN = 20
+#: From so many tensors on that changed in the same way they stand in one line.
+_ALIKE = 4
+
+EPILOG = """\b
+Examples:
+  ckptool diff old.pth new.pth
+  ckptool diff ddp.pth plain.pth --ignore prefix,device
+  ckptool diff bare.pth training.pth --key . --other-key state_dict
+  ckptool diff old.pth new.pth --rtol 1e-5 --atol 1e-8
+  ckptool diff old.pth new.pth --stat
+
+\b
+Words for --ignore:
+  device         location tags, torch.device objects, texts that name devices
+  prefix         what wrappers put into the names of state dicts: module. and so on
+  order          the order of keys
+  container      format, byte order, protocol, compression, dict or OrderedDict; and
+                 where each file has one state dict, what is around it
+  dtype          dtypes: values are compared as numbers
+  stride         strides
+  sharing        which tensors share memory
+  requires-grad  requires_grad, and whether a tensor is a Parameter
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("a", metavar="A", type=click.Path())
+@click.argument("b", metavar="B", type=click.Path())
+@click.option("--rtol", type=click.FloatRange(min=0), help="Values may differ by so much relative to those of B.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Values may differ by so much.")
+@click.option(
+    "--ignore", multiple=True, metavar="WORDS", help="What does not count; see below. Repeatable, or with commas."
+)
+@click.option("--key", metavar="PATH", help="Compare one state dict only: its path in A, '.' for the root.")
+@click.option("--other-key", metavar="PATH", help="Its path in B.  [default: that of --key]")
+@click.option("--stat", is_flag=True, help="One line.")
+@format_option(REPORT_FORMATS)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors: the exit code tells.")
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
+def diff(
+    a: str,
+    b: str,
+    rtol: float | None,
+    atol: float | None,
+    ignore: tuple[str, ...],
+    key: str | None,
+    other_key: str | None,
+    stat: bool,
+    style: str,
+    quiet: bool,
+    no_progress: bool,
+) -> int:
+    """Say what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
+
+    Values are compared bit for bit, across containers, byte orders and strides. With --rtol or --atol they may differ
+    by atol + rtol * |b|, as for torch.allclose, but NaN equals NaN; this needs torch where bits differ. Exit 0: the
+    same; 1: they differ; 3: one cannot be read.
+    """
+    from ..comparing.diff_report import diff_report
+
+    words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
+    size = os.path.getsize(a) if os.path.isfile(a) else 0
+    shown = size >= _PROGRESS_FROM and not (quiet or no_progress) and sys.stderr.isatty()
+    try:
+        with api.open(a) as one, api.open(b) as other:
+            for checkpoint in (one, other):
+                say_problems(checkpoint)
+            with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
+                report = diff_report(
+                    one,
+                    other,
+                    rtol=rtol,
+                    atol=atol,
+                    ignore=words,
+                    key=key,
+                    other_key=other_key,
+                    count=not (quiet or stat),
+                    progress=bar.update if bar else None,
+                )
+    except UnreadableError as error:
+        say_error(error)
+        if style != "table" and not quiet:
+            emit_json([failure("diff", error.path or a, error)], style, False)
+        return error.exit_code
+    if quiet:
+        pass
+    elif stat and style == "table":
+        emit(clean(report["stat"]))
+    elif style == "table":
+        emit("\n".join(_lines(report)))
+    else:
+        emit_json([report], style, False)
+    return 0 if report["same"] else 1
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    """The verdict, then what differs, by kind."""
+    lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
+    if report["key"] is not None:
+        lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
+    if report["hint"]:
+        lines.append(clean(f"-> names agree with {report['hint']}"))
+    for side in ("a", "b"):
+        rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
+        lines += _listed(f"only in {side.upper()}", rows)
+    lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
+    lines += _listed("changed", list(_changes(report["changed"])))
+    lines += _values("values", report["values"])
+    lines += _values("values within the tolerance", report["within_tolerance"])
+    rows = [
+        f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only"
+        for item in report["sharing"]
+    ]
+    lines += _listed("sharing", rows)
+    rows = [f"  {label(item['path'])}: {_entry(item['a'])} -> {_entry(item['b'])}" for item in report["entries"]]
+    lines += _listed("entries", rows)
+    rows = [
+        f"  {label(item['path'])}: from key {item['place']:,} on, {label(item['a'])} in A, {label(item['b'])} in B"
+        for item in report["order"]
+    ]
+    return lines + _listed("order of keys", rows)
+
+
+def _same(report: dict[str, Any]) -> str:
+    """What was found to be the same."""
+    sums = report["tensors"]
+    close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
+    return f"{counted(sums['in_both'], 'tensor')}{close}"
+
+
+def _changes(items: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each property that differs; one for all tensors in which it differs in the same way."""
+    alike: dict[str, list[str]] = {}
+    for item in items:
+        alike.setdefault(f"{_what(item)}: {_change(item)}", []).append(label(item["path"]))
+    for words, names in alike.items():
+        if len(names) < _ALIKE:
+            yield from (f"  {name}  {words}" for name in names)
+        else:
+            yield f"  {words} in {counted(len(names), 'tensor')}: {listed(names, most=3)}"
+
+
+def _listed(title: str, rows: Sequence[str]) -> list[str]:
+    """A list under its title, cut for people."""
+    if not rows:
+        return []
+    more = [f"  ... and {len(rows) - _SHOWN:,} more: --format json has all"] if len(rows) > _SHOWN else []
+    return ["", f"{title}:", *map(clean, rows[:_SHOWN]), *more]
+
+
+def label(path: str) -> str:
+    """A path as people read it: the name alone where it is a key of the root; "." for the root."""
+    if path.startswith('["') and path.endswith('"]') and "\\" not in path and path.count('"') == 2:
+        return path[2:-2]
+    return path or "."
+
+
+def _content(item: dict[str, Any]) -> str:
+    if "shape" in item:
+        return f"{item['dtype']} {_shape(item['shape'])}, {item['device']}"
+    if item["tensors"]:
+        return f"{item['type']}, {item['tensors']:,} tensor{'' if item['tensors'] == 1 else 's'}"
+    return _entry(item)
+
+
+def _what(item: dict[str, Any]) -> str:
+    return str(item["what"]).removeprefix(".")
+
+
+def _change(item: dict[str, Any]) -> str:
+    if item["what"] == "shape":
+        return f"{_shape(item['a'])} -> {_shape(item['b'])}"
+    if item["what"] in ("layout", "dtype", "stride", "device", "class", "format", "byte order"):
+        return f"{item['a']} -> {item['b']}"
+    return f"{_short(item['a'])} -> {_short(item['b'])}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _entry(leaf: dict[str, Any]) -> str:
+    """A value with its type where that does not show."""
+    if leaf.get("value") is None:
+        return str(leaf["type"])
+    if leaf["type"] in ("int", "float", "str", "bool", "bytes"):
+        return _short(leaf["value"])
+    return cut(f"{leaf['type']} {leaf['value']}")
+
+
+def _short(value: object) -> str:
+    return cut(repr(value))
+
+
+def _values(title: str, items: Sequence[dict[str, Any]]) -> list[str]:
+    if not items:
+        return []
+    near = "max_abs" in items[0]
+    headers = ["tensor", "dtype", "shape", "first at"]
+    headers += ["max |a-b|", "max relative", "mean |a-b|", "too far"] if near else ["elements that differ"]
+    rows = [_row(item, near) for item in items[:_SHOWN]]
+    more = [f"... and {len(items) - _SHOWN:,} more: --format json has all"] if len(items) > _SHOWN else []
+    return [
+        "",
+        f"{title}, worst first:",
+        *_indented(table(headers, rows, right=range(4, len(headers)))),
+        *_indented(*more),
+    ]
+
+
+def _indented(*texts: str) -> list[str]:
+    return ["  " + line for text in texts for line in text.split("\n")]
+
+
+def _row(item: dict[str, Any], near: bool) -> list[str]:
+    first = f"[{', '.join(map(str, item['first']))}]" if item["first"] else ""
+    name = label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
+    cells = [cut(name), item["dtype"], _shape(item["shape"]), first]
+    total = 1
+    for size in item["shape"]:
+        total *= size
+    counted = f"{item['differing']:,} of {total:,}" if item["differing"] is not None else ""
+    if not near:
+        return [*cells, counted]
+    if "max_abs" not in item:
+        return [*cells, "", "", "", "bits differ"]
+    lost = f" ({item['nonfinite']:,} NaN or Inf)" if item["nonfinite"] else ""
+    return [*cells, *(f"{item[name]:.3g}" for name in ("max_abs", "max_rel", "mean_abs")), counted + lost]

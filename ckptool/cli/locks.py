@@ -1,0 +1,129 @@
+"""``lock`` and ``hash``: what a checkpoint holds, written down."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from .. import api
+from ..errors import CkptoolError
+from .compare import label
+from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
+from .render import clean, emit, emit_json, emit_lines, failure, say_error, say_problems
+
+__all__ = ["hash_command", "lock"]
+
+#: From so many bytes on reading them is felt.
+_PROGRESS_FROM = 200_000_000
+
+LOCK_EPILOG = """\b
+Examples:
+  ckptool lock model.pth -o ckptool.lock.json
+  ckptool lock model.pth --content -o ckptool.lock.json
+  ckptool validate model.pth --lock ckptool.lock.json
+"""
+
+
+@click.command(epilog=LOCK_EPILOG)
+@one_path
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
+@click.option("--content", is_flag=True, help="Lock the values, too: a hash for each tensor.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
+def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
+    """Write down what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
+
+    A small JSON file with a line for each tensor, to be kept beside the code: the same checkpoint gives the same
+    bytes, and a review shows what moved.
+    """
+    from ..comparing.lock import lock_text
+
+    with _bar(path, content and not (quiet or no_progress)) as progress:
+        if output is not None and output != "-":
+            written = api.write_lock(path, output, content=content, force=force, progress=progress)
+            if not quiet:
+                emit(clean(f"{path} -> {written.path}: {written.size:,} bytes"))
+            return
+        text = lock_text(api.lock(path, content=content, progress=progress))
+    if not quiet or output == "-":
+        emit(text.rstrip("\n"))
+
+
+HASH_EPILOG = """\b
+Examples:
+  ckptool hash model.pth
+  ckptool hash training.pth --key state_dict
+  ckptool hash a.pth b.pth --structure
+  ckptool hash model.pth --each
+
+\b
+What goes in (version 1 of the contract), for each tensor a line of compact JSON:
+  [path, kind, dtype, shape, SHA-256 of its elements]
+in the order of their bytes; the fingerprint is the SHA-256 of all lines. Elements
+are taken as they count, little-endian. The path is that of inspect, from the root
+of the file or of the state dict that --key names. Container, key order, devices,
+compression, strides, sharing and what is no tensor do not count.
+"""
+
+
+@click.command("hash", epilog=HASH_EPILOG)
+@paths
+@key_option
+@click.option("--structure", is_flag=True, help="Names, dtypes and shapes only: no values are read.")
+@click.option("--each", is_flag=True, help="The hash of every tensor, one a line.")
+@format_option(REPORT_FORMATS)
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
+def hash_command(
+    paths: tuple[str, ...], key: str | None, structure: bool, each: bool, style: str, no_progress: bool
+) -> int:
+    """Give a fingerprint of the content: of names, shapes, dtypes and values alone, whatever the container.
+
+    Two files with the same tensors under the same names have the same fingerprint, also if one is legacy, deflated, on
+    another device or in another order of keys. With --key names count from that state dict on: so a bare state
+    dict (--key .) and the same one in a training checkpoint (--key state_dict) agree.
+    """
+    from ..comparing.fingerprint import fingerprint_report
+
+    reports: list[dict[str, Any]] = []
+    codes = []
+    for path in paths:
+        try:
+            with api.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
+                say_problems(checkpoint)
+                report = fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+        except CkptoolError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+            reports.append(failure("hash", path, error))
+            continue
+        codes.append(0)
+        reports.append(report)
+        if style == "table" and each:
+            emit_lines([clean(_each(item, structure)) for item in report["each"]])
+        elif style == "table":
+            emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
+    if style != "table":
+        emit_json(reports, style, len(paths) > 1)
+    return worst(codes)
+
+
+def _each(item: dict[str, Any], structure: bool) -> str:
+    shape = "x".join(map(str, item["shape"])) or "scalar"
+    return f"{'' if structure else item['hash'] + '  '}{item['dtype']} {shape}  {label(item['path'])}"
+
+
+@contextmanager
+def _bar(path: str, wanted: bool) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar where reading takes long enough, and somebody looks."""
+    size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
+    if size < _PROGRESS_FROM or not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=size, label="hashing", file=sys.stderr) as bar:
+        yield bar.update

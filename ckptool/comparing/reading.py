@@ -1,0 +1,117 @@
+"""Reading the values of tensors for comparison: several threads, buffers that are used again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
+
+from ..checkpoint import Checkpoint
+from ..elements import dtype_of, elements, holds_rows, tensor_size
+from ..source import FileSource, Span
+from ..tensors import Tensor
+
+__all__ = ["BLOCK", "Mark", "Raw", "in_threads", "mark_of", "raw_of", "reblocked"]
+
+#: Bytes read in one go: two of them stay in the cache of a core.
+BLOCK: Final = 1 << 20
+#: More threads than these do not read faster than memory gives.
+_THREADS: Final = 4
+#: Bytes from which on another thread is worth its start.
+_WORTH_IT: Final = 16 << 20
+
+#: What decides the elements of a tensor: storage, dtype, offset, shape, stride. Tied tensors have the same.
+Mark = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]
+
+Work = TypeVar("Work")
+
+
+class Raw(NamedTuple):
+    """Elements that stand in a file as they count: ``size`` bytes from ``offset``, little-endian or single bytes."""
+
+    source: FileSource
+    offset: int
+    size: int
+
+
+def mark_of(tensor: Tensor) -> Mark:
+    """What two tensors of one file have in common if their elements are the same bytes."""
+    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
+
+
+def raw_of(checkpoint: Checkpoint, tensor: Tensor) -> Raw | None:
+    """Where the bytes that ``elements`` gives stand in the file; None where they must be made first.
+
+    Bytes that are missing are left to ``elements``, which says so.
+    """
+    dtype = dtype_of(tensor)
+    if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or holds_rows(tensor)):
+        return None
+    if dtype.itemsize > 1 and checkpoint.container.byteorder == "big":
+        return None
+    body = checkpoint.body(tensor.storage)
+    if body is None or body.compressed or not isinstance(body.piece, Span):
+        return None
+    begin, size = tensor.offset // dtype.packed * dtype.itemsize, tensor_size(tensor)
+    source = body.piece.source
+    if not isinstance(source, FileSource) or begin + size > min(body.size, body.piece.size):
+        return None
+    offset = body.piece.offset + begin
+    return Raw(source, offset, size) if offset + size <= source.size else None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Has it elements of its own in the file?"""
+    return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
+
+
+def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of ``size``; the last one may be shorter."""
+    rest = bytearray()
+    for data in chunks:
+        rest += data
+        whole = len(rest) - len(rest) % size
+        if whole:
+            ready = bytes(memoryview(rest)[:whole])
+            rest = rest[whole:]
+            yield from (ready[at : at + size] for at in range(0, whole, size))
+    if rest:
+        yield bytes(rest)
+
+
+def blocks_of(checkpoint: Checkpoint, tensor: Tensor, size: int = BLOCK) -> Iterator[bytes]:
+    """A tensor's elements in pieces of ``size`` bytes."""
+    return reblocked(elements(checkpoint, tensor), size)
+
+
+def in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) -> None:
+    """Do all of the work, ``nbytes`` of reading; by several threads where that pays, because reading, hashing and
+    inflating leave Python's lock alone. Raises what a thread raised; after an error or ^C the others stop."""
+    items = iter(work)
+    lock = threading.Lock()
+    failed: list[BaseException] = []
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.is_set():
+            try:
+                with lock:
+                    try:
+                        item = next(items)
+                    except StopIteration:
+                        return
+                do(item)
+            except BaseException as error:
+                failed.append(error)
+                stopped.set()
+
+    workers = min(_THREADS, os.cpu_count() or 1) if nbytes >= _WORTH_IT else 1
+    others = [threading.Thread(target=run, daemon=True) for _ in range(workers - 1)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    if failed:
+        raise failed[0]
