@@ -53,6 +53,7 @@ __all__ = [
     "sanitize",
     "save",
     "set_entry",
+    "stats",
     "strip_prefix",
     "strip_wrappers",
     "unset",
@@ -140,6 +141,31 @@ def keys(
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
     with open(path) as checkpoint:
         return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
+
+
+def stats(
+    path: Path,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: str = "file",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool stats --format json`` prints, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
+
+    ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
+    "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
+    missing are named in ``summary.missing``.
+    """
+    from .measuring import SORTS, statistics_of
+
+    if sort not in SORTS:
+        raise TargetError(f"nothing can be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
+    globs = Globs(include, exclude)
+    with open(path) as checkpoint:
+        return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)
 
 
 def load(

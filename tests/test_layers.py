@@ -24,7 +24,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"survey"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
-    frozenset({"elements"}),
+    frozenset({"decoding", "elements"}),
+    frozenset({"readings"}),
     frozenset(
         {"formats", "edits", "checks", "planning", "write"}
     ),  # a format plans, write executes; neither knows the other
@@ -32,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"loading", "values"}),
-    frozenset({"salvaging", "validating"}),
+    frozenset({"measuring", "salvaging", "validating"}),
     frozenset({"api"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),

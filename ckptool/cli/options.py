@@ -7,11 +7,23 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ALL_FORMATS", "REPORT_FORMATS", "format_option", "key_option", "one_path", "paths", "worst", "writing"]
+__all__ = [
+    "ALL_FORMATS",
+    "PLAIN_KINDS",
+    "REPORT_FORMATS",
+    "format_option",
+    "key_option",
+    "one_path",
+    "paths",
+    "worst",
+    "writing",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
+#: Kinds of tensors that a dtype and a shape describe.
+PLAIN_KINDS = ("dense", "quantized", "meta")
 REPORT_FORMATS = ("table", "json", "jsonl")
 
 #: Of several inputs, the code that counts: the first of these that occurred.

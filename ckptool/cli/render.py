@@ -18,6 +18,7 @@ from ..human import salvage_step
 __all__ = [
     "StdoutError",
     "clean",
+    "draws",
     "emit",
     "emit_json",
     "failure",
@@ -53,6 +54,15 @@ def clean(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def draws(text: str) -> bool:
+    """Can stdout show these characters?"""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def emit(text: str) -> None:
