@@ -43,6 +43,7 @@ __all__ = [
     "add_prefix",
     "drop",
     "extract",
+    "get",
     "inspect",
     "keep",
     "keys",
@@ -141,6 +142,24 @@ def keys(
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
     with open(path) as checkpoint:
         return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
+
+
+def get(source: Path | Checkpoint, key: str) -> Any:
+    """What stands at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
+
+    Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
+    location, and ``tolist()``, ``tobytes()``, ``numbers()``, ``numpy.asarray(value)``, which read from the file. An
+    object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
+    needed. Raises TargetError when there is nothing at ``key``.
+    """
+    from .edits.lookup import lookup
+    from .edits.plain_numpy import with_plain_numpy
+    from .getting import value_of
+
+    # Tensors read from the file later: it is closed when the last of them goes.
+    checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
+    found = lookup(checkpoint, key)
+    return value_of(checkpoint, found.ref, found.path)
 
 
 def stats(

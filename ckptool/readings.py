@@ -5,11 +5,12 @@ Sources: ``torch/_utils.py`` (``_rebuild_qtensor``, ``set_tensor_metadata``), ``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Final, NamedTuple
 
 from .checkpoint import Checkpoint
-from .decoding import numbers
+from .decoding import Number, numbers
 from .dtypes import BY_NAME
 from .elements import elements
 from .errors import MalformedError
@@ -17,7 +18,7 @@ from .objects import callable_name, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Ref
 from .tensors import Tensor, extent
 
-__all__ = ["Affine", "Reading", "dense_part", "reading"]
+__all__ = ["Affine", "Reading", "dense_part", "numbers_in", "reading", "repeats"]
 
 #: Calls within calls that torch never writes deeper than this.
 _DEPTH: Final = 8
@@ -68,11 +69,29 @@ def reading(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         return "its shape, strides and offset make no sense"
     moving = [(size, step) for size, step in zip(tensor.shape, tensor.stride) if step]
-    counted = prod(size for size, _ in moving)
-    reach = extent(tuple(size for size, _ in moving), tuple(step for _, step in moving))
-    if counted > _LARGE and counted > reach * _REPEATS:
-        return f"it counts {reach:,} stored elements {counted:,} times"
-    return found
+    return repeats(*(tuple(part) for part in zip(*moving))) or found if moving else found
+
+
+def repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
+    """Why the elements of a view are too many to go through: few that are stored, counted again and again; or ""."""
+    counted, reach = prod(shape), extent(shape, stride)
+    return f"its {counted:,} elements are {reach:,} stored ones" if counted > max(_LARGE, reach * _REPEATS) else ""
+
+
+def numbers_in(checkpoint: Checkpoint, how: Reading) -> Iterator[list[Number]]:
+    """The numbers of a tensor in row-major order, in pieces: those of a quantized one are its integers.
+
+    Raises MalformedError where bytes are missing.
+    """
+    left = how.tensor.numel
+    for data in elements(checkpoint, how.tensor):
+        found = numbers(data, how.tensor.dtype)
+        # The last byte of a packed dtype may hold less than it could.
+        found = found[:left] if len(found) > left else found
+        left -= len(found)
+        if how.conjugated:
+            found = [value.conjugate() for value in found]
+        yield [-value for value in found] if how.negated else found
 
 
 def dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:

@@ -25,11 +25,12 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
     frozenset({"decoding", "elements"}),
-    frozenset({"readings"}),
+    frozenset({"contents", "readings"}),
+    frozenset({"npy", "tensor_text"}),
     frozenset(
         {"formats", "edits", "checks", "planning", "write"}
     ),  # a format plans, write executes; neither knows the other
-    frozenset({"report", "searching", "tree"}),
+    frozenset({"entry_json", "entry_text", "getting", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"loading", "values"}),

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "inspect": ("show", "inspect", "Say what a checkpoint is, what is in it, and what to do about it."),
     "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
     "stats": ("stats", "stats", "Say what numbers are in every tensor: min, max, mean, std, norm, NaN, Inf."),
+    "get": ("get", "get", "Print one entry or tensor, as JSON too, or save it as .npy."),
     "validate": ("validate", "validate", "Say whether checkpoints are whole, unambiguous and loadable, for CI."),
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
