@@ -4,10 +4,13 @@
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     ckptool.save(ckptool.strip_prefix(checkpoint), "plain.pth")
 
-Nothing in a checkpoint is ever executed; torch is imported by ``ckptool.load`` alone.
+Nothing in a checkpoint is ever executed; torch is imported by ``ckptool.load`` and
+``ckptool.stats`` alone, and by checks that were asked to read values.
 """
 
 from __future__ import annotations
+
+import typing as _typing
 
 from . import errors
 from .api import (
@@ -44,6 +47,9 @@ from .api import (
     wrap,
 )
 
+if _typing.TYPE_CHECKING:
+    from .getting import ObjectValue, TensorValue
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -52,11 +58,13 @@ __all__ = [
     "CkptoolError",
     "DeviceMap",
     "Lost",
+    "ObjectValue",
     "Policy",
     "Salvaged",
     "StateDict",
     "Tensor",
     "TensorEntry",
+    "TensorValue",
     "Written",
     "__version__",
     "add_prefix",
@@ -81,3 +89,12 @@ __all__ = [
     "validate",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The classes of what ``get`` gives, which nothing else needs."""
+    if name in ("ObjectValue", "TensorValue"):
+        from . import getting
+
+        return getattr(getting, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

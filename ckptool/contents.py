@@ -43,7 +43,8 @@ _SEQUENCES: Final = {
 
 
 class Leaf(NamedTuple):
-    """A value by itself; ``kind`` is its type in a word, "name" for a class or function (``value`` is its name)."""
+    """A value by itself; ``kind`` is its type in a word, "name" for a class or function (``value`` is its name),
+    "storage" for one without a tensor (``value`` describes it)."""
 
     kind: str
     value: Plain
@@ -101,7 +102,7 @@ def _outside(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content:
     graph = checkpoint.graph
     storage = checkpoint.survey.reader.storage(ref)
     if storage is not None:
-        return Leaf("name", f"{storage.cls} of {storage.numel} elements on {storage.location}, storage {storage.key}")
+        return Leaf("storage", f"{storage.key}: {storage.cls}, {storage.nbytes:,} bytes, {storage.location}")
     name = callable_name(graph, ref)
     return Leaf("name", name or "an object outside of the pickle")
 

@@ -12,6 +12,7 @@ sparse, nested, wrapper   {"tensor": kind, "dtype": ..., "shape": [...], "parts"
 tensor without values     {"tensor": kind, "dtype": ..., "shape": [...], "reason": "..."}
 another object            {"class": "...", "attributes": {...}}
 class or function         {"global": "module.name"}
+storage without a tensor  {"storage": "..."}
 what is in itself         {"ref": path}; also what was written before and is long, or nested beyond 200 levels
 ========================  ==========================================================================
 """
@@ -234,8 +235,8 @@ def _leaf(leaf: Leaf) -> object:
     value = leaf.value
     if isinstance(value, bytes):
         return {"base64": b64encode(value).decode()}
-    if leaf.kind == "name":
-        return {"global": value}
+    if leaf.kind in ("name", "storage"):
+        return {"global" if leaf.kind == "name" else "storage": value}
     if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
         return f"an integer of {value.bit_length():,} bits"
     return value if isinstance(value, str) else json_number(value)

@@ -75,7 +75,7 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
     how = reading(checkpoint, ref)
     step = f"ckptool get {quote(checkpoint.path)} {quote(name or '.')} --json"
     if tensor is None:
-        raise RefusedError(f"{name!r} is no tensor", path=checkpoint.path, next=step)
+        raise RefusedError(f"{name or 'the whole file'} is no tensor", path=checkpoint.path, next=step)
     if isinstance(how, str):
         raise RefusedError(f"{name or 'the tensor'}: {how}", path=checkpoint.path, next=f"see it with {step[:-7]}")
     if how.of not in ("elements", "part") or how.tensor.dtype not in _TYPES:

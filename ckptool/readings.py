@@ -63,7 +63,7 @@ def reading(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
         return found
     tensor = found.tensor
     if tensor.dtype in _BITS:
-        return f"{tensor.dtype} are bits without a value"
+        return "bits without a value"
     if tensor.dtype not in BY_NAME:
         return f"the dtype {tensor.dtype} is not known"
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
@@ -101,7 +101,7 @@ def dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
     if tensor is None:
         return "it is no tensor"
     if tensor.kind == "meta" or tensor.location == "meta":
-        return "it is on meta: there are no values"
+        return "on meta: no values"
     if tensor.storage:
         return ref, "elements"
     parts = [(part, inner) for part in tensor.parts if (inner := reader.tensor(part)) is not None]

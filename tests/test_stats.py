@@ -342,6 +342,15 @@ def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
     assert (summary["elements"], summary["zeros"], summary["nans"], summary["infs"]) == (8, 3, 1, 1)
 
 
+def test_nan_and_inf_have_columns_where_there_are_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"a.good": torch.ones(2), "a.bad": torch.tensor([math.nan, math.nan])}, path)
+    assert run(["stats", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "NaN" in told.splitlines()[0] and "Inf" not in told.splitlines()[0]
+    assert "NaN in a.bad" in told and "no finite number" in told
+
+
 @pytest.mark.parametrize("sort", ["bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs"])
 def test_sorting(sort: str) -> None:
     rows = ckptool.stats(FIXTURES / "ddp4_training.pth", everything=True, sort=sort)["tensors"]

@@ -65,7 +65,8 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
                 npy_plan(array), npy, checkpoint.sources, force=force, mode=file_mode(checkpoint.source)
             )
             shape = "x".join(map(str, array.shape)) or "scalar"
-            emit(clean(f"{path} {found.path or '.'} -> {written.path}: {shape}, {human_bytes(written.size)}"))
+            what = f"{array.widened or array.dtype} {shape}, {human_bytes(written.size)}"
+            emit(clean(f"{path} {found.path or '.'} -> {written.path}: {what}"))
         elif as_json:
             emit_pieces(json_pieces(checkpoint, found.ref, found.path))
         else:

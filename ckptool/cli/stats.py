@@ -80,7 +80,8 @@ def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> 
             say(f"{path}: no key matches")
         if style == "table":
             title = [clean(path)] if several else []
-            emit("\n".join(([""] if number else []) + title + [_sections(report), "", *_summary(report)]))
+            drawn = [_sections(report), ""] if report["tensors"] else []
+            emit("\n".join(([""] if number else []) + title + drawn + _summary(report, how["everything"])))
         else:
             rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
     if style in ("json", "jsonl"):
@@ -155,7 +156,7 @@ def _sections(report: dict[str, Any]) -> str:
         rows = [[row[label] or ".", _dtype(row), *_line(row, counts), _chart(row, marks, names)] for row in entries]
         drawn = table([*headers, "min .. max"], rows, right=range(3, len(headers)))
         parts.append((f"{clean(place)}:\n" if place and len(groups) > 1 else "") + drawn)
-    return "\n\n".join(parts) or "no tensors"
+    return "\n\n".join(parts)
 
 
 def _shown(report: dict[str, Any]) -> dict[str, str]:
@@ -177,8 +178,10 @@ def _line(row: dict[str, Any], counts: list[str]) -> list[str]:
 
 def _short(value: object) -> str:
     """Four digits that count."""
+    if isinstance(value, int) and abs(value) < 1_000_000:
+        return str(value)
     if isinstance(value, int):
-        return f"{value:,}" if abs(value) < 1_000_000 else f"{value:.4g}"
+        return f"{value:.4g}"
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
@@ -198,23 +201,25 @@ def _chart(row: dict[str, Any], marks: tuple[str, str, str], names: dict[str, st
     return left + "".join(levels[-(-count * len(levels) // most) - 1] if count else " " for count in counts) + right
 
 
-def _summary(report: dict[str, Any]) -> list[str]:
+def _summary(report: dict[str, Any], everything: bool) -> list[str]:
     """What there is in all, and what to look at."""
     summary, names = report["summary"], _shown(report)
     rest = report["in_file"] - report["listed"]
+    if not summary["tensors"]:
+        return [f"no tensors; {rest:,} more in the file: --all" if rest and not everything else "no tensors"]
     tied = summary["tensors"] - summary["distinct"]
     lines = [
         f"{counted(summary['tensors'], 'tensor')}"
         + (f" ({tied:,} of them the same as another)" if tied else "")
         + f", {counted(summary['elements'], 'element')}, {summary['zeros']:,} zero"
-        + (f"; {rest:,} more in the file" if rest else "")
+        + (f"; {rest:,} more in the file" + ("" if everything else ": --all") if rest else "")
     ]
     for name, what in (("with_nan", "NaN in"), ("with_inf", "Inf in"), ("all_zero", "all zero:")):
         if summary[name]:
             lines.append(clean(f"{what} {_names(summary[name], names)}"))
     if summary["without_numbers"]:
         lines.append(clean(f"no numbers of {_names(summary['without_numbers'], names)}"))
-    if summary["tensors"] and not summary["with_nan"] + summary["with_inf"]:
+    if not summary["with_nan"] + summary["with_inf"]:
         lines.append("no NaN, no Inf" + (" in the others" if summary["without_numbers"] else ""))
     return lines
 

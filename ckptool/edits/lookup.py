@@ -15,8 +15,8 @@ from .places import Place, place
 
 __all__ = ["Found", "lookup"]
 
-#: Names among which near ones are looked for.
-_NEAR: Final = 5_000
+#: Names among which near ones are looked for: those that begin most alike.
+_NEAR: Final = 500
 #: Readings of one text that are followed: each key with dots may be one, and a hostile file has many.
 _READINGS: Final = 10_000
 
@@ -38,7 +38,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Found:
     graph = checkpoint.graph
     if text in ("", "."):
         return Found(graph.root, "")
-    exact = _exact(graph, text)
+    exact = _exact(graph, text) or _listed(checkpoint, text)
     if exact is not None:
         return exact
     found: dict[Ref, str] = {}
@@ -70,6 +70,13 @@ def _exact(graph: Graph, text: str) -> Found | None:
     for step in steps:
         path = spell_key(path, step)
     return Found(found.ref, path)
+
+
+def _listed(checkpoint: Checkpoint, text: str) -> Found | None:
+    """A tensor where no step leads: among the arguments of an object, in a state that is no mapping."""
+    found = (entry.ref for entry in checkpoint.survey.tensors if entry.path == text)
+    ref = next(found, None)
+    return None if ref is None else Found(ref, text)
 
 
 def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
@@ -118,15 +125,17 @@ def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
 
 def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
     from difflib import get_close_matches
+    from heapq import nlargest
 
     survey, graph = checkpoint.survey, checkpoint.graph
     same = [entry.path for entry in survey.tensors if entry.key == text or entry.path.endswith(f".{text}")]
     near = same[:3]
     if not near:
-        inside = [spell_key(deepest.path, name) for name, _ in _named(graph, deepest.ref)][:_NEAR]
-        paths = [entry.path for entry in survey.tensors[: _NEAR - len(inside)]]
-        plain = {_plain(path): path for path in dict.fromkeys((*inside, *paths))}
         wanted = _plain(text)
+        inside = (spell_key(deepest.path, name) for name, _ in _named(graph, deepest.ref))
+        places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
+        everything = {_plain(path): path for path in (*inside, *places)}
+        plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda name: _alike(name, wanted))}
         names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
         near = [plain[name] for name in names]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
@@ -139,3 +148,9 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
 def _plain(path: str) -> str:
     """A path as one would type it."""
     return path.replace('["', ".").replace('"]', "").lstrip(".")
+
+
+def _alike(name: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(name, other))
+    return next((place for place, (one, two) in pairs if one != two), min(len(name), len(other)))
