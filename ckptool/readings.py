@@ -27,6 +27,8 @@ _SCALES: Final = 1 << 20
 #: Views of more elements than this that count each stored one more than so many times are not worth an hour.
 _LARGE: Final = 1 << 28
 _REPEATS: Final = 64
+#: Bytes that become Python numbers in one go, each of which takes some dozen.
+_PIECE: Final = 1 << 18
 #: Bits that a dtype of torch groups without giving them a value.
 _BITS: Final = frozenset(("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"))
 
@@ -84,7 +86,8 @@ def numbers_in(checkpoint: Checkpoint, how: Reading) -> Iterator[list[Number]]:
     Raises MalformedError where bytes are missing.
     """
     left = how.tensor.numel
-    for data in elements(checkpoint, how.tensor):
+    pieces = (data[at : at + _PIECE] for data in elements(checkpoint, how.tensor) for at in range(0, len(data), _PIECE))
+    for data in pieces:
         found = numbers(data, how.tensor.dtype)
         # The last byte of a packed dtype may hold less than it could.
         found = found[:left] if len(found) > left else found

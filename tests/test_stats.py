@@ -10,9 +10,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_light import command
 
 import ckptool
 from ckptool.cli.main import run
@@ -385,7 +386,7 @@ def test_missing_bytes_are_said_and_the_rest_is_told(capsys: pytest.CaptureFixtu
 def test_an_overlapping_view_of_endless_elements_is_not_counted(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1))}, tmp_path / "a.pth")
     (row,) = listed(tmp_path / "a.pth")
-    assert row["min"] is None and "times" in row["reason"]
+    assert row["min"] is None and "are 65,535 stored ones" in row["reason"]
 
 
 def test_charts_without_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,3 +400,18 @@ def test_charts_without_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         stream.seek(0)
         told = stream.read()
         assert inside in told and outside not in told
+
+
+def test_without_torch_it_says_what_is_missing() -> None:
+    found = command("stats", str(FIXTURES / "bare.pth"))
+    assert (found.code, found.out) == (3, "")
+    assert "needs torch, which is not installed" in found.err and "pip install torch" in found.err
+
+
+@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
+def test_no_file_is_too_odd(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what torch does not load, and what is damaged: an answer or a reason, never a bug."""
+    for command_line in (["stats", "--all"], ["stats", "--format", "json"], ["get", "."], ["get", ".", "--json"]):
+        assert run([command_line[0], str(item.path), *command_line[1:]]) in (0, 3, 4)
+        told = capsys.readouterr()
+        assert told.out or told.err
