@@ -4,7 +4,8 @@
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     ckptool.save(ckptool.strip_prefix(checkpoint), "plain.pth")
 
-Nothing in a checkpoint is ever executed; torch is imported by ``ckptool.load`` alone.
+Nothing in a checkpoint is ever executed; torch is imported by what computes with values or really loads them:
+``ckptool.load``, ``stats``, ``cast``, ``average``, and comparisons with a tolerance.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
         DeviceMap,
         Globs,
         Lost,
+        ObjectValue,
         Policy,
         Salvaged,
         StateDict,
         Tensor,
         TensorEntry,
+        TensorValue,
         Written,
         add_prefix,
         average,
@@ -34,12 +37,14 @@ if TYPE_CHECKING:
         drop,
         edit,
         extract,
+        get,
         hash,
         inspect,
         keep,
         keys,
         load,
         lock,
+        match,
         merge,
         open,
         redact,
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
         save,
         set_entry,
         slim,
+        stats,
         strip_prefix,
         strip_wrappers,
         unset,
@@ -67,11 +73,13 @@ __all__ = [
     "DeviceMap",
     "Globs",
     "Lost",
+    "ObjectValue",
     "Policy",
     "Salvaged",
     "StateDict",
     "Tensor",
     "TensorEntry",
+    "TensorValue",
     "Written",
     "__version__",
     "add_prefix",
@@ -82,12 +90,14 @@ __all__ = [
     "edit",
     "errors",
     "extract",
+    "get",
     "hash",
     "inspect",
     "keep",
     "keys",
     "load",
     "lock",
+    "match",
     "merge",
     "open",
     "redact",
@@ -98,6 +108,7 @@ __all__ = [
     "save",
     "set_entry",
     "slim",
+    "stats",
     "strip_prefix",
     "strip_wrappers",
     "unset",

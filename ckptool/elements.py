@@ -29,11 +29,14 @@ __all__ = [
     "stored_bytes",
     "swapped",
     "tensor_size",
+    "unordered",
     "whole_chunks",
 ]
 
 #: Bytes looked at in one go.
 _CHUNK: Final = 1 << 20
+#: Bytes of a view with other strides that are held at once, where it can be read in stretches.
+_WINDOW: Final = 16 << 20
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -68,6 +71,21 @@ def holds_rows(tensor: Tensor) -> bool:
             return 0 in tensor.shape
         step *= size
     return True
+
+
+def unordered(tensor: Tensor) -> tuple[Tensor, int]:
+    """The elements of a tensor in the order in which they are stored, and how often each counts.
+
+    For what does not depend on the order: a transposed tensor is read from its beginning to its end, an expanded
+    one once.
+    """
+    dtype = dtype_of(tensor)
+    if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
+        return tensor, 1
+    axes = sorted(((step, size) for size, step in zip(tensor.shape, tensor.stride) if size != 1), reverse=True)
+    times = prod(size for step, size in axes if step == 0)
+    shape = tuple(size for step, size in axes if step != 0)
+    return tensor._replace(shape=shape, stride=tuple(step for step, _ in axes if step != 0)), times
 
 
 def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
@@ -132,56 +150,71 @@ def swapped(data: bytes, dtype: Dtype) -> bytes:
 def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
     """A tensor's elements, one after the other as they count, little-endian, in pieces of whole elements.
 
-    Memory: a piece; for a view with other strides, what lies between its first and its last element. Nothing comes
-    of a tensor that has no storage of its own, or is on meta. Raises MalformedError where bytes are missing, the
-    dtype is not known, or a few bytes are expanded to more than anybody reads.
+    Memory: some pieces; for a view with other strides that cannot be read in stretches (transposed and large, or in
+    a deflated storage) what lies between its first and its last element. Nothing comes of a tensor that has no storage
+    of its own, or is on meta. Raises MalformedError where bytes are missing, the dtype is not known, or the shape and
+    strides cannot be.
     """
     dtype = dtype_of(tensor)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return
     if dtype is None:
         raise MalformedError(f"the dtype {tensor.dtype!r} is not known", path=checkpoint.path)
+    if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
+        raise MalformedError("a tensor whose shape, strides and offset make no sense", path=checkpoint.path)
     width = dtype.itemsize
     if dtype.packed > 1 or holds_rows(tensor):
         begin = tensor.offset // dtype.packed * width
-        chunks: Iterable[bytes] = whole_chunks(
-            stored_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width
-        )
+        chunks = whole_chunks(stored_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width)
     else:
-        size = extent(tensor.shape, tensor.stride) * width
-        if tensor_size(tensor) > max(LIMITS.inflated_bytes, LIMITS.inflation * size):
-            what = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
-            raise MalformedError(what, path=checkpoint.path)
-        data = b"".join(stored_bytes(checkpoint, tensor.storage, tensor.offset * width, size))
-        chunks = _pieces(data, tensor.shape, tensor.stride, width)
+        chunks = _gathered(checkpoint, tensor, width)
     if checkpoint.container.byteorder == "big":
         chunks = (swapped(data, dtype) for data in chunks)
     yield from chunks
 
 
-def _pieces(data: bytes, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> Iterator[bytes]:
-    """The elements of a view, some rows of it at a time."""
-    axis, row = len(shape) - 1, width
-    while axis and row * shape[axis] <= _CHUNK:
-        row *= shape[axis]
-        axis -= 1
-    rows = max(_CHUNK // row, 1)
-    view = memoryview(data)
-    for place in product(*map(range, shape[:axis])):
-        begin = sum(index * step for index, step in zip(place, stride))
-        for at in range(0, shape[axis], rows):
-            count = min(rows, shape[axis] - at)
-            here = (begin + at * stride[axis]) * width
-            inner, steps = (count, *shape[axis + 1 :]), stride[axis:]
-            yield _rows(view[here : here + extent(inner, steps) * width], inner, steps, width)
+def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[bytes]:
+    """The elements of a view with other strides, in pieces."""
+    stride = tensor.stride
+    origin, size = tensor.offset * width, extent(tensor.shape, stride) * width
+    if tensor_size(tensor) > max(LIMITS.inflated_bytes, LIMITS.inflation * size):
+        what = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
+        raise MalformedError(what, path=checkpoint.path)
+    blocks = _blocks(tensor.shape, stride, _CHUNK // width)
+    first = extent(next(_blocks(tensor.shape, stride, _CHUNK // width))[1], stride) * width
+    body = checkpoint.body(tensor.storage)
+    in_stretches = body is not None and isinstance(body.piece, Span) and not body.compressed
+    if size <= _WINDOW or first > _WINDOW or not in_stretches:
+        whole = memoryview(b"".join(stored_bytes(checkpoint, tensor.storage, origin, size)))
+        for at, shape in blocks:
+            yield _rows(whole[at * width : (at + extent(shape, stride)) * width], shape, stride, width)
+        return
+    for at, shape in blocks:
+        wanted = extent(shape, stride) * width
+        data = b"".join(stored_bytes(checkpoint, tensor.storage, origin + at * width, wanted))
+        yield _rows(data, shape, stride, width)
 
 
-def _rows(data: memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
+def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Parts of a view with at most so many elements, in row-major order: (offset in elements, shape)."""
+    axis = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
+    if prod(shape) <= most or axis == len(shape):
+        yield 0, shape
+        return
+    inner = prod(shape[axis + 1 :])
+    step = max(most // inner, 1)
+    for begin in range(0, shape[axis], step):
+        part = (*shape[:axis], min(step, shape[axis] - begin), *shape[axis + 1 :])
+        for at, block in _blocks(part, stride, most) if step == 1 else ((0, part),):
+            yield begin * stride[axis] + at, block
+
+
+def _rows(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
     """The elements of a view, brought together: a strided copy along the longest dimension for each other place."""
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]
-    origin = data.cast(code)
+    origin = memoryview(data).cast("B").cast(code)
     out = memoryview(bytearray(width * prod(shape))).cast(code)
     target = contiguous_strides(shape)
     longest = max(range(len(shape)), key=lambda axis: shape[axis])

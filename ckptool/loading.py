@@ -23,7 +23,7 @@ _MEANINGS = (
 
 def load_report(path: str, map_location: MapLocation) -> dict[str, Any]:
     """``ok``, the number of tensors by ``devices``, or torch's ``error`` and what it means."""
-    from .runtime import load_object, tensors_in
+    from .runtime.loads import load_object, tensors_in
 
     try:
         loaded = load_object(path, map_location)

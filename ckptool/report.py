@@ -20,7 +20,7 @@ from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .survey import StateDict, Survey, TensorEntry
 
-__all__ = ["inspection", "key_listing"]
+__all__ = ["described", "inspection", "key_listing", "listed_entries"]
 
 
 def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict[str, Any]:
@@ -199,38 +199,46 @@ def key_listing(
     "file", "name" or "bytes" (largest first).
     """
     survey = checkpoint.survey
-    entries = _listed(checkpoint, survey, key, everything)
-    chosen = [entry for entry in entries if globs.match(entry.key, entry.path)] if globs else entries
+    chosen = listed_entries(checkpoint, key, everything, globs)
     if sort == "name":
         chosen = sorted(chosen, key=lambda entry: entry.path if everything else entry.key)
     elif sort == "bytes":
         chosen = sorted(chosen, key=lambda entry: -entry.tensor.own_bytes)
-    paths = [state_dict.path for state_dict in survey.state_dicts]
     return {
         "schema": "ckptool.keys/1",
         "path": checkpoint.path,
         "listed": len(chosen),
         "in_file": len(survey.tensors),
-        "tensors": [
-            {
-                "state_dict": paths[entry.state_dict] if entry.state_dict >= 0 else None,
-                "key": entry.key,
-                "path": entry.path,
-                "kind": tensor.kind,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "stride": list(tensor.stride),
-                "offset": tensor.offset,
-                "location": tensor.location,
-                "bytes": tensor.own_bytes,
-                "storage": tensor.storage or None,
-                "requires_grad": tensor.requires_grad,
-                "class": tensor.cls or None,
-            }
-            for entry in chosen
-            for tensor in (entry.tensor,)
-        ],
+        "tensors": [described(survey, entry) for entry in chosen],
     }
+
+
+def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
+    """One tensor at its place, as ``keys`` lists it."""
+    tensor = entry.tensor
+    return {
+        "state_dict": survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else None,
+        "key": entry.key,
+        "path": entry.path,
+        "kind": tensor.kind,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride),
+        "offset": tensor.offset,
+        "location": tensor.location,
+        "bytes": tensor.own_bytes,
+        "storage": tensor.storage or None,
+        "requires_grad": tensor.requires_grad,
+        "class": tensor.cls or None,
+    }
+
+
+def listed_entries(
+    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs()
+) -> list[TensorEntry]:
+    """The tensors that ``key_listing`` speaks of, in the order of the file."""
+    entries = _listed(checkpoint, checkpoint.survey, key, everything)
+    return [entry for entry in entries if globs.match(entry.key, entry.path)] if globs else entries
 
 
 def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:

@@ -21,7 +21,7 @@ from .edits.slim import drop_for, merged_doubles, slim
 from .errors import TargetError, UnreadableError
 from .names import EVERY, Globs
 from .opening import open_checkpoint
-from .runtime import cast_elements
+from .runtime.values import cast_elements
 from .sanitizing import sanitize
 
 __all__ = ["MODIFIERS", "STEPS", "Step", "StepKind", "edit", "read_table"]

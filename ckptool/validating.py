@@ -19,7 +19,7 @@ from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of
-from .runtime import need_torch
+from .runtime.need import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
 

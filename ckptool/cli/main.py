@@ -23,6 +23,8 @@ __all__ = ["COMMANDS", "EXIT_CODES", "cli", "main", "run"]
 COMMANDS: Final = {
     "inspect": ("show", "inspect", "Say what a checkpoint is, what is in it, and what to do about it."),
     "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
+    "stats": ("stats", "stats", "Say what numbers are in every tensor: min, max, mean, std, norm, NaN, Inf."),
+    "get": ("get", "get", "Print one entry or tensor, as JSON too, or save it as .npy."),
     "validate": ("validate", "validate", "Say whether checkpoints are whole, unambiguous and loadable, for CI."),
     "diff": ("compare", "diff", "Say what differs between two checkpoints."),
     "hash": ("locks", "hash_command", "Give a fingerprint of names, shapes, dtypes and values alone."),

@@ -9,6 +9,7 @@ import click
 
 __all__ = [
     "ALL_FORMATS",
+    "PLAIN_KINDS",
     "REPORT_FORMATS",
     "choosing",
     "format_option",
@@ -22,6 +23,8 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
+#: Kinds of tensors that a dtype and a shape describe.
+PLAIN_KINDS = ("dense", "quantized", "meta")
 REPORT_FORMATS = ("table", "json", "jsonl")
 
 #: Of several inputs, the code that counts: the first of these that occurred.

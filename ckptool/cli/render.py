@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -18,6 +18,7 @@ from ..human import salvage_step
 __all__ = [
     "StdoutError",
     "clean",
+    "draws",
     "emit",
     "emit_json",
     "failure",
@@ -55,12 +56,25 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
+def draws(text: str) -> bool:
+    """Can stdout show these characters?"""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 def emit(text: str) -> None:
     """Write text, already clean, to stdout."""
+    _write(text + "\n")
+
+
+def _write(text: str) -> None:
     if sys.stdout is None:  # closed by whoever started us
         raise StdoutError(errno.EBADF, "stdout is closed")
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -89,12 +103,22 @@ def emit_lines(lines: Sequence[str]) -> None:
         emit("\n".join(lines))
 
 
+def emit_pieces(pieces: Iterable[str]) -> None:
+    """Write JSON that comes in pieces, escaped as ``to_json`` does, and end the line."""
+    for piece in pieces:
+        _write(piece if piece.isascii() and "\x7f" not in piece else _safe_json(piece))
+    _write("\n")
+
+
+def _safe_json(text: str) -> str:
+    return _UNSAFE_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
 def to_json(value: Any, indent: int | None = 2) -> str:
     """UTF-8 JSON in which controls, bidi marks and lone surrogates are escaped."""
     import json
 
-    text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True)
-    return _UNSAFE_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    return _safe_json(json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True))
 
 
 def emit_json(reports: Sequence[dict[str, Any]], style: str, several: bool) -> None:

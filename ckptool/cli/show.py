@@ -12,7 +12,7 @@ from ..human import counted, human_bytes
 from ..locations import parse_map_location
 from ..names import Globs
 from ..report import key_listing
-from .options import ALL_FORMATS, format_option, key_option, paths, worst
+from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
 
 __all__ = ["inspect", "keys"]
@@ -168,7 +168,7 @@ def _sections(report: dict[str, Any], everything: bool) -> str:
         rows = [
             (
                 entry[label] or ".",
-                entry["dtype"] if entry["kind"] in _PLAIN else f"{entry['dtype']} ({entry['kind']})",
+                entry["dtype"] if entry["kind"] in PLAIN_KINDS else f"{entry['dtype']} ({entry['kind']})",
                 "x".join(map(str, entry["shape"])) or "scalar",
                 entry["location"],
                 f"{entry['bytes']:,}",
@@ -183,7 +183,3 @@ def _sections(report: dict[str, Any], everything: bool) -> str:
     if not parts:
         parts.append("no tensors")
     return "\n\n".join(parts) + (f"; {rest:,} more in the file: --all" if rest and parts and not everything else "")
-
-
-#: Kinds of tensors that a dtype and a shape describe.
-_PLAIN = ("dense", "quantized", "meta")

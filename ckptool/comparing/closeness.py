@@ -52,7 +52,7 @@ def closeness(
 
     NaN is close to NaN, and an infinite number to itself. Raises UnreadableError where torch is not installed.
     """
-    from ..runtime import distances
+    from ..runtime.values import distances
 
     one, other = BY_NAME[a[1].dtype], BY_NAME[b[1].dtype]
     far = nonfinite = elements = 0

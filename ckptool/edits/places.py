@@ -31,9 +31,9 @@ def resolve(checkpoint: Checkpoint, path: str) -> Place:
     raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
 
 
-def place(graph: Graph, steps: list[str | int]) -> Place | str:
-    """The node that the steps lead to, or the path up to where they lead."""
-    ref, holder = graph.root, -1
+def place(graph: Graph, steps: list[str | int], start: Ref = -1) -> Place | str:
+    """The node that the steps lead to from ``start`` (-1 for the root), or the path up to where they lead."""
+    ref, holder = graph.root if start < 0 else start, -1
     last: str | int = ""
     path = ""
     for step in steps:

@@ -1,55 +1,19 @@
-"""The only module that imports torch, and only inside of functions: real loads."""
+"""Computing with elements, piece by piece: little-endian bytes in, bytes or numbers out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from .errors import UnreadableError
-from .locations import MapLocation
+from .need import need_torch
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "at_path",
-    "cast_elements",
-    "count_nonfinite",
-    "distances",
-    "load_object",
-    "mean_elements",
-    "need_torch",
-    "tensors_in",
-]
+__all__ = ["cast_elements", "count_nonfinite", "distances", "mean_elements"]
 
 
-def load_object(path: str, map_location: MapLocation = None) -> Any:
-    """``torch.load(path, map_location, weights_only=True)``: never anything less safe.
-
-    Raises UnreadableError with the first sentence of torch's error.
-    """
-    import pickle
-
-    torch = need_torch("really loading it", path)
-    location = dict(map_location) if isinstance(map_location, Mapping) else map_location
-    try:
-        return torch.load(path, map_location=location, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
-        raise UnreadableError(f"torch.load refuses it: {_first_sentence(error)}", path=path) from error
-    except (AssertionError, ImportError, KeyError, IndexError) as error:
-        # Backends that are not there, and operands that the restricted unpickler does not expect.
-        what = f"torch.load fails with {type(error).__name__}: {_first_sentence(error)}"
-        raise UnreadableError(what, path=path) from error
-
-
-def count_nonfinite(
-    data: bytearray, dtype: str, view: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-) -> tuple[int, int]:
-    """How many elements are NaN, and how many infinite; ``view`` is the (shape, stride) of one with holes."""
+def count_nonfinite(data: bytes, dtype: str) -> tuple[int, int]:
+    """How many elements are NaN, and how many infinite."""
     torch = need_torch("reading values")
-    values = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    if view is not None:
-        values = values.as_strided(*view)
+    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.element_size() == 1:
@@ -138,51 +102,3 @@ def _wide(torch: Any, data: bytearray, dtype: str) -> Any:
         return values.to(torch.complex64).to(torch.complex128) if dtype == "complex32" else values.to(torch.complex128)
     # float8 types know few conversions.
     return values.to(torch.float32).to(torch.float64) if values.element_size() == 1 else values.to(torch.float64)
-
-
-def need_torch(purpose: str, path: str = "") -> Any:
-    """The module torch; raises UnreadableError where it is not installed."""
-    try:
-        import torch
-    except ImportError as error:
-        hint = "pip install torch (a CPU build is enough)"
-        raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint) from error
-    return torch
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Torch's messages run over many lines of advice; the cause is in one of them."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for mark in ("Unsupported ", "WeightsUnpickler error: "):
-        for line in lines:
-            if mark in line and not line.endswith(mark.strip()):
-                return line.partition("WeightsUnpickler error:")[2].strip() or line
-    return lines[0] if lines else type(error).__name__
-
-
-def tensors_in(loaded: Any) -> list[torch.Tensor]:
-    """Every tensor in dicts, lists and tuples, each object once."""
-    import torch
-
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    work = [loaded]
-    while work:
-        value = work.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            work.extend(value.values())
-        elif isinstance(value, list | tuple | set):
-            work.extend(value)
-    return found
-
-
-def at_path(loaded: Any, steps: list[str | int]) -> Any:
-    """The object that the steps lead to: keys of mappings, numbers of sequences."""
-    for step in steps:
-        loaded = loaded[step]
-    return loaded

@@ -1,0 +1,220 @@
+"""From paths to reports: what the commands print as JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..checkpoint import Checkpoint
+from ..errors import TargetError
+from ..human import listed
+from ..locations import MapLocation
+from ..names import Globs
+from ..opening import open_checkpoint as open
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..checks.policy import Policy
+    from ..write import Written
+
+__all__ = ["diff", "get", "hash", "inspect", "keys", "lock", "match", "stats", "validate", "write_lock"]
+
+Path = str | os.PathLike[str]
+
+
+def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
+    """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
+    from ..report import inspection
+
+    with open(path) as checkpoint:
+        return inspection(checkpoint, map_location)
+
+
+def keys(
+    path: Path,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: Literal["file", "name", "bytes"] = "file",
+) -> dict[str, Any]:
+    """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
+    from ..report import key_listing
+
+    with open(path) as checkpoint:
+        return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
+
+
+def stats(
+    path: Path,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: str = "file",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool stats --format json`` prints, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
+
+    ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
+    "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
+    missing are named in ``summary.missing``.
+    """
+    from ..measuring import SORTS, statistics_of
+
+    if sort not in SORTS:
+        raise TargetError(f"nothing can be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
+    globs = Globs(include, exclude)
+    with open(path) as checkpoint:
+        return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)
+
+
+def get(source: Path | Checkpoint, key: str) -> Any:
+    """What stands at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
+
+    Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
+    location, and ``tolist()``, ``tobytes()``, ``numbers()``, ``numpy.asarray(value)``, which read from the file. An
+    object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
+    needed. Raises TargetError when there is nothing at ``key``.
+    """
+    from ..edits.lookup import lookup
+    from ..edits.plain_numpy import with_plain_numpy
+    from ..getting import value_of
+
+    # Tensors read from the file later: it is closed when the last of them goes.
+    checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
+    found = lookup(checkpoint, key)
+    return value_of(checkpoint, found.ref, found.path)
+
+
+def validate(
+    path: Path,
+    policy: Policy | Mapping[str, Any] | None = None,
+    *,
+    quick: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool validate --format json`` prints of one file, schema ``ckptool.validate/1``.
+
+    ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
+    checksums. Raises TargetError for a policy that makes no sense; what is wrong with the file is in the report.
+    """
+    from ..checks.policy import Policy, policy_of
+    from ..validating import validation_report
+
+    expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
+    return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Collection[str] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool diff --format json`` prints, schema ``ckptool.diff/1``: ``same`` is the answer.
+
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
+    are words of ``comparing.difference.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count`` it is
+    not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
+    word that there is not.
+    """
+    from ..comparing.diff_report import diff_report
+
+    with open(a) as one, open(b) as other:
+        return diff_report(
+            one,
+            other,
+            rtol=rtol,
+            atol=atol,
+            ignore=ignore,
+            key=key,
+            other_key=other_key,
+            count=count,
+            progress=progress,
+        )
+
+
+def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """What ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+
+    With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
+    """
+    from ..comparing.lock import lock_of
+
+    with open(path) as checkpoint:
+        return lock_of(checkpoint, content=content, progress=progress)
+
+
+def write_lock(
+    path: Path,
+    output: Path,
+    *,
+    content: bool = False,
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write the lock of a checkpoint to a file, whole or not at all; parameters and errors as for lock and save."""
+    from ..comparing.lock import lock_of, lock_text
+    from ..source import Plan
+    from ..write import check_output, write_plan
+
+    name = os.fspath(output)
+    with open(path) as checkpoint:
+        check_output(name, checkpoint.sources, force=force)
+        text = lock_text(lock_of(checkpoint, content=content, progress=progress))
+        return write_plan(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
+
+
+def hash(
+    path: Path,
+    *,
+    key: str | None = None,
+    structure: bool = False,
+    each: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What ``ckptool hash --format json`` prints, schema ``ckptool.hash/1``.
+
+    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
+    in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
+    """
+    from ..comparing.fingerprint import fingerprint_report
+
+    with open(path) as checkpoint:
+        return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+
+
+def match(
+    path: Path,
+    target: Path | Mapping[str, Any] | torch.nn.Module | None = None,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    target_key: str | None = None,
+    anywhere: bool = False,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """What ``ckptool match --format json`` prints, schema ``ckptool.match/1``: what would load, and the shortest edit.
+
+    ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
+    callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several
+    state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
+    neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
+    """
+    from ..matching import match_checkpoint, wanted_of
+
+    wanted = wanted_of(target, model, target_key)
+    with open(path) as checkpoint:
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report

@@ -1,0 +1,229 @@
+"""``stats``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any, Final
+
+import click
+
+from .. import api
+from ..errors import CkptoolError, UnreadableError
+from ..human import counted, listed, salvage_step
+from ..measuring import SORTS, bytes_to_read, statistics_of
+from ..names import Globs
+from ..report import listed_entries
+from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
+from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
+
+__all__ = ["stats"]
+
+STATS_EPILOG = """\b
+Examples:
+  ckptool stats model.pth
+  ckptool stats model.pth --include '*.weight' --sort norm
+  ckptool stats training.pth --all --sort nans
+  ckptool stats model.pth --format json
+
+\b
+The numbers are about the finite elements; NaN, Inf and zeros are counted beside
+them. std is that of a sample (divided by n - 1), norm is the L2 norm. Complex
+numbers count by their absolute value, quantized ones as the numbers that they
+stand for, sparse and nested tensors by the values that they store. The chart
+goes from min to max in ten equal steps; --format json has its counts and edges,
+and every number in full. A number beyond JSON is a text there: "nan", "inf".
+"""
+
+#: Below this nobody waits.
+_PROGRESS_FROM: Final = 200_000_000
+#: A chart: from few to many, and what stands around it.
+_BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
+_ASCII: Final = (".:-=+*#@", "|", "|")
+
+
+@click.command(epilog=STATS_EPILOG)
+@paths
+@click.option("--all", "everything", is_flag=True, help="Every tensor in the file, by its path: optimizer state, too.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not the keys that match; repeatable.")
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    default="file",
+    show_default=True,
+    help="Order of the rows: by name, or by a number, the largest first.",
+)
+@key_option
+@format_option(ALL_FORMATS)
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
+def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> int:
+    """Say what numbers are in every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
+
+    The bytes are streamed: memory does not grow with the file. Needs torch for the arithmetic, never to load.
+    """
+    several = len(paths) > 1
+    reports: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
+    codes = []
+    for number, path in enumerate(paths):
+        try:
+            report = _report(path, bar=not no_progress and sys.stderr.isatty(), **how)
+        except CkptoolError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+            reports.append(failure("stats", path, error))
+            continue
+        codes.append(_code(path, report))
+        reports.append(report)
+        if how["include"] + how["exclude"] and not report["tensors"]:
+            say(f"{path}: no key matches")
+        if style == "table":
+            title = [clean(path)] if several else []
+            drawn = [_sections(report), ""] if report["tensors"] else []
+            emit("\n".join(([""] if number else []) + title + drawn + _summary(report, how["everything"])))
+        else:
+            rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
+    if style in ("json", "jsonl"):
+        emit_json(reports, style, several)
+    elif style != "table":
+        headers = (("file",) if several else ()) + _COLUMNS
+        emit(table(headers, rows, style, right=range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)))
+    return worst(codes)
+
+
+def _report(
+    path: str,
+    *,
+    bar: bool,
+    key: str | None,
+    everything: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    sort: str,
+) -> dict[str, Any]:
+    globs = Globs(include, exclude)
+    with api.open(path) as checkpoint:
+        say_problems(checkpoint)
+        total = bytes_to_read(listed_entries(checkpoint, key, everything, globs)) if bar else 0
+        shown = total >= _PROGRESS_FROM
+        with click.progressbar(length=total, label="measuring", file=sys.stderr) if shown else nullcontext() as moving:
+            return statistics_of(
+                checkpoint,
+                key=key,
+                everything=everything,
+                globs=globs,
+                sort=sort,
+                progress=moving.update if moving else None,
+            )
+
+
+def _code(path: str, report: dict[str, Any]) -> int:
+    """What is missing is said, and makes the whole unreadable: its other rows are told all the same."""
+    missing = report["summary"]["missing"]
+    if not missing:
+        return 0
+    say(f"{path}: the bytes of {counted(len(missing), 'tensor')} are not there: {listed(missing, most=3)}")
+    tell(f"  -> {salvage_step(path)}")
+    return UnreadableError.exit_code
+
+
+_NUMBERS: Final = ("min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
+_COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "reason")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A line for machines: always the same columns, numbers in full."""
+    shape = "x".join(map(str, row["shape"])) or "scalar"
+    told = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
+    return row["state_dict"] or "", row["key"], row["path"], row["dtype"], shape, *told, row["reason"] or ""
+
+
+def _sections(report: dict[str, Any]) -> str:
+    """A table for each state dict, and one for what is outside."""
+    groups: dict[str | None, list[dict[str, Any]]] = {}
+    for row in report["tensors"]:
+        groups.setdefault(row["state_dict"], []).append(row)
+    # Columns that would hold nothing but 0 are left to the summary.
+    bad = [(name, label) for name, label in (("nans", "NaN"), ("infs", "Inf")) if report["summary"][name]]
+    marks = _BLOCKS if draws("".join(_BLOCKS)) else _ASCII
+    names = _shown(report)
+    parts = []
+    for place, entries in groups.items():
+        label = "path" if place is None else "key"
+        headers = [label, "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", *(label for _, label in bad)]
+        counts = ["zeros", *(name for name, _ in bad)]
+        rows = [[row[label] or ".", _dtype(row), *_line(row, counts), _chart(row, marks, names)] for row in entries]
+        drawn = table([*headers, "min .. max"], rows, right=range(3, len(headers)))
+        parts.append((f"{clean(place)}:\n" if place and len(groups) > 1 else "") + drawn)
+    return "\n\n".join(parts)
+
+
+def _shown(report: dict[str, Any]) -> dict[str, str]:
+    """What a path is called: by its key, where there is one state dict."""
+    rows = report["tensors"]
+    one = len({row["state_dict"] for row in rows}) == 1
+    return {row["path"]: (row["key"] if one else row["path"]) or "." for row in rows}
+
+
+def _dtype(row: dict[str, Any]) -> str:
+    return row["dtype"] if row["kind"] in PLAIN_KINDS else f"{row['dtype']} ({row['kind']})"
+
+
+def _line(row: dict[str, Any], counts: list[str]) -> list[str]:
+    shape = "x".join(map(str, row["shape"])) or "scalar"
+    numbers = [_short(row[name]) for name in ("min", "max", "mean", "std", "norm")]
+    return [shape, *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
+
+
+def _short(value: object) -> str:
+    """Four digits that count."""
+    if isinstance(value, int) and abs(value) < 1_000_000:
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:.4g}"
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _chart(row: dict[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
+    """The histogram, one character a bin; in words what has none."""
+    levels, left, right = marks
+    if row["reason"] is not None:
+        return f"({row['reason']})"
+    if row["same_as"] is not None:
+        return f"= {names.get(row['same_as'], row['same_as'])}"
+    if not row["finite"]:
+        return "(empty)" if not row["numel"] else "(no finite number)"
+    counts = row["histogram"]["counts"]
+    if len(counts) == 1:
+        return "(one number)" if row["finite"] == 1 else "(all zero)" if row["min"] == 0 else "(all the same)"
+    most = max(counts)
+    return left + "".join(levels[-(-count * len(levels) // most) - 1] if count else " " for count in counts) + right
+
+
+def _summary(report: dict[str, Any], everything: bool) -> list[str]:
+    """What there is in all, and what to look at."""
+    summary, names = report["summary"], _shown(report)
+    rest = report["in_file"] - report["listed"]
+    if not summary["tensors"]:
+        return [f"no tensors; {rest:,} more in the file: --all" if rest and not everything else "no tensors"]
+    tied = summary["tensors"] - summary["distinct"]
+    lines = [
+        f"{counted(summary['tensors'], 'tensor')}"
+        + (f" ({tied:,} of them the same as another)" if tied else "")
+        + f", {counted(summary['elements'], 'element')}, {summary['zeros']:,} zero"
+        + (f"; {rest:,} more in the file" + ("" if everything else ": --all") if rest else "")
+    ]
+    for name, what in (("with_nan", "NaN in"), ("with_inf", "Inf in"), ("all_zero", "all zero:")):
+        if summary[name]:
+            lines.append(clean(f"{what} {_names(summary[name], names)}"))
+    if summary["without_numbers"]:
+        lines.append(clean(f"no numbers of {_names(summary['without_numbers'], names)}"))
+    if not summary["with_nan"] + summary["with_inf"]:
+        lines.append("no NaN, no Inf" + (" in the others" if summary["without_numbers"] else ""))
+    return lines
+
+
+def _names(paths: list[str], names: dict[str, str]) -> str:
+    shown = listed([names[path] for path in paths])
+    return shown if len(paths) == 1 else f"{counted(len(paths), 'tensor')}: {shown}"

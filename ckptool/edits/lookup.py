@@ -1,0 +1,156 @@
+"""From what a user types to the node: a path as ``inspect`` prints it, or one with the dots of keys left unquoted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from shlex import quote
+from typing import Final, NamedTuple
+
+from ..checkpoint import Checkpoint
+from ..errors import TargetError
+from ..human import listed
+from ..objects import attributes, mapping, parse_path, spell_key
+from ..pickles.nodes import Call, Graph, Ref
+from .places import Place, place
+
+__all__ = ["Found", "lookup"]
+
+#: Names among which near ones are looked for: those that begin most alike.
+_NEAR: Final = 500
+#: Readings of one text that are followed: each key with dots may be one, and a hostile file has many.
+_READINGS: Final = 10_000
+
+
+class Found(NamedTuple):
+    """A node, and its path as ``inspect`` prints it."""
+
+    ref: Ref
+    path: str
+
+
+def lookup(checkpoint: Checkpoint, text: str) -> Found:
+    """The node that ``text`` leads to.
+
+    A path as ``inspect`` prints it counts first: ``state_dict["conv1.weight"]``. Where there is nothing, a key with
+    dots may stand as it is: ``state_dict.conv1.weight``. Raises TargetError when there is nothing, with what is near,
+    or when it can be read in two ways.
+    """
+    graph = checkpoint.graph
+    if text in ("", "."):
+        return Found(graph.root, "")
+    exact = _exact(graph, text) or _listed(checkpoint, text)
+    if exact is not None:
+        return exact
+    found: dict[Ref, str] = {}
+    deepest = Found(graph.root, "")
+    for reading, rest in _readings(graph, text):
+        if rest == "":
+            found.setdefault(reading.ref, reading.path)
+        if len(reading.path) > len(deepest.path):
+            deepest = reading
+    if len(found) == 1:
+        ((ref, path),) = found.items()
+        return Found(ref, path)
+    if found:
+        spelled = list(found.values())
+        what = f"{text!r} can be read as {listed(spelled, most=4)}"
+        raise TargetError(what, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
+    raise _nothing(checkpoint, text, deepest)
+
+
+def _exact(graph: Graph, text: str) -> Found | None:
+    try:
+        steps = parse_path(text)
+    except TargetError:
+        return None
+    found = place(graph, steps)
+    if not isinstance(found, Place):
+        return None
+    path = ""
+    for step in steps:
+        path = spell_key(path, step)
+    return Found(found.ref, path)
+
+
+def _listed(checkpoint: Checkpoint, text: str) -> Found | None:
+    """A tensor where no step leads: among the arguments of an object, in a state that is no mapping."""
+    found = (entry.ref for entry in checkpoint.survey.tensors if entry.path == text)
+    ref = next(found, None)
+    return None if ref is None else Found(ref, text)
+
+
+def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
+    """Every node that a beginning of the text leads to, and the rest of the text."""
+    work = [(Found(graph.root, ""), text)]
+    seen: set[tuple[Ref, int]] = set()
+    while work and len(seen) < _READINGS:
+        here, rest = work.pop()
+        if (here.ref, len(rest)) in seen:
+            continue
+        seen.add((here.ref, len(rest)))
+        yield here, rest
+        # Only at the beginning no dot stands before a name.
+        starts = (rest, rest[1:]) if rest.startswith(".") else (rest,) if not here.path else ()
+        work += [
+            (Found(ref, spell_key(here.path, name)), start[len(name) :])
+            for name, ref in _named(graph, here.ref)
+            for start in starts
+            if start.startswith(name) and start[len(name) :][:1] in ("", ".", "[")
+        ]
+        if rest.startswith("["):
+            step, bracket, after = rest.partition("]")
+            found = _exact_step(graph, here.ref, step + bracket)
+            if found is not None:
+                work.append((Found(found, here.path + step + bracket), after))
+
+
+def _exact_step(graph: Graph, ref: Ref, step: str) -> Ref | None:
+    try:
+        steps = parse_path(step)
+    except TargetError:
+        return None
+    found = place(graph, steps, ref)
+    return found.ref if isinstance(found, Place) else None
+
+
+def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
+    """The entries of a mapping and the attributes of an object that have a text for a name, the last of each."""
+    node = graph.nodes[ref]
+    pairs = mapping(graph, ref) or []
+    if isinstance(node, Call):
+        pairs = attributes(graph, node) + pairs
+    last = {name: value for key, value in pairs if type(name := graph.nodes[key]) is str and name}
+    yield from last.items()
+
+
+def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
+    from difflib import get_close_matches
+    from heapq import nlargest
+
+    survey, graph = checkpoint.survey, checkpoint.graph
+    same = [entry.path for entry in survey.tensors if entry.key == text or entry.path.endswith(f".{text}")]
+    near = same[:3]
+    if not near:
+        wanted = _plain(text)
+        inside = (spell_key(deepest.path, name) for name, _ in _named(graph, deepest.ref))
+        places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
+        everything = {_plain(path): path for path in (*inside, *places)}
+        plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda name: _alike(name, wanted))}
+        names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
+        near = [plain[name] for name in names]
+    reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
+    meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
+    what = f"there is nothing at {text!r}{reached}{meant}"
+    step = f"ckptool get {quote(checkpoint.path)} {quote(near[0])}" if near else ""
+    return TargetError(what, path=checkpoint.path, next=step or f"ckptool inspect {quote(checkpoint.path)} --tree")
+
+
+def _plain(path: str) -> str:
+    """A path as one would type it."""
+    return path.replace('["', ".").replace('"]', "").lstrip(".")
+
+
+def _alike(name: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(name, other))
+    return next((place for place, (one, two) in pairs if one != two), min(len(name), len(other)))

@@ -1,0 +1,135 @@
+"""An entry as text for people: a tensor with its numbers, a dict or object as a tree, a scalar as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Final
+
+from .checkpoint import Checkpoint
+from .contents import Content, Leaf, content, key_text, label
+from .decoding import Number
+from .errors import MalformedError
+from .human import counted
+from .limits import LIMITS
+from .pickles.nodes import Ref
+from .readings import numbers_in, reading
+from .tensor_text import head_words, tensor_lines
+from .tensors import Tensor
+
+__all__ = ["entry_lines"]
+
+#: Characters of a text or of bytes within a tree, and of a list on one line.
+_LONG: Final = 500
+_INLINE: Final = 100
+_DEPTH: Final = 200
+
+
+def entry_lines(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
+    """The lines that show what ``ref`` stands for; none of them is escaped. Raises MalformedError for missing bytes."""
+    found = content(checkpoint, ref)
+    if isinstance(found, Tensor):
+        yield from tensor_lines(checkpoint, ref)
+    elif isinstance(found, Leaf):
+        # As it is: a text without quotes, line by line.
+        yield from found.value.split("\n") if isinstance(found.value, str) else [_leaf(found, 1 << 20)]
+    else:
+        yield from _tree(checkpoint, ref, found, path)
+
+
+def _tree(checkpoint: Checkpoint, ref: Ref, found: Content, path: str) -> Iterator[str]:
+    opened = {ref: path}
+    if not found.members:
+        yield _empty(found)
+        return
+    if found.kind == "object":
+        yield f"{found.cls}, {counted(len(found.members), 'attribute')}"
+    work: list[Iterator[tuple[str, Ref, str]]] = [_members(checkpoint, found, path)]
+    while work:
+        step = next(work[-1], None)
+        if step is None:
+            work.pop()
+            continue
+        name, child, where = step
+        indent = "  " * (len(work) - 1)
+        inner = content(checkpoint, child)
+        if not isinstance(inner, Content):
+            told = _tensor(checkpoint, child, inner) if isinstance(inner, Tensor) else _leaf(inner, _LONG)
+            yield f"{indent}{name}: {told}"
+            continue
+        flat = _inline(checkpoint, inner)
+        if flat:
+            yield f"{indent}{name}: {flat}"
+        elif child in opened:
+            yield f"{indent}{name}: the same {inner.cls} as {opened[child] or 'the root'}"
+        elif len(work) >= _DEPTH:
+            yield f"{indent}{name}: {inner.cls}, deeper than is shown"
+        else:
+            opened[child] = where
+            noun = "attribute" if inner.kind == "object" else "element" if inner.kind == "sequence" else "entry"
+            yield f"{indent}{name}: {inner.cls}, {counted(len(inner.members), noun)}"
+            work.append(_members(checkpoint, inner, where))
+
+
+def _members(checkpoint: Checkpoint, found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
+    graph = checkpoint.graph
+    for name, child in found.members:
+        where = label(graph, path, found, name)
+        if len(where) > LIMITS.path_chars:
+            where = where[: LIMITS.path_chars] + "..."
+        if found.kind == "sequence":
+            yield f"[{name!r}]", child, where
+        else:
+            yield key_text(graph, name), child, where
+
+
+def _inline(checkpoint: Checkpoint, found: Content) -> str:
+    """What fits on the line of its name: nothing, or a short list of scalars."""
+    if not found.members:
+        return _empty(found)
+    if found.kind != "sequence" or len(found.members) > _INLINE // 2:
+        return ""
+    leaves = [content(checkpoint, child) for _, child in found.members]
+    texts = [_leaf(leaf, _INLINE) for leaf in leaves if isinstance(leaf, Leaf)]
+    left, right = {"tuple": ("(", ")"), "set": ("{", "}")}.get(found.cls, ("[", "]"))
+    text = left + ", ".join(texts) + right
+    return text if len(texts) == len(leaves) and len(text) <= _INLINE else ""
+
+
+def _empty(found: Content) -> str:
+    if found.kind == "object":
+        return f"{found.cls}, no attributes"
+    return f"an empty {found.cls}"
+
+
+def _leaf(leaf: Leaf, most: int) -> str:
+    value = leaf.value
+    if isinstance(value, str) and leaf.kind == "str":
+        return _cut(json.dumps(value, ensure_ascii=False), most, f"{len(value):,} characters")
+    if isinstance(value, bytes):
+        return _cut(repr(value[:most]), most, f"{len(value):,} bytes")
+    if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
+        return f"an integer of {value.bit_length():,} bits"
+    return str(value)
+
+
+def _cut(text: str, most: int, size: str) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({size})"
+
+
+def _tensor(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> str:
+    """A tensor on the line of its name; one number with its value."""
+    if tensor.numel != 1 or tensor.kind != "dense":
+        return head_words(tensor)
+    how = reading(checkpoint, ref)
+    if isinstance(how, str):
+        return f"{head_words(tensor)} ({how})"
+    try:
+        (value,) = next(numbers_in(checkpoint, how))
+    except MalformedError:
+        return f"{head_words(tensor)} (its bytes are missing)"
+    return f"{head_words(tensor)} = {_number(value)}"
+
+
+def _number(value: Number) -> str:
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
