@@ -47,6 +47,7 @@ __all__ = [
     "keep",
     "keys",
     "load",
+    "match",
     "open",
     "remap_devices",
     "salvage",
@@ -103,6 +104,30 @@ def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknow
         reasons = listed([blocker.name or blocker.rule for blocker in left])
         raise RefusedError(f"torch.load would still refuse it: {reasons}", path=checkpoint.path)
     return edited
+
+
+def match(
+    path: Path,
+    target: Path | Mapping[str, Any] | torch.nn.Module | None = None,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    target_key: str | None = None,
+    anywhere: bool = False,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """What ``ckptool match --format json`` prints, schema ``ckptool.match/1``: what would load, and the shortest edit.
+
+    ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
+    callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several
+    state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
+    neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
+    """
+    from .matching import match_checkpoint, wanted_of
+
+    wanted = wanted_of(target, model, target_key)
+    with open(path) as checkpoint:
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report
 
 
 def save(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnreadableError
+from .errors import TargetError, UnreadableError
 from .locations import MapLocation
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "count_nonfinite", "load_object", "need_torch", "tensors_in"]
+__all__ = ["at_path", "count_nonfinite", "load_object", "model_state", "need_torch", "tensors_in"]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -50,6 +50,71 @@ def count_nonfinite(
     if bool(torch.isfinite(torch.sum(values, dtype=wide))):
         return 0, 0  # one of them would have shown in the sum; a sum that overflows is looked at closely
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def model_state(spec: str) -> Mapping[str, Any]:
+    """The state dict of the model that ``package.module:callable`` makes, built on the meta device.
+
+    This imports and runs what it names, the user's own code: the current folder is on the path, as with ``python -m``,
+    and what the code prints goes to stderr. Raises TargetError where that does not give a model.
+    """
+    import os
+    import sys
+    from contextlib import redirect_stdout
+    from importlib import import_module
+
+    name, colon, attribute = spec.partition(":")
+    if not colon or not attribute or not all(part.isidentifier() for part in (*name.split("."), *attribute.split("."))):
+        step = "name a module and what in it makes the model, such as models.unet:build"
+        raise TargetError(f"{spec!r} is not PACKAGE.MODULE:CALLABLE", next=step)
+    torch = need_torch("building a model", spec)
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        with redirect_stdout(sys.stderr):
+            made = _imported(spec, import_module, name)
+            for part in attribute.split("."):
+                made = _attribute(spec, made, part)
+            if not isinstance(made, torch.nn.Module | Mapping):
+                made = _built(spec, torch, made)
+            if isinstance(made, torch.nn.Module):
+                made = made.state_dict()
+    finally:
+        sys.path[:] = before
+    if not isinstance(made, Mapping):
+        what = f"it gives {type(made).__name__}, where a torch.nn.Module or a state dict is wanted"
+        raise TargetError(what, path=spec, next="name a function without parameters that returns the model")
+    return made
+
+
+def _imported(spec: str, load: Callable[[str], Any], name: str) -> Any:
+    try:
+        return load(name)
+    except (Exception, SystemExit) as error:
+        what = f"importing {name} ends with {type(error).__name__}: {_first_sentence(error)}"
+        step = "run ckptool where 'python -c \"import " + name + "\"' works"
+        raise TargetError(what, path=spec, next=step) from error
+
+
+def _attribute(spec: str, made: Any, part: str) -> Any:
+    try:
+        return getattr(made, part)
+    except AttributeError as error:
+        from difflib import get_close_matches
+
+        near = get_close_matches(part, [name for name in dir(made) if not name.startswith("_")], 1)
+        what = f"there is no {part!r} in {getattr(made, '__name__', type(made).__name__)}"
+        raise TargetError(what, path=spec, next=f"did you mean {near[0]!r}?" if near else "") from error
+
+
+def _built(spec: str, torch: Any, make: Any) -> Any:
+    try:
+        with torch.device("meta"):
+            return make()
+    except (Exception, SystemExit) as error:
+        what = f"calling it on the meta device ends with {type(error).__name__}: {_first_sentence(error)}"
+        step = "name a function without parameters that builds the model and reads no weights"
+        raise TargetError(what, path=spec, next=step) from error
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

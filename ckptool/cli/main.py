@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "inspect": ("show", "inspect", "Say what a checkpoint is, what is in it, and what to do about it."),
     "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
     "validate": ("validate", "validate", "Say whether checkpoints are whole, unambiguous and loadable, for CI."),
+    "match": ("match", "match", "Say what would load into a model, and the edit that makes the rest load."),
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
@@ -39,7 +40,7 @@ COMMANDS: Final = {
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
-    ("1", "the answer is no: not valid, not loaded by inspect --load, something lost by salvage"),
+    ("1", "the answer is no: not valid, no match, not loaded by inspect --load, something lost by salvage"),
     ("2", "usage: an unknown option, a missing -o, a device that torch could not restore"),
     ("3", "the input cannot be read, or is something else"),
     ("4", "refused: it would lose or overwrite something"),
