@@ -20,9 +20,10 @@ _DEEPEST: Final = 24
 def paired(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
     """Our names with the name that each has in ``wanted``; a name without a sure partner is not in it.
 
-    In this order: equal names; names that are equal without the segments of wrappers; names with the longest common
-    end and the same shape, where there is one such on either side, the numbers in them counting first; the other
-    parameters of modules that were paired so. No two names get one partner.
+    In this order: equal names; names that are equal without the segments of wrappers; then, the longest common end
+    first, families of names that differ in their numbers alone and have the same shapes number by number, and single
+    names of the same shape, in each case where there is one such on either side; at last the other parameters of
+    modules that were paired so. No two names get one partner.
     """
     found = {name: name for name in have if name in wanted}
     ours = {name: shape for name, shape in have.items() if name not in found}
@@ -40,8 +41,8 @@ def paired(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, 
     for depth in range(_longest(ours, theirs), 0, -1):
         if not ours or not theirs:
             break
-        for with_numbers in (True, False):
-            settle(_alone(ours, theirs, _by_end(depth, with_numbers)))
+        settle(_relatives(ours, theirs, depth))
+        settle(_alone(ours, theirs, _by_end(depth)))
     while ours and theirs and settle(_siblings(found, ours, theirs)):
         pass
     return found
@@ -84,14 +85,52 @@ def numbers_in(name: str) -> tuple[str, ...]:
     return tuple(part for part in name.split(".") if part.isdigit())
 
 
-def _by_end(depth: int, with_numbers: bool) -> Callable[[str, Shape], Hashable]:
+def _by_end(depth: int) -> Callable[[str, Shape], Hashable]:
     def mark(name: str, shape: Shape) -> Hashable:
         ends = suffixes(name)
-        if len(ends) < depth:
-            return None
-        return (ends[depth - 1], shape, numbers_in(name) if with_numbers else None)
+        return (ends[depth - 1], shape) if len(ends) >= depth else None
 
     return mark
+
+
+def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tuple[Shape, str]]]:
+    """Names by what they are without their numbers: ``layers.#.weight``; below that (shape, name) by the numbers."""
+    found: dict[str, dict[tuple[str, ...], tuple[Shape, str]]] = {}
+    for name, shape in side.items():
+        parts = name.split(".")
+        numbers = tuple(part for part in parts if part.isdigit())
+        if numbers:
+            family = ".".join("#" if part.isdigit() else part for part in parts)
+            found.setdefault(family, {})[numbers] = (shape, name)
+    return found
+
+
+def _relatives(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], depth: int) -> list[tuple[str, str]]:
+    """The pairs of families with a common end of ``depth`` segments and equal shapes at equal numbers.
+
+    That one name has the same number and shape as another says little: layer 1 of one model may be layer 3 of the
+    other. That a whole family has says that it is the same.
+    """
+    sides = [_families(side) for side in (ours, theirs)]
+    marks: list[dict[Hashable, str | None]] = []
+    for families in sides:
+        places: dict[Hashable, str | None] = {}
+        for family, members in families.items():
+            ends = suffixes(family)
+            if len(ends) >= depth:
+                mark: Hashable = (
+                    ends[depth - 1],
+                    frozenset((numbers, shape) for numbers, (shape, _) in members.items()),
+                )
+                places[mark] = None if mark in places else family
+        marks.append(places)
+    pairs = []
+    for mark, own in marks[0].items():
+        other = marks[1].get(mark)
+        if own and other:
+            there = sides[1][other]
+            pairs += [(name, there[numbers][1]) for numbers, (_, name) in sides[0][own].items()]
+    return pairs
 
 
 def _longest(*sides: Mapping[str, Shape]) -> int:

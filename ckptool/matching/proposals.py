@@ -39,11 +39,13 @@ _NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
 
 
 class Pair(NamedTuple):
-    """Two names that may mean the same; ``sure`` when the names say so rather than their order."""
+    """Two names that may mean the same; ``sure`` when the names say so rather than their order, ``only`` when there is
+    no other name with that end and shape, whatever its numbers."""
 
     own: str
     other: str
     sure: bool
+    only: bool = False
 
 
 def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], most: int) -> list[Step]:
@@ -75,8 +77,10 @@ class _Votes(NamedTuple):
 
     def tally(self, pair: Pair) -> None:
         """Count what one pair says."""
-        weight = 1.0 if pair.sure else _UNSURE
         found = difference(pair.own, pair.other)
+        weight = 1.0 if pair.sure else _UNSURE
+        # One number and one shape alike in one place may be chance.
+        sure = pair.sure and (pair.only or found.end > 1 or found.begin > 0)
         told = []
         if found.end:
             self.heads[found.head] = self.heads.get(found.head, 0) + weight
@@ -91,7 +95,7 @@ class _Votes(NamedTuple):
             middle = (*found.middle, not found.end)
             self.middles[middle] = self.middles.get(middle, 0) + weight
             told.append(found.middle)
-        if pair.sure or found.middle in _SYNONYMS:
+        if sure or found.middle in _SYNONYMS:
             self.sure.update(told)
 
 
@@ -133,6 +137,9 @@ def likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) -
 
 def _matched(own: list[str], others: list[str]) -> Iterator[Pair]:
     """Names of one group with those of the other: by the numbers in them, then by order."""
+    if len(own) == len(others) == 1:
+        yield Pair(own[0], others[0], True, True)
+        return
     by_numbers: dict[tuple[str, ...], list[str]] = {}
     for name in others:
         by_numbers.setdefault(numbers_in(name), []).append(name)
@@ -161,11 +168,13 @@ def _zipped(own: list[str], others: list[str]) -> Iterator[Pair]:
 
 class Difference(NamedTuple):
     """Where two names differ: ``head`` up to the common end of ``end`` segments, ``longer`` a segment further where
-    there is one, ``middle`` without the common beginning; None where that is empty or only numbers."""
+    there is one, ``middle`` without the common beginning of ``begin`` segments; None where that is empty or only
+    numbers."""
 
     head: tuple[str, str]
     longer: tuple[str, str] | None
     middle: tuple[str, str] | None
+    begin: int
     end: int
 
 
@@ -183,7 +192,7 @@ def difference(own: str, other: str) -> Difference:
     longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
     middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
     plain = all(part.isdigit() for part in a[begin:to_a])
-    return Difference((".".join(a[:to_a]), ".".join(b[:to_b])), longer, None if plain else middle, end)
+    return Difference((".".join(a[:to_a]), ".".join(b[:to_b])), longer, None if plain else middle, begin, end)
 
 
 def _whole(names: Sequence[str], votes: _Votes, most: int) -> Iterator[Step]:

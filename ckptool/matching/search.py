@@ -42,8 +42,8 @@ def search(
     space = _Space(shapes, wanted, filled)
     start = Found((), list(names), score(names, shapes, wanted, filled))
     best = _explicit(space, start)
-    if best.score.problems and target:
-        best = max((best, *_like(space, start, best, target)), key=lambda found: found.rank)
+    if target and start.score.problems and (best.score.problems or any(step.guess for step in best.steps)):
+        best = _settled(best, _like(space, start, best, target))
     return _trimmed(space, start, best)
 
 
@@ -99,7 +99,7 @@ def _explicit(space: _Space, start: Found) -> Found:
 
 
 def _like(space: _Space, start: Found, best: Found, target: str) -> list[Found]:
-    """The states in which the target gives the names, where that is better than ``best``."""
+    """The states in which the target gives the names: by what they have in common, then by their order."""
     found = []
     for state in (start, best) if best.steps else (start,):
         pairs = paired(dict(zip(state.names, space.shapes)), space.wanted)
@@ -111,7 +111,24 @@ def _like(space: _Space, start: Found, best: Found, target: str) -> list[Found]:
         pass
     else:
         found.append(space.named(start, list(ordered.values()), Step("by-order", target, True)))
-    return [state for state in found if state is not None and state.score.rank > best.score.rank]
+    return [state for state in found if state is not None]
+
+
+def _settled(best: Found, others: Sequence[Found]) -> Found:
+    """The best by steps, or what the target's own names give: where that is better, or as good and no guess."""
+    better = [found for found in others if found.score.rank > best.score.rank]
+    if better:
+        return max(better, key=lambda found: found.rank)
+    if any(step.guess for step in best.steps):
+        for found in others:
+            if found.score != best.score:
+                continue
+            if found.names != best.names:
+                # Steps guess by the order of a few keys; the order of all at once is the better witness.
+                return found
+            if not any(step.guess for step in found.steps):
+                return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
+    return best
 
 
 def _trimmed(space: _Space, start: Found, best: Found) -> Found:

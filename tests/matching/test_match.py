@@ -37,7 +37,7 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
     return found.report
 
 
-@pytest.mark.parametrize(("have", "want"), itertools.permutations(TRAINED, 2))
+@pytest.mark.parametrize(("have", "want"), list(itertools.permutations(TRAINED, 2)))
 def test_every_form_is_brought_into_every_other(have: str, want: str, tmp_path: Path) -> None:
     made, other = TRAINED[have](), TRAINED[want]()
     source, target, out = saved(made, tmp_path / "a.pth"), saved(other, tmp_path / "b.pth"), tmp_path / "out.pth"
