@@ -26,26 +26,37 @@ def paired(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, 
     modules that were paired so. No two names get one partner.
     """
     found = {name: name for name in have if name in wanted}
-    ours = {name: shape for name, shape in have.items() if name not in found}
-    theirs = {name: shape for name, shape in wanted.items() if name not in found}
+    own_names = _plain(name for name in have if name not in found)
+    other_names = _plain(name for name in wanted if name not in found)
+    ours = {plain: have[name] for plain, name in own_names.items()}
+    theirs = {plain: wanted[name] for plain, name in other_names.items()}
+    plainly: dict[str, str] = {}
 
     def settle(pairs: Iterable[tuple[str, str]]) -> int:
-        before = len(found)
+        before = len(plainly)
         for own, other in pairs:
             if own in ours and other in theirs:
-                found[own] = other
+                plainly[own] = other
                 del ours[own], theirs[other]
-        return len(found) - before
+        return len(plainly) - before
 
-    settle(_alone(ours, theirs, lambda name, shape: without_wrappers(name)))
+    settle([(name, name) for name in ours if name in theirs])
     for depth in range(_longest(ours, theirs), 0, -1):
         if not ours or not theirs:
             break
         settle(_relatives(ours, theirs, depth))
         settle(_alone(ours, theirs, _by_end(depth)))
-    while ours and theirs and settle(_siblings(found, ours, theirs)):
+    while ours and theirs and settle(_siblings({**found, **plainly}, ours, theirs)):
         pass
-    return found
+    return found | {own_names[own]: other_names[other] for own, other in plainly.items()}
+
+
+def _plain(names: Iterable[str]) -> dict[str, str]:
+    """Names by what they are without the segments of wrappers; those that would become one stay as they are."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(without_wrappers(name), []).append(name)
+    return {plain if len(same) == 1 else name: name for plain, same in found.items() for name in same}
 
 
 def in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:

@@ -15,6 +15,8 @@ __all__ = ["Found", "search"]
 
 #: Steps in a row; who needs more is better served by the names of the target.
 _DEPTH: Final = 4
+#: Steps that are easier to read than "like TARGET".
+_FEW: Final = 2
 #: States that are followed at each depth, and steps of each kind tried on each, by the number of names.
 _EFFORTS: Final = ((5_000, 4, 4), (50_000, 2, 3), (1 << 62, 1, 2))
 
@@ -42,7 +44,8 @@ def search(
     space = _Space(shapes, wanted, filled)
     start = Found((), list(names), score(names, shapes, wanted, filled))
     best = _explicit(space, start)
-    if target and start.score.problems and (best.score.problems or any(step.guess for step in best.steps)):
+    doubtful = best.score.problems or len(best.steps) > _FEW or any(step.guess for step in best.steps)
+    if target and start.score.problems and doubtful:
         best = _settled(best, _like(space, start, best, target))
     return _trimmed(space, start, best)
 
@@ -74,6 +77,9 @@ def _explicit(space: _Space, start: Found) -> Found:
     frontier = [start]
     # What wrappers add stands between the segments that would be recognised: both ways are followed.
     plain = space.after(start, Step("wrappers"))
+    simpler = space.after(start, Step("strip-module"))
+    if plain is not None and simpler is not None and simpler.names == plain.names:
+        plain = simpler
     if plain is not None and start.score.problems:
         frontier.append(plain)
         best = max(best, plain, key=lambda found: found.rank)
@@ -126,9 +132,9 @@ def _settled(best: Found, others: Sequence[Found]) -> Found:
             if found.names != best.names:
                 # Steps guess by the order of a few keys; the order of all at once is the better witness.
                 return found
-            if not any(step.guess for step in found.steps):
+            if not any(step.guess for step in found.steps) and len(best.steps) <= _FEW:
                 return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
-    return best
+    return max((best, *others), key=lambda found: found.rank)
 
 
 def _trimmed(space: _Space, start: Found, best: Found) -> Found:

@@ -30,9 +30,13 @@ _COSTS: Final = {
     "drop": 2.0,
     "extract": 1.0,
     "wrap": 1.0,
-    "like": 6.0,
-    "by-order": 8.0,
+    "like": 4.0,
+    "by-order": 5.0,
 }
+
+
+#: Options whose value is the target, which can have any length.
+_NAMED: Final = frozenset(("like", "by-order"))
 
 
 class Step(NamedTuple):
@@ -49,7 +53,10 @@ class Step(NamedTuple):
 
 def cost(steps: Sequence[Step]) -> float:
     """What the steps cost together: first their number, then their kinds, their length last."""
-    return sum(_COSTS[step.option] + len(step.value) / 1000 + step.guess for step in steps)
+    return sum(
+        _COSTS[step.option] + step.guess + (len(step.value) / 1000 if step.option not in _NAMED else 0)
+        for step in steps
+    )
 
 
 def renaming(step: Step) -> Rename:
