@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Change, Checkpoint, file_mode
 from .checks.policy import Policy, policy_of
 from .edits import DeviceMap, add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
+from .edits.keys import EVERY
 from .errors import CkptoolError, RefusedError, TargetError
-from .human import listed
 from .locations import MapLocation
 from .names import Globs
 from .objects import parse_path
@@ -32,6 +32,7 @@ __all__ = [
     "Checkpoint",
     "CkptoolError",
     "DeviceMap",
+    "Globs",
     "Lost",
     "Policy",
     "Salvaged",
@@ -41,19 +42,26 @@ __all__ = [
     "TensorEntry",
     "Written",
     "add_prefix",
+    "average",
+    "cast",
     "drop",
+    "edit",
     "extract",
     "inspect",
     "keep",
     "keys",
     "load",
     "match",
+    "merge",
     "open",
+    "redact",
     "remap_devices",
+    "rename",
     "salvage",
     "sanitize",
     "save",
     "set_entry",
+    "slim",
     "strip_prefix",
     "strip_wrappers",
     "unset",
@@ -91,19 +99,125 @@ def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknow
     ``as_state_dict`` turns pickled modules into their state dicts. Nothing is run. Raises RefusedError for what
     cannot be carried, which ``drop_unknown`` leaves out instead.
     """
-    from .checks.torch_lists import NEWEST, allowed, registered
-    from .checks.weights_only import graph_blockers
-    from .edits.sanitize import sanitize as sanitized
-    from .pickles import decode, encode
+    from .sanitizing import sanitize as sanitized
 
-    # The dtypes that newer versions list cannot be changed into others; what they register is not there before.
-    names = allowed(NEWEST) | registered("2.6")
-    edited = sanitized(checkpoint, names, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
-    left = graph_blockers(decode(encode(edited.graph)).graph) if edited.edited else []
-    if left:
-        reasons = listed([blocker.name or blocker.rule for blocker in left])
-        raise RefusedError(f"torch.load would still refuse it: {reasons}", path=checkpoint.path)
-    return edited
+    return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
+
+
+def rename(
+    checkpoint: Checkpoint,
+    table: Mapping[str, str] | None = None,
+    *,
+    glob: tuple[str, str] | None = None,
+    regex: tuple[str, str] | None = None,
+    like: Checkpoint | None = None,
+    by_order: bool = False,
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
+    (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
+
+    ``_metadata`` and the names of parameters in optimizers follow. Raises RefusedError where nothing matches or two
+    keys would become one, TargetError for patterns that make no sense.
+    """
+    from .edits import rename as renaming
+
+    if sum(way is not None for way in (table, glob, regex, like)) != 1:
+        raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")
+    if glob is not None:
+        return renaming.by_glob(checkpoint, *glob, key=key, only=only)
+    if regex is not None:
+        return renaming.by_regex(checkpoint, *regex, key=key, only=only)
+    if like is not None:
+        from .matching import named_like, wanted_of_checkpoint
+
+        shapes = {name: value.shape for name, value in wanted_of_checkpoint(like, same=key).tensors.items()}
+        return named_like(checkpoint, shapes, by_order=by_order, key=key, only=only)
+    return renaming.by_table(checkpoint, table or {}, key=key, only=only)
+
+
+def slim(
+    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Literal["inference"] | None = None, only: Globs = EVERY
+) -> Checkpoint:
+    """Leave out the bytes that no tensor reads; ``purpose`` "inference" drops optimizers, schedulers and EMA first,
+    ``dedupe`` makes storages with the same bytes one. See ``ckptool.edits.slim``."""
+    from .edits.slim import slim as slimmed
+
+    return slimmed(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
+
+
+def cast(
+    checkpoint: Checkpoint, dtype: str, *, key: str | None = None, only: Globs = EVERY, strict: bool = False
+) -> Checkpoint:
+    """Give floating tensors another dtype, as ``Tensor.to`` does; the values are computed while ``save`` writes.
+
+    With patterns to include in ``only`` just what matches is cast, whatever its dtype. Tensors that share a storage go
+    on sharing it. ``strict`` lets ``save`` raise RefusedError where a finite value would become infinite or NaN.
+    """
+    from .edits.cast import cast as casted
+    from .runtime import cast_elements
+
+    return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict)
+
+
+def merge(
+    checkpoint: Checkpoint,
+    other: Checkpoint,
+    *,
+    entries: Sequence[tuple[str, str]] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    only: Globs = EVERY,
+    add: bool = True,
+) -> Checkpoint:
+    """Take tensors of another checkpoint's state dict into this one, or with ``entries`` whole entries (path there,
+    path here). ``other`` must stay open until the result is saved. See ``ckptool.edits.merge``."""
+    from .edits import merge as merging
+
+    if entries:
+        return merging.merge_entries(checkpoint, other, entries)
+    return merging.merge(checkpoint, other, key=key, other_key=other_key, only=only, add=add)
+
+
+def average(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    weights: Sequence[float] | None = None,
+    dtype: Literal["float64", "float32"] = "float64",
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """The first checkpoint with the mean of all in place of its floating tensors; computed while ``save`` writes.
+
+    All of them must stay open until then. Raises RefusedError where they do not go together.
+    """
+    from .edits.average import average as averaged
+    from .runtime import mean_elements
+
+    return averaged(checkpoints, mean_elements, weights=weights, dtype=dtype, key=key, only=only)
+
+
+def redact(
+    checkpoint: Checkpoint,
+    kinds: Sequence[Literal["paths", "users", "sources", "args"]] = ("paths", "users", "sources", "args"),
+    *,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """Take out what a published file should not tell. See ``ckptool.edits.redact``."""
+    from .edits.redact import redact as redacted
+
+    return redacted(checkpoint, kinds, only=only)
+
+
+def edit(checkpoint: Checkpoint, steps: Iterable[tuple[str, str | bool]]) -> Checkpoint:
+    """Several edits in the order given, as ``ckptool edit`` has them: ``[("extract", "state_dict"), ("to", "cpu")]``.
+
+    Raises TargetError for a step that does not exist, and what the edits raise.
+    """
+    from .steps import edit as edited
+
+    return edited(checkpoint, steps)
 
 
 def match(

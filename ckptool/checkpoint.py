@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from .objects import class_name, mapping
@@ -20,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "Container",
     "FoundPickle",
+    "Later",
     "Problem",
     "StoredBytes",
     "StoredRecord",
@@ -184,13 +185,17 @@ class Change(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+#: What an edit that computes bytes has to say when they were computed: values that overflowed.
+Later = Callable[[], Sequence[Change]]
+
+
 class Checkpoint:
     """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
 
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it. ``added`` are the
     storages that an edit made, by their keys: they come before those of the container. ``anew`` says that the file
     must be laid out anew, because storages came or went or the container cannot be carried over; ``also`` are the
-    other files that bytes come from.
+    other files that bytes come from; ``later`` tell what is known only once the bytes were computed.
     """
 
     def __init__(
@@ -203,6 +208,7 @@ class Checkpoint:
         added: Mapping[str, Body] | None = None,
         anew: bool = False,
         also: tuple[Source, ...] = (),
+        later: tuple[Later, ...] = (),
     ) -> None:
         self.path = path
         self.source = source
@@ -213,6 +219,7 @@ class Checkpoint:
         self.added: Mapping[str, Body] = added or {}
         self.anew = anew
         self.also = also
+        self.later = later
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -253,13 +260,17 @@ class Checkpoint:
         *,
         anew: bool = False,
         also: Sequence[Source] = (),
+        later: Sequence[Later] = (),
     ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
+        if (anew or added) and not self.anew and self.format == "torch-legacy":
+            done = (*done, Change("container", "", 1, 0, "legacy format -> zip"))
         sources = (*self.also, *(source for source in also if source not in self.sources))
         anew = self.anew or anew or bool(storages)
-        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources)
+        told = (*self.later, *later)
+        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources, told)
 
     def body(self, key: str) -> Body | None:
         """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""

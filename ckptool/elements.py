@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 #: Bytes looked at in one go.
-_CHUNK: Final = 4 << 20
+_CHUNK: Final = 1 << 20
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 

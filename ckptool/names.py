@@ -16,8 +16,12 @@ class Globs:
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        self.include, self.exclude = tuple(include), tuple(exclude)
         self._include = [_compiled(pattern) for pattern in include]
         self._exclude = [_compiled(pattern) for pattern in exclude]
+
+    def __repr__(self) -> str:
+        return f"Globs({self.include!r}, {self.exclude!r})"
 
     def __bool__(self) -> bool:
         return bool(self._include or self._exclude)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
+from .edits.views import without_views
 from .errors import MalformedError, PickleError, RefusedError
 from .human import salvage_step
 from .pickles import decode, difference, encode
-from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
+from .pickles.nodes import Graph, Node, Persistent, Ref
 from .source import Computed, Plan
 from .tensors import TensorReader
 from .zips import Content, Sum, fresh, summed
@@ -98,7 +99,7 @@ def _anew(checkpoint: Checkpoint) -> Plan:
 
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
-    graph, keys = _renumbered(_without_views(checkpoint.graph))
+    graph, keys = _renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     _prove(graph, data, "new", checkpoint.path)
     root = checkpoint.container.root
@@ -169,32 +170,3 @@ def _renumbered(graph: Graph) -> tuple[Graph, list[str]]:
                 added.append(str(number))
             changes[node.pid] = (*pid[:2], names[number], *pid[3:])
     return (graph.edited(changes, added) if changes else graph), list(numbers)
-
-
-def _without_views(graph: Graph) -> Graph:
-    """The graph with persistent ids of five elements: the zip format knows no views of storages.
-
-    A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
-    from there (torch/serialization.py, ``_legacy_load``).
-    """
-    nodes = graph.nodes
-    changes: dict[Ref, Node] = {}
-    added: list[Node] = []
-    bases: dict[Ref, int] = {}
-    for ref, node in enumerate(nodes):
-        pid = nodes[node.pid] if type(node) is Persistent else None
-        if type(node) is not Persistent or type(pid) is not tuple or len(pid) != 6 or nodes[pid[0]] == "module":
-            continue
-        view = nodes[pid[5]]
-        offset = nodes[view[1]] if type(view) is tuple and len(view) == 3 else 0
-        if type(offset) is int and offset:
-            bases[ref] = offset
-        changes[node.pid] = pid[:5]
-    for node in nodes if bases else ():
-        args = nodes[node.args] if type(node) is Call else ()
-        if type(node) is Call and type(args) is tuple and len(args) > 3 and args[0] in bases:
-            own = nodes[args[1]]
-            if type(nodes[node.func]) is Global and type(own) is int:
-                changes[node.args] = (args[0], len(nodes) + len(added), *args[2:])
-                added.append(own + bases[args[0]])
-    return graph.edited(changes, added) if changes else graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import TargetError, UnreadableError
@@ -11,7 +11,16 @@ from .locations import MapLocation
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_path", "count_nonfinite", "load_object", "model_state", "need_torch", "tensors_in"]
+__all__ = [
+    "at_path",
+    "cast_elements",
+    "count_nonfinite",
+    "load_object",
+    "mean_elements",
+    "model_state",
+    "need_torch",
+    "tensors_in",
+]
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
@@ -115,6 +124,50 @@ def _built(spec: str, torch: Any, make: Any) -> Any:
         what = f"calling it on the meta device ends with {type(error).__name__}: {_first_sentence(error)}"
         step = "name a function without parameters that builds the model and reads no weights"
         raise TargetError(what, path=spec, next=step) from error
+
+
+def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
+    """Little-endian elements in another dtype, as ``Tensor.to`` has them, and how many finite values are none now."""
+    torch = need_torch("casting values")
+    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    out, made = _room(torch, values.numel(), getattr(torch, target))
+    made.copy_(values)
+    return bytes(out), _overflowed(torch, values, made)
+
+
+def _overflowed(torch: Any, values: Any, made: Any) -> int:
+    if not (values.is_floating_point() and made.is_floating_point()):
+        return 0
+    largest = torch.finfo(made.dtype).max
+    if largest >= torch.finfo(values.dtype).max:
+        return 0
+    if values.element_size() == 1:
+        values = values.to(torch.float32)
+    # NaN and Inf show in the extremes; only then every value is looked at.
+    low, high = torch.aminmax(values)
+    if -largest <= float(low) and float(high) <= largest:
+        return 0
+    wide = made if made.element_size() > 1 else made.to(torch.float32)
+    return int((torch.isfinite(values) & ~torch.isfinite(wide)).sum())
+
+
+def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
+    """The weighted mean of elements of a dtype, summed in the dtype ``wide`` in the order given, in their own dtype."""
+    torch = need_torch("averaging values")
+    kind = getattr(torch, dtype)
+    sums: Any = None
+    for data, weight in zip(parts, weights):
+        values = torch.frombuffer(bytearray(data), dtype=kind).to(getattr(torch, wide))
+        sums = values * weight if sums is None else sums.add_(values, alpha=weight)
+    out, mean = _room(torch, sums.numel(), kind)
+    mean.copy_(sums / sum(weights))
+    return bytes(out)
+
+
+def _room(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
+    """Memory for elements, and a tensor over it: the way to bytes where numpy is not installed."""
+    out = bytearray(count * torch.empty((), dtype=dtype).element_size())
+    return out, torch.frombuffer(out, dtype=dtype)
 
 
 def need_torch(purpose: str, path: str = "") -> Any:

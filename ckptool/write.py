@@ -12,7 +12,9 @@ import os
 import shlex
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, Queue
 from typing import Final, NamedTuple
 
 from .errors import ChangedError, CkptoolError, OutputError, RefusedError
@@ -23,12 +25,15 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HASH", "Written", "check_output", "write_plan"]
+__all__ = ["HASH", "Written", "check_output", "rehearse", "write_plan"]
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _CHUNK: Final = 16 << 20
 #: The buffer where the kernel cannot copy.
 _BUFFER: Final = 4 << 20
+#: Pieces that are computed before they are written, and the bytes from which on that pays.
+_AHEAD: Final = 4
+_AHEAD_FROM: Final = 2 << 20
 #: Outputs from this size on are brought to the disk while they grow.
 _FLUSH_FROM: Final = 64 << 20
 _SUFFIX: Final = ".ckptool-tmp"
@@ -125,6 +130,15 @@ def write_plan(
     return Written(path, plan.size)
 
 
+def rehearse(plan: Plan, progress: Progress | None = None) -> None:
+    """Compute what would be computed while the plan is written, and write nothing; raises what that raises."""
+    with _Ahead(plan.pieces) as ahead:
+        for piece in plan.pieces:
+            for data in ahead.chunks(piece) if isinstance(piece, Computed) else ():
+                if progress:
+                    progress(len(data))
+
+
 def _stem(name: str) -> str:
     """What temporary files of this output begin with; names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
@@ -144,9 +158,12 @@ def _opened(path: str) -> int:
 
 def _produce(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
     try:
-        with _Flusher(fd, plan.size):
+        with _Flusher(fd, plan.size), _Ahead(plan.pieces) as ahead:
             for piece in plan.pieces:
-                _copy(piece, fd, progress)
+                if isinstance(piece, Computed):
+                    _compute(piece, ahead.chunks(piece), fd, progress)
+                else:
+                    _copy(piece, fd, progress)
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
         for source in sources:
@@ -202,14 +219,11 @@ class _Flusher:
                 return
 
 
-def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
+def _copy(piece: bytes | Span, fd: int, progress: Progress | None) -> None:
     if isinstance(piece, bytes):
         _write_all(fd, piece)
         if progress:
             progress(len(piece))
-        return
-    if isinstance(piece, Computed):
-        _compute(piece, fd, progress)
         return
     source = piece.source
     done = 0
@@ -225,9 +239,9 @@ def _copy(piece: Piece, fd: int, progress: Progress | None) -> None:
             progress(len(data))
 
 
-def _compute(piece: Computed, fd: int, progress: Progress | None) -> None:
+def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progress | None) -> None:
     left = piece.size
-    for data in piece.chunks():
+    for data in chunks:
         left -= len(data)
         if left < 0:
             break
@@ -236,6 +250,54 @@ def _compute(piece: Computed, fd: int, progress: Progress | None) -> None:
             progress(len(data))
     if left:
         raise ChangedError("the input gave another number of bytes than were to be written")
+
+
+class _Ahead:
+    """Computes pieces in one thread of its own while another writes what is there already.
+
+    One thread for all: what torch computes in a new thread makes it start a new pool of threads.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = [piece for piece in pieces if isinstance(piece, Computed)]
+        self._ready: Queue[bytes | BaseException | None] = Queue(_AHEAD)
+        self._stopped = threading.Event()
+        worth_it = sum(piece.size for piece in self._pieces) >= _AHEAD_FROM
+        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
+
+    def __enter__(self) -> _Ahead:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        while self._thread and self._thread.is_alive():
+            with suppress(Empty):
+                self._ready.get(timeout=0.01)  # it may wait for room to put one more
+        if self._thread:
+            self._thread.join()
+
+    def chunks(self, piece: Computed) -> Iterable[bytes]:
+        """The bytes of the next computed piece; to be asked for in the order of the plan."""
+        return self._taken() if self._thread else piece.chunks()
+
+    def _taken(self) -> Iterator[bytes]:
+        while (data := self._ready.get()) is not None:
+            if isinstance(data, BaseException):
+                raise data
+            yield data
+
+    def _run(self) -> None:
+        try:
+            for piece in self._pieces:
+                for data in piece.chunks():
+                    self._ready.put(data)
+                    if self._stopped.is_set():
+                        return
+                self._ready.put(None)
+        except BaseException as error:
+            self._ready.put(error)
 
 
 def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:

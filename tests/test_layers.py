@@ -25,14 +25,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
     frozenset({"elements"}),
-    frozenset(
-        {"formats", "edits", "checks", "planning", "write"}
-    ),  # a format plans, write executes; neither knows the other
-    frozenset({"report", "searching", "tree"}),
+    frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
+    frozenset({"planning", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"loading", "values", "matching"}),
-    frozenset({"salvaging", "validating"}),
+    frozenset({"salvaging", "sanitizing", "validating"}),
+    frozenset({"steps"}),
     frozenset({"api"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),

@@ -8,8 +8,9 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint
+from ..edits.devices import device_pairs
 from .editing import Job, edit_all
-from .options import key_option, paths, writing
+from .options import choosing, key_option, paths, writing
 
 __all__ = ["add_module", "remap", "strip_module"]
 
@@ -33,8 +34,18 @@ Examples:
     " in front of names and next to another wrapper.",
 )
 @key_option
+@choosing
 @writing
-def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: bool, key: str | None, **how: Any) -> int:
+def strip_module(
+    paths: tuple[str, ...],
+    prefix: str,
+    repeat: str,
+    wrappers: bool,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    **how: Any,
+) -> int:
     """Take the prefix 'module.' off the keys of every state dict in the file.
 
     Keys that do not have it stay. Everything else in the file stays as it is, byte for byte.
@@ -45,10 +56,12 @@ def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: boo
         raise click.UsageError("--wrappers takes out all known wrappers: --prefix and --repeat do not go with it.")
     times: int | Literal["all"] = "all" if repeat == "all" else int(repeat)
 
+    only = api.Globs(include, exclude)
+
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
-            return api.strip_wrappers(checkpoint, key=key)
-        return api.strip_prefix(checkpoint, prefix, key=key, repeat=times)
+            return api.strip_wrappers(checkpoint, key=key, only=only)
+        return api.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
 
     return edit_all(Job("strip-module", edit), paths, **how)
 
@@ -64,13 +77,23 @@ Examples:
 @paths
 @click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix: whole segments.")
 @key_option
+@choosing
 @writing
-def add_module(paths: tuple[str, ...], prefix: str, key: str | None, **how: Any) -> int:
+def add_module(
+    paths: tuple[str, ...],
+    prefix: str,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    **how: Any,
+) -> int:
     """Put the prefix 'module.' before every key of every state dict in the file.
 
     So that a model wrapped in DataParallel or DistributedDataParallel loads it.
     """
-    return edit_all(Job("add-module", lambda checkpoint: api.add_prefix(checkpoint, prefix, key=key)), paths, **how)
+    only = api.Globs(include, exclude)
+    job = Job("add-module", lambda checkpoint: api.add_prefix(checkpoint, prefix, key=key, only=only))
+    return edit_all(job, paths, **how)
 
 
 REMAP_EPILOG = """\b
@@ -90,6 +113,8 @@ Examples:
 @click.option("--visible", metavar="N,N", help="Physical GPU numbers to logical ones, as CUDA_VISIBLE_DEVICES does.")
 @click.option("--all", "include_cpu", is_flag=True, help="With --to: also what is on cpu and meta.")
 @click.option("--strings", is_flag=True, help="Change plain strings that name a device, too.")
+@key_option
+@choosing
 @writing
 def remap(
     paths: tuple[str, ...],
@@ -98,6 +123,9 @@ def remap(
     visible: str | None,
     include_cpu: bool,
     strings: bool,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
     **how: Any,
 ) -> int:
     """Retarget devices: the tags of the storages and torch.device objects. No GPU is needed.
@@ -105,26 +133,13 @@ def remap(
     Tensors on cpu stay there, unless --all or --map says otherwise: optimizer steps and random states belong
     there.
     """
-    devices = api.DeviceMap(to, _pairs(pairs), _numbers(visible), include_cpu)
+    devices = api.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.remap_devices(checkpoint, devices, strings=strings)
+        return api.remap_devices(checkpoint, devices, strings=strings, key=key, only=api.Globs(include, exclude))
 
     return edit_all(Job("remap", edit), paths, **how)
-
-
-def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts:
-        for part in text.split(","):
-            origin, equals, target = (piece.strip() for piece in part.partition("="))
-            if not (origin and equals and target):
-                raise click.BadParameter(f"{part!r} is not FROM=TO, such as cuda:1=cuda:0", param_hint="--map")
-            if found.get(origin, target) != target:
-                raise click.BadParameter(f"{origin} is mapped twice", param_hint="--map")
-            found[origin] = target
-    return found
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -15,17 +15,23 @@ from ..errors import CkptoolError, OutputError
 from ..human import counted, human_bytes
 from ..planning import plan_of
 from ..source import Plan
-from ..write import check_output, write_plan
+from ..write import check_output, rehearse, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
 
-__all__ = ["Job", "edit_all"]
+__all__ = ["Job", "account", "edit_all"]
 
 #: Below this an output takes no noticeable time, and a progress bar would only flicker.
 _PROGRESS_FROM = 200_000_000
 
 #: Commands that leave mappings of low confidence alone.
-_ON_STATE_DICTS = ("strip-module", "add-module")
+_ON_STATE_DICTS = ("strip-module", "add-module", "rename")
+
+#: Kinds of changes that are told with the number of keys.
+_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
+
+#: Changes that are named one by one for people; JSON names all.
+_SHOWN = 40
 
 
 class Job(NamedTuple):
@@ -71,7 +77,7 @@ def edit_all(
         codes.append(job.code(report) if job.code else 0)
         reports.append(report)
         if style == "table" and not quiet:
-            emit("\n".join([_head(report), *(job.words or _account)(report)]))
+            emit("\n".join([_head(report), *(job.words or account)(report)]))
     if style != "table" and not quiet:
         emit_json(reports, style, len(paths) > 1)
     if len(paths) > 1 and not quiet and any(code > 1 for code in codes):
@@ -116,6 +122,8 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
         plan, exact = plan_of(edited)
         if target is not None and not dry_run:
             target = _write(edited, plan, target, force=force, bar=bar)
+        elif edited.later:
+            rehearse(plan)
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
@@ -127,7 +135,9 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
             "dry_run": dry_run,
             "changed": edited.edited,
             "exact": exact,
-            "changes": [change._asdict() for change in edited.changes],
+            "changes": [
+                change._asdict() for change in (*edited.changes, *(c for tell in edited.later for c in tell()))
+            ],
             "modules": [path for path in edited.survey.modules[:1] if not edited.state_dicts],
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
@@ -153,11 +163,12 @@ def _head(report: dict[str, Any]) -> str:
     return f"{clean(report['path'])} -> {clean(report['output'])}: {sizes}"
 
 
-def _account(report: dict[str, Any]) -> list[str]:
+def account(report: dict[str, Any]) -> list[str]:
     """What was done, for people."""
-    lines = []
     changes = report["changes"]
-    lines += ["  " + clean(_change_words(change)) for change in changes]
+    lines = ["  " + clean(_change_words(change)) for change in changes[:_SHOWN]]
+    if len(changes) > _SHOWN:
+        lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
         lines.append(
             "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
@@ -177,11 +188,7 @@ def _account(report: dict[str, Any]) -> list[str]:
 
 def _change_words(change: dict[str, Any]) -> str:
     where = f"{change['path']}: " if change["path"] else ""
-    if change["edit"].startswith("remap"):
-        words = change["what"]
-    elif change["edit"] == "device-string":
-        words = f"{where}{change['what']}"
-    elif change["number"]:
+    if change["edit"] in _OF_KEYS and change["number"]:
         words = f"{where}{change['what']} {counted(change['number'], 'key')}"
         if change["kept"]:
             words += f", {counted(change['kept'], 'other key')} as before"

@@ -8,19 +8,11 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint
+from ..edits.entries import as_scalar
 from .editing import Job, edit_all
-from .options import one_path, writing
-from .render import clean
+from .options import choosing, key_option, one_path, writing
 
 __all__ = ["drop", "extract", "keep", "set_entry", "unset", "wrap"]
-
-
-def _words(report: dict[str, Any]) -> list[str]:
-    lines = []
-    for change in report["changes"]:
-        where = f"{change['path']}: " if change["path"] else ""
-        lines.append(f"  {clean(where + change['what'])}")
-    return lines if report["changed"] else [*lines, "  nothing to do: the output is the input, byte for byte"]
 
 
 EXTRACT_EPILOG = """\b
@@ -39,7 +31,7 @@ def extract(path: str, key: str, **how: Any) -> int:
 
     KEY is its path as inspect prints it. The tensors of everything else leave the file.
     """
-    return edit_all(Job("extract", lambda checkpoint: api.extract(checkpoint, key), words=_words), (path,), **how)
+    return edit_all(Job("extract", lambda checkpoint: api.extract(checkpoint, key)), (path,), **how)
 
 
 WRAP_EPILOG = """\b
@@ -54,29 +46,46 @@ Examples:
 @writing
 def wrap(path: str, key: str, **how: Any) -> int:
     """Put the whole checkpoint under the KEY of a new dict: the reverse of extract."""
-    return edit_all(Job("wrap", lambda checkpoint: api.wrap(checkpoint, key), words=_words), (path,), **how)
+    return edit_all(Job("wrap", lambda checkpoint: api.wrap(checkpoint, key)), (path,), **how)
 
 
 DROP_EPILOG = """\b
 Examples:
   ckptool drop training.pth optimizer lr_schedulers -o small.pth
   ckptool drop model.pth 'head.*' -o backbone.pth
+  ckptool drop training.pth 'fc.*' --prune-optimizer -o headless.pth
 """
 
+_prune = click.option(
+    "--prune-optimizer", "prune", is_flag=True, help="Optimizers lose the states of the parameters that go."
+)
 _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 
 
 @click.command(epilog=DROP_EPILOG)
 @one_path
 @_globs
+@_prune
+@key_option
+@choosing
 @writing
-def drop(path: str, globs: tuple[str, ...], **how: Any) -> int:
+def drop(
+    path: str,
+    globs: tuple[str, ...],
+    prune: bool,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    **how: Any,
+) -> int:
     """Leave out entries and keys: the optimizer, the schedulers, a head.
 
-    A pattern matches top-level entries, and keys of state dicts by key or by whole path. The bytes of what nothing
-    else uses leave the file. A pattern that nothing matches is refused.
+    A pattern matches top-level entries, and keys of state dicts by key or by whole path; with --key only keys of that
+    state dict. The bytes of what nothing else uses leave the file. A pattern that nothing matches is refused.
     """
-    return edit_all(Job("drop", lambda checkpoint: api.drop(checkpoint, globs), words=_words), (path,), **how)
+    only = api.Globs(include, exclude)
+    job = Job("drop", lambda checkpoint: api.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
+    return edit_all(job, (path,), **how)
 
 
 KEEP_EPILOG = """\b
@@ -89,13 +98,14 @@ Examples:
 @click.command(epilog=KEEP_EPILOG)
 @one_path
 @_globs
+@_prune
 @writing
-def keep(path: str, globs: tuple[str, ...], **how: Any) -> int:
+def keep(path: str, globs: tuple[str, ...], prune: bool, **how: Any) -> int:
     """Leave out all but some entries or keys.
 
     Where a pattern matches top-level entries the others go; where one matches keys of a state dict its other keys go.
     """
-    return edit_all(Job("keep", lambda checkpoint: api.keep(checkpoint, globs), words=_words), (path,), **how)
+    return edit_all(Job("keep", lambda checkpoint: api.keep(checkpoint, globs, prune_optimizer=prune)), (path,), **how)
 
 
 SET_EPILOG = """\b
@@ -121,24 +131,14 @@ def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
             checkpoint = api.set_entry(checkpoint, key, value)
         return checkpoint
 
-    return edit_all(Job("set", edit, words=_words), (path,), **how)
+    return edit_all(Job("set", edit), (path,), **how)
 
 
 def _pair(text: str) -> tuple[str, api.Scalar]:
-    import json
-
     key, equals, told = text.partition("=")
     if not equals or not key.strip():
         raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as epoch=0", param_hint="KEY=VALUE")
-    try:
-        value = json.loads(told)
-    except ValueError:
-        value = told
-    if isinstance(value, list | dict):
-        raise click.BadParameter(
-            f"{told!r} is no scalar: a number, a text, true, false or null", param_hint="KEY=VALUE"
-        )
-    return key.strip(), value
+    return key.strip(), as_scalar(told)
 
 
 UNSET_EPILOG = """\b
@@ -159,4 +159,4 @@ def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
             checkpoint = api.unset(checkpoint, key)
         return checkpoint
 
-    return edit_all(Job("unset", edit, words=_words), (path,), **how)
+    return edit_all(Job("unset", edit), (path,), **how)

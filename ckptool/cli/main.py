@@ -34,6 +34,13 @@ COMMANDS: Final = {
     "keep": ("entries", "keep", "Leave out all but some entries or keys."),
     "set": ("entries", "set_entry", "Give scalar entries another value."),
     "unset": ("entries", "unset", "Take entries out by their exact path."),
+    "rename": ("surgery", "rename", "Rename keys: by patterns, a table, another checkpoint."),
+    "slim": ("surgery", "slim", "Leave out the bytes that nothing reads."),
+    "cast": ("surgery", "cast", "Give the floating tensors another dtype."),
+    "edit": ("surgery", "edit", "Do several edits in one pass."),
+    "merge": ("combining", "merge", "Take tensors or entries of another checkpoint."),
+    "average": ("combining", "average", "Average the weights of several checkpoints."),
+    "redact": ("combining", "redact", "List what a published file should not tell, and take it out."),
     "sanitize": ("sanitize", "sanitize", "Make a file that plain torch.load(path) takes, without running anything."),
     "salvage": ("salvage", "salvage", "Save what is whole in a cut or damaged checkpoint."),
 }

@@ -7,7 +7,17 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ALL_FORMATS", "REPORT_FORMATS", "format_option", "key_option", "one_path", "paths", "worst", "writing"]
+__all__ = [
+    "ALL_FORMATS",
+    "REPORT_FORMATS",
+    "choosing",
+    "format_option",
+    "key_option",
+    "one_path",
+    "paths",
+    "worst",
+    "writing",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,6 +53,13 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     if len(values) > 1:
         raise click.BadParameter("it names one state dict, and was given twice")
     return values[0] if values else None
+
+
+def choosing(command: Command) -> Command:
+    """Which keys or tensors an edit is about."""
+    exclude = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave keys alone that match; repeatable.")
+    include = click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
+    return include(exclude(command))
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:

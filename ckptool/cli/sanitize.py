@@ -8,15 +8,10 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint
-from ..human import counted
-from .editing import Job, edit_all
+from .editing import Job, account, edit_all
 from .options import paths, writing
-from .render import clean
 
 __all__ = ["sanitize"]
-
-#: Changes that are named one by one for people; JSON names all.
-_SHOWN = 40
 
 EPILOG = """\b
 Examples:
@@ -47,13 +42,6 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, **
 
 
 def _words(report: dict[str, Any]) -> list[str]:
-    changes = report["changes"]
     if not report["changed"]:
         return ["  nothing to do: torch.load takes it; the output is the input, byte for byte"]
-    lines = []
-    for change in changes[:_SHOWN]:
-        where = f"{change['path']}: " if change["path"] else ""
-        lines.append(f"  {clean(where + change['what'])}")
-    if len(changes) > _SHOWN:
-        lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
-    return lines
+    return account(report)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed
 from ..locations import check_target
+from ..names import Globs
 from ..objects import device_text, mapped_name
 from ..pickles.nodes import Call, Global, Persistent, Ref
+from .keys import EVERY
 from .rewrite import Rewrite
+from .select import selected
 
-__all__ = ["DeviceMap", "remap_devices"]
+__all__ = ["DeviceMap", "device_pairs", "remap_devices"]
 
 
 class DeviceMap(NamedTuple):
@@ -60,13 +63,19 @@ class DeviceMap(NamedTuple):
 
 
 def remap_devices(
-    checkpoint: Checkpoint, devices: DeviceMap | str | Mapping[str, str], *, strings: bool = False
+    checkpoint: Checkpoint,
+    devices: DeviceMap | str | Mapping[str, str],
+    *,
+    strings: bool = False,
+    key: str | None = None,
+    only: Globs = EVERY,
 ) -> Checkpoint:
     """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
 
     ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``.
-    ``strings`` changes the plain strings that name a device, too. Raises TargetError for a target that
-    torch could not restore.
+    ``strings`` changes the plain strings that name a device, too. ``key``, the path of a state dict, and ``only``
+    choose tensors: their storages move, with all that share these, and nothing else. Raises TargetError for a target
+    that torch could not restore.
     """
     if isinstance(devices, str):
         devices = DeviceMap(to=devices)
@@ -74,13 +83,40 @@ def remap_devices(
         devices = DeviceMap(pairs=devices)
     devices.check()
     try:
-        return _remapped(checkpoint, devices, strings)
+        return _remapped(checkpoint, devices, strings, _chosen(checkpoint, key, only))
     except RefusedError as error:
         error.path = error.path or checkpoint.path
         raise
 
 
-def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Checkpoint:
+def device_pairs(texts: Iterable[str]) -> dict[str, str]:
+    """``cuda:1=cuda:0,cuda:2=cpu`` as a dict; raises TargetError for anything else."""
+    found: dict[str, str] = {}
+    for part in (part for text in texts for part in text.split(",")):
+        origin, equals, target = (piece.strip() for piece in part.partition("="))
+        if not (origin and equals and target):
+            raise TargetError(f"{part!r} is not FROM=TO", next="write cuda:1=cuda:0")
+        if found.get(origin, target) != target:
+            raise TargetError(f"{origin} is mapped twice")
+        found[origin] = target
+    return found
+
+
+def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str] | None:
+    """The storages of the chosen tensors; None for no choice."""
+    if key is None and not only:
+        return None
+    survey = checkpoint.survey
+    paths = None if key is None else {item.path for item in selected(checkpoint, key)}
+    found: set[str] = set()
+    for entry in survey.tensors:
+        there = entry.state_dict >= 0 and survey.state_dicts[entry.state_dict].path in (paths or ())
+        if (paths is None or there) and only.match(entry.key, entry.path):
+            found.update(part.storage for part in survey.reader.parts(entry.tensor))
+    return found
+
+
+def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen: set[str] | None) -> Checkpoint:
     graph = checkpoint.graph
     rewrite = Rewrite(graph)
     moved: Counter[tuple[str, str]] = Counter()
@@ -88,7 +124,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
     keys: set[str] = set()
     for ref, storage in checkpoint.survey.reader.uses():
         old = storage.location
-        new = devices(old)
+        new = devices(old) if chosen is None or storage.key in chosen else old
         if storage.key not in keys:
             keys.add(storage.key)
             if new == old:
@@ -97,7 +133,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
                 moved[old, new] += 1
         if new != old:
             _retag(rewrite, ref, new)
-    objects = _device_objects(rewrite, devices)
+    objects = _device_objects(rewrite, devices) if chosen is None else 0
     changes = [
         Change("remap", "", count, 0, f"{counted(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
@@ -115,7 +151,8 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool) -> Chec
         changes.append(Change("remap", "", 0, 0, "what is tagged meta loads without its values"))
     if objects:
         changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
-    changes += _strings(checkpoint, devices, rewrite if strings else None)
+    if chosen is None:
+        changes += _strings(checkpoint, devices, rewrite if strings else None)
     return checkpoint.changed(rewrite.done(), changes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from shlex import quote
 
 from ..checkpoint import Change, Checkpoint
@@ -11,11 +11,14 @@ from ..human import counted, cut, listed, shown
 from ..names import Globs
 from ..objects import class_name, mapping, parse_path, spell_key
 from ..pickles.nodes import Dict, Graph, Node, Ref
+from .keys import EVERY
+from .optimizers import prune_optimizers
 from .places import Place, place, resolve
 from .prune import used_storages
 from .rewrite import Rewrite
+from .select import selected
 
-__all__ = ["Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"]
+__all__ = ["Scalar", "as_scalar", "drop", "drop_entries", "extract", "keep", "set_entry", "unset", "wrap"]
 
 Scalar = bool | int | float | str | None
 
@@ -44,27 +47,42 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     return checkpoint.changed(graph, [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
 
 
-def drop(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+def drop(
+    checkpoint: Checkpoint,
+    globs: Sequence[str],
+    *,
+    key: str | None = None,
+    only: Globs = EVERY,
+    prune_optimizer: bool = False,
+) -> Checkpoint:
     """Take out the entries and keys that match.
 
-    A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. What shares a
-    storage or an object with something dropped keeps it. Raises RefusedError for a pattern that nothing matches.
+    A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. With ``key``, the path
+    of a state dict, only keys in that are looked at; of what matches, ``only`` chooses. What shares a storage or an
+    object with something dropped keeps it. ``prune_optimizer`` takes the states of dropped parameters out of the
+    optimizers, too. Raises RefusedError for a pattern that nothing matches, or where nobody can tell which state is
+    whose.
     """
     matched = dict.fromkeys(globs, 0)
     compiled = [(glob, Globs([glob])) for glob in globs]
 
-    def goes(key: str, path: str) -> bool:
-        hits = [glob for glob, pattern in compiled if pattern.match(key, path)]
+    def goes(name: str, path: str) -> bool:
+        hits = [glob for glob, pattern in compiled if pattern.match(name, path)]
         for glob in hits:
             matched[glob] += 1
-        return bool(hits)
+        return bool(hits) and only.match(name, path)
 
-    edited = _filtered(checkpoint, "drop", goes, goes)
+    inside = None if key is None else {item.path for item in selected(checkpoint, key)}
+    edited = _filtered(checkpoint, "drop", goes if key is None else _never, goes, inside, prune_optimizer)
     _refuse_unmatched(checkpoint, matched)
     return edited
 
 
-def keep(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+def _never(_name: str, _path: str) -> bool:
+    return False
+
+
+def keep(checkpoint: Checkpoint, globs: Sequence[str], *, prune_optimizer: bool = False) -> Checkpoint:
     """Take out what does not match, at the level where something does: of the entries, or of the keys.
 
     Where a pattern matches top-level entries, the other entries go; where one matches keys of a state dict, its other
@@ -93,7 +111,15 @@ def keep(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
     def key_goes(key: str, path: str) -> bool:
         return path not in keys
 
-    return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered)
+    return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered, prune_optimizer)
+
+
+def drop_entries(checkpoint: Checkpoint, gone: Collection[Ref], changes: Sequence[Change]) -> Checkpoint:
+    """Take the values ``gone`` out of the root, with the account of it."""
+    rewrite = Rewrite(checkpoint.graph)
+    items = mapping(checkpoint.graph, checkpoint.graph.root) or []
+    rewrite.refill(checkpoint.graph.root, [item for item in items if item[1] not in gone])
+    return _slimmer(checkpoint, rewrite.done(), list(changes))
 
 
 def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
@@ -108,13 +134,16 @@ def _filtered(
     edit: str,
     entry_goes: Callable[[str, str], bool],
     key_goes: Callable[[str, str], bool],
-    only: set[str] | None = None,
+    inside: set[str] | None = None,
+    prune_optimizer: bool = False,
 ) -> Checkpoint:
-    """Take entries out of the root and keys out of the state dicts; ``only`` the state dicts at these paths."""
+    """Take entries out of the root and keys out of the state dicts; ``inside`` only the state dicts at these paths."""
     graph, survey = checkpoint.graph, checkpoint.survey
     rewrite = Rewrite(graph)
     changes = []
-    refs = {item.ref: item.path for item in survey.state_dicts if only is None or item.path in only}
+    numbers = {item.ref: number for number, item in enumerate(survey.state_dicts)}
+    refs = {item.ref: item.path for item in survey.state_dicts if inside is None or item.path in inside}
+    dropped: dict[int, list[str]] = {}
     gone: set[Ref] = set()
     root = mapping(graph, graph.root)
     if root is not None and graph.root not in refs:
@@ -130,8 +159,11 @@ def _filtered(
         kept, names = _split(graph, path, items, key_goes)
         if names:
             rewrite.refill(ref, kept)
+            dropped[numbers[ref]] = names
             what = f"dropped {counted(len(names), 'key')}: {listed(names, most=3)}"
             changes.append(Change(edit, path, len(names), len(kept), what))
+    if prune_optimizer and dropped:
+        changes += prune_optimizers(checkpoint, rewrite, dropped)
     if not changes:
         return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
     return _slimmer(checkpoint, rewrite.done(), changes)
@@ -147,7 +179,7 @@ def _split(
         path = spell_key(base, name)
         text = name if isinstance(name, str) else path
         if goes(text, path):
-            names.append(cut(text))
+            names.append(text)
         else:
             kept.append((key, value))
     return kept, names
@@ -184,6 +216,19 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
 
 
+def as_scalar(told: str) -> Scalar:
+    """A JSON scalar, or the text as it stands; raises TargetError for a list or an object."""
+    import json
+
+    try:
+        value = json.loads(told)
+    except ValueError:
+        return told
+    if isinstance(value, list | dict):
+        raise TargetError(f"{told!r} is no scalar", next="a number, a text, true, false or null")
+    return value  # type: ignore[no-any-return]
+
+
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Take out the entry at a path, whatever it is; raises TargetError when there is none."""
     found = resolve(checkpoint, key)
@@ -207,6 +252,4 @@ def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Che
     before, after = list(used_storages(checkpoint.graph)), list(used_storages(graph))
     legacy = checkpoint.format == "torch-legacy"
     anew = len(after) < len(before) if legacy else after != before
-    if legacy and anew and not checkpoint.anew:
-        changes = [*changes, Change("container", "", 1, 0, "legacy format -> zip")]
     return checkpoint.changed(graph, changes, anew=anew)

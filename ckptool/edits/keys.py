@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
-from ..objects import mapping
+from ..names import Globs
+from ..objects import mapping, spell_key
 from ..pickles.nodes import Ref
 from ..prefixes import common_prefix, without_wrappers, wrapper_counts
 from ..survey import StateDict
+from .optimizers import renamed_parameters
 from .rewrite import Rewrite
 from .select import selected
 
@@ -19,15 +21,23 @@ __all__ = ["add_prefix", "rename_keys", "renamed_modules", "strip_prefix", "stri
 
 Rename = Callable[[str], str]
 
+#: No choice: every key.
+EVERY = Globs()
+
 
 def strip_prefix(
-    checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, repeat: int | Literal["all"] = 1
+    checkpoint: Checkpoint,
+    prefix: str = "module.",
+    *,
+    key: str | None = None,
+    repeat: int | Literal["all"] = 1,
+    only: Globs = EVERY,
 ) -> Checkpoint:
     """Take a prefix of whole segments off the keys that have it; the others stay.
 
     ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: every
-    one found). ``repeat`` takes it off so many times, or "all" as long as it is there. The entry of
-    ``_metadata`` for the stripped module replaces the one for "" in its place, as torch's
+    one found), ``only`` chooses keys. ``repeat`` takes it off so many times, or "all" as long as it is there. The
+    entry of ``_metadata`` for the stripped module replaces the one for "" in its place, as torch's
     ``consume_prefix_in_state_dict_if_present`` does.
 
     Raises RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
@@ -42,7 +52,9 @@ def strip_prefix(
         return (*notes, f"{listed([repr(name) for name in inside])} still inside: --wrappers") if inside else notes
 
     what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
-    return rename_keys(checkpoint, strip, key=key, edit="strip-prefix", what=what, nothing=nothing, remark=remark)
+    return rename_keys(
+        checkpoint, strip, key=key, only=only, edit="strip-prefix", what=what, nothing=nothing, remark=remark
+    )
 
 
 def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
@@ -62,7 +74,7 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
     return strip
 
 
-def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpoint:
+def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
     """Take out the segments of all known wrappers wherever they stand: ``prefixes.WRAPPERS``.
 
     Parameters and errors as for ``strip_prefix``.
@@ -71,13 +83,16 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpo
         checkpoint,
         without_wrappers,
         key=key,
+        only=only,
         edit="strip-wrappers",
         what="wrapper names taken out of",
         nothing="no key has the name of a wrapper in it",
     )
 
 
-def add_prefix(checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None) -> Checkpoint:
+def add_prefix(
+    checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = EVERY
+) -> Checkpoint:
     """Put a prefix of whole segments before every key, also before one that has it already.
 
     In ``_metadata`` the entry for "" stays and the others gain the prefix. Parameters and errors as for
@@ -92,7 +107,8 @@ def add_prefix(checkpoint: Checkpoint, prefix: str = "module.", *, key: str | No
         had = sum(name.startswith(head) for name in names)
         return (f"{had:,} of them had it already and have it twice now",) if had else ()
 
-    return rename_keys(checkpoint, add, key=key, edit="add-prefix", what=f"prefix {head!r} put before", remark=remark)
+    what = f"prefix {head!r} put before"
+    return rename_keys(checkpoint, add, key=key, only=only, edit="add-prefix", what=what, remark=remark)
 
 
 def rename_keys(
@@ -100,34 +116,54 @@ def rename_keys(
     rename: Rename,
     *,
     key: str | None = None,
+    only: Globs = EVERY,
     edit: str = "rename",
     what: str = "renamed",
     nothing: str = "no key is renamed",
     remark: Callable[[Sequence[str]], tuple[str, ...]] | None = None,
 ) -> Checkpoint:
-    """Rename the keys of state dicts by a function of the name; ``_metadata`` follows.
+    """Rename the keys of state dicts by a function of the name; ``only`` chooses those that it is asked about.
 
-    A module path in ``_metadata`` is renamed as ``rename(path + ".")`` less the dot. Raises RefusedError
-    when two keys would become one.
+    ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot. So do the names of
+    parameters in the states of optimizers. Raises RefusedError when two keys would become one.
     """
     rewrite = Rewrite(checkpoint.graph)
     changes = []
+    known: dict[str, str] = {}
     for state_dict in selected(checkpoint, key):
         names = [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
-        renamed = [rename(name) for name in names]
+        chosen = _chosen(state_dict, names, only)
+        renamed = [rename(name) if name in chosen else name for name in names]
+        known.update(zip(names, renamed))
         _refuse_collisions(checkpoint, state_dict, names, renamed)
         count = sum(old != new for old, new in zip(names, renamed))
         if count:
             fresh = [(rewrite.text(ref, new), value) for (ref, value), new in zip(state_dict.items, renamed)]
             rewrite.refill(state_dict.ref, fresh)
             if state_dict.metadata >= 0:
-                _follow(rewrite, state_dict.metadata, rename)
+                _follow(rewrite, state_dict.metadata, _of_modules(rename, only, names, chosen))
         notes = remark(names) if remark else ()
         if not count:
             shared = common_prefix(names)
             notes += (f"they begin with {shared!r}",) if shared else ()
         changes.append(Change(edit, state_dict.path, count, len(names) - count, what if count else nothing, notes))
+    changes += renamed_parameters(checkpoint, rewrite, known)
     return checkpoint.changed(rewrite.done(), changes)
+
+
+def _chosen(state_dict: StateDict, names: Sequence[str], only: Globs) -> Collection[str]:
+    if not only:
+        return frozenset(names)
+    return {name for name in names if only.match(name, spell_key(state_dict.path, name))}
+
+
+def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Collection[str]) -> Rename:
+    """The function for paths of modules: with a choice of keys, a module goes where all of its keys go."""
+    if not only:
+        return rename
+    staying = {name[: at + 1] for name in names if name not in chosen for at, char in enumerate(name) if char == "."}
+    moving = {name[: at + 1] for name in chosen for at, char in enumerate(name) if char == "."}
+    return lambda path: rename(path) if path in moving and path not in staying else path
 
 
 def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename) -> None:

@@ -32,6 +32,14 @@ class Rewrite:
             self._like[ref] = like
         return ref
 
+    def put(self, ref: Ref, node: Node) -> None:
+        """Let a reference, old or new, hold another node."""
+        old = len(self.graph.nodes)
+        if ref < old:
+            self.changed[ref] = node
+        else:
+            self._added[ref - old] = node
+
     def node(self, ref: Ref) -> Node:
         """The node of a reference as it is by now."""
         if ref in self.changed:

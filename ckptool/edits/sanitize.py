@@ -74,7 +74,6 @@ def sanitize(
     if checkpoint.format == "torch-legacy" and (untyped or anew or checkpoint.graph.refused):
         # Five pickles in one protocol, and storages that it cannot hold: all of it is laid out anew.
         anew = True
-        changes.append(Change("container", "", 1, 0, "legacy format -> zip"))
     if not (changes or walk.rewrite.changed or checkpoint.graph.refused or anew):
         return checkpoint
     if checkpoint.graph.refused:
@@ -90,8 +89,8 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
     for storage in storages:
         if storage.location == "meta" or not storage.nbytes or storage.dtype.name == "unknown":
             continue
-        stored = checkpoint.container.stored(storage.key)
-        if stored.span is None:
+        stored = checkpoint.body(storage.key)
+        if stored is None:
             raise MalformedError(
                 f"the bytes of storage {storage.key!r} are not in the file",
                 path=checkpoint.path,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..checkpoint import Checkpoint
-from ..edits import add_prefix, rename_keys, strip_prefix, strip_wrappers
+from ..edits import add_prefix, strip_prefix, strip_wrappers
 from ..edits.entries import drop, extract, wrap
+from ..edits.keys import EVERY
+from ..edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex
+from ..errors import RefusedError, TargetError
+from ..human import listed
+from ..names import Globs
 from .comparison import Shape
 from .pairing import in_order, paired
-from .steps import Step, renaming
+from .steps import Step
 from .wanted import chosen_of, names_of
 
-__all__ = ["apply"]
+__all__ = ["apply", "named_like"]
 
 
 def apply(
@@ -30,35 +35,44 @@ def apply(
         elif step.option == "wrap":
             checkpoint = wrap(checkpoint, step.value)
         elif step.option == "drop":
-            checkpoint = drop(checkpoint, [step.value])
+            checkpoint = drop(checkpoint, [step.value], key=key)
         elif step.option in ("strip-module", "strip-prefix"):
             checkpoint = strip_prefix(checkpoint, step.value or "module.", key=key)
         elif step.option == "wrappers":
             checkpoint = strip_wrappers(checkpoint, key=key)
         elif step.option == "add-prefix":
             checkpoint = add_prefix(checkpoint, step.value, key=key)
-        elif step.option in ("like", "by-order"):
-            names = names_of(checkpoint, chosen_of(checkpoint, key)[0])
-            have = {name: value.shape for name, value in names.items()}
-            pairs = in_order(have, wanted) if step.option == "by-order" else paired(have, wanted)
-            checkpoint = rename_keys(checkpoint, _mapped(pairs), key=key, what=f"named as in {step.value}:")
+        elif step.option == "rename":
+            checkpoint = by_glob(checkpoint, *parse_glob(step.value), key=key)
+        elif step.option == "rename-regex":
+            pattern, new, count = parse_regex(step.value)
+            checkpoint = by_regex(checkpoint, pattern, new, count=count, key=key)
         else:
-            checkpoint = rename_keys(checkpoint, renaming(step), key=key, what=f"{step.value}:")
+            checkpoint = named_like(checkpoint, wanted, by_order=step.option == "by-order", key=key)
     return checkpoint
 
 
-def _mapped(pairs: Mapping[str, str]) -> Callable[[str], str]:
-    """The function of a name that ``pairs`` are; module paths, which end with a dot, follow their parameters."""
-    modules: dict[str, str] = {}
-    for own, other in pairs.items():
-        a, b = own.split(".")[:-1], other.split(".")[:-1]
-        while a and b:
-            before = modules.setdefault(".".join(a) + ".", ".".join(b) + ".")
-            if a[-1] != b[-1] or before != ".".join(b) + ".":
-                break
-            a, b = a[:-1], b[:-1]
+def named_like(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Shape],
+    *,
+    by_order: bool = False,
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """The checkpoint with the names of ``wanted``: those that surely mean the same, or ``by_order`` one by one.
 
-    def rename(name: str) -> str:
-        return modules.get(name, name) if name.endswith(".") else pairs.get(name, name)
-
-    return rename
+    Raises TargetError where there are several state dicts and no ``key``, RefusedError where no name has a sure
+    partner, or by order the shapes do not agree.
+    """
+    chosen = chosen_of(checkpoint, key)
+    if len(chosen) > 1:
+        what = f"there are {len(chosen)} state dicts: {listed([repr(item.path or '.') for item in chosen])}"
+        raise TargetError(what, path=checkpoint.path, next="name one with --key")
+    names = names_of(checkpoint, chosen[0])
+    have = {name: value.shape for name, value in names.items()}
+    table = in_order(have, wanted) if by_order else paired(have, wanted)
+    if not table:
+        what = "no key has a partner that its name and shape tell"
+        raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
+    return by_table(checkpoint, table, key=key, only=only)

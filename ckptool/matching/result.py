@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 from ..checkpoint import Checkpoint
 from ..human import counted, listed
 from ..names import Globs
-from ..objects import mapping, parse_path, spell_key
+from ..objects import mapping, parse_path
 from ..survey import StateDict
 from .comparison import Comparison, Difference, Shaped, compared, fillable
 from .search import Found, search
-from .steps import Step, command_words, cost, pairs_of
+from .steps import LAYOUT, Step, command_words, cost, pairs_of
 from .wanted import Wanted, chosen_of, names_of
 
 __all__ = ["Match", "match_checkpoint"]
@@ -76,7 +76,7 @@ def match_checkpoint(
     now = compared(best.names, wanted.tensors, best.filled)
     steps, fix = _fix(checkpoint, wanted, best, now, strict)
     fits = placed and _good(now, strict)
-    asked = _edited_key(checkpoint, best, key)
+    asked = _edited_key(checkpoint, best, steps)
     report = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
@@ -93,7 +93,7 @@ def match_checkpoint(
         **_account(now),
         "modules": _modules(now),
         "fix": None if fix is None else fix | {"command": _command(checkpoint, wanted, steps, asked, key)},
-        "next": "" if fits else _next(checkpoint, wanted, best, steps, now, fix, asked),
+        "next": "" if fits else _next(checkpoint, wanted, best, steps, now, fix),
         "notes": _notes(checkpoint, wanted, best, tried, key),
     }
     return Match(report, None if fix is None and not fits else steps, asked)
@@ -155,8 +155,7 @@ def _fix(
     drops: tuple[Step, ...] = ()
     dropped: list[str] = []
     if strict and after.unexpected and not after.missing and not after.sizes and after.loads:
-        alone = bool(best.before) or not best.item.path
-        drops = _drops(checkpoint, best.item, renamed, after.unexpected, alone)
+        drops = _drops(renamed, after.unexpected)
         if drops:
             dropped = after.unexpected
             after = after._replace(unexpected=[])
@@ -188,13 +187,8 @@ def _good(found: Comparison, strict: bool) -> bool:
     return found.complete if strict else bool(found.loads or not found.missing) and not found.sizes
 
 
-def _drops(
-    checkpoint: Checkpoint, item: StateDict, names: Collection[str], unexpected: Sequence[str], alone: bool
-) -> tuple[Step, ...]:
-    """Steps that drop exactly the unexpected keys; none where a few patterns cannot.
-
-    ``alone`` says that the state dict is the whole checkpoint by then.
-    """
+def _drops(names: Collection[str], unexpected: Sequence[str]) -> tuple[Step, ...]:
+    """Steps that drop exactly the unexpected keys; none where a few patterns cannot."""
     bad = set(unexpected)
     wanted = {name[:at] for name in names if name not in bad for at, sign in enumerate(name) if sign == "."}
     patterns: dict[str, None] = {}
@@ -205,22 +199,10 @@ def _drops(
         patterns[name if head is None else head + ".*"] = None
         if len(patterns) > _DROPS:
             return ()
-    found = list(patterns)
-    match = Globs(found)
+    match = Globs(list(patterns))
     if {name for name in names if match.match(name)} != bad:
         return ()
-    others = [entry.key for entry in checkpoint.survey.entries if entry.path != item.path]
-    others += [
-        entry.key for entry in checkpoint.survey.tensors if entry.state_dict not in (-1, _number(checkpoint, item))
-    ]
-    if not alone and any(match.match(other) for other in others):
-        # Patterns hold for the whole file: only paths say which state dict is meant.
-        found = [spell_key(item.path, pattern + ".")[:-3] + '"]' for pattern in found]
-    return tuple(Step("drop", pattern) for pattern in found)
-
-
-def _number(checkpoint: Checkpoint, item: StateDict) -> int:
-    return next(number for number, other in enumerate(checkpoint.state_dicts) if other is item)
+    return tuple(Step("drop", pattern) for pattern in patterns)
 
 
 def _left_out(checkpoint: Checkpoint, best: _Tried) -> list[str]:
@@ -229,12 +211,15 @@ def _left_out(checkpoint: Checkpoint, best: _Tried) -> list[str]:
     return [entry.key for entry in checkpoint.survey.entries if parse_path(entry.path) != first]
 
 
-def _edited_key(checkpoint: Checkpoint, best: _Tried, key: str | None) -> str | None:
-    """The state dict that an edit of names must name, because there are others, or it is not surely one."""
-    if best.before or not best.found.steps:
+def _edited_key(checkpoint: Checkpoint, best: _Tried, steps: Sequence[Step]) -> str | None:
+    """The state dict that the steps must name: because there are others, it is not surely one, or entries beside it
+    could have the names of keys that go."""
+    names = [step for step in steps if step.option not in LAYOUT]
+    drops = [step for step in steps if step.option == "drop"]
+    if best.before or not (names or drops):
         return None
     sure = [item for item in checkpoint.state_dicts if item.confidence == "high"]
-    return None if sure == [best.item] and key is None else best.item.path or "."
+    return None if sure == [best.item] and not (drops and best.item.path) else best.item.path or "."
 
 
 def _command(
@@ -247,7 +232,7 @@ def _command(
         return command_words(checkpoint.path, steps, output, asked)
     if wanted.kind == "names":
         return ""
-    # ``edit --like`` takes a file with one state dict; what else gives names is known here alone.
+    # ``edit --like`` takes a file with one state dict; what else names come from is known here alone.
     words = ["ckptool match", quote(checkpoint.path)]
     words += [f"--model {quote(wanted.source)}"] if wanted.kind == "model" else [quote(wanted.source)]
     words += [f"--key {quote(key)}"] if key is not None else []
@@ -299,7 +284,6 @@ def _next(
     steps: tuple[Step, ...],
     now: Comparison,
     fix: dict[str, Any] | None,
-    asked: str | None,
 ) -> str:
     """What the user can do about what no edit mends; "" where the fix is a whole one."""
     if fix is not None and fix["complete"]:
@@ -315,9 +299,9 @@ def _next(
         kept = counted(len(after.missing), "key")
         return f"load_state_dict(..., strict=False) takes it so; {kept} of the model would keep their own values"
     bad = [difference.key for difference in after.sizes]
-    drops = _drops(checkpoint, best.item, renamed, bad, bool(best.before) or not best.item.path)
+    drops = _drops(renamed, bad)
     last = best.after if fix is not None else ()
-    asked = asked if steps or len(checkpoint.state_dicts) == 1 else best.item.path or "."
+    asked = _edited_key(checkpoint, best, (*steps, *drops))
     loads = f"load_state_dict(..., strict=False) takes the other {len(after.loads):,}"
     if not drops:
         return f"without the {counted(len(bad), 'key')} of another size {loads}"

@@ -117,10 +117,11 @@ def pairs_of(steps: Sequence[Step]) -> list[tuple[str, str | bool]]:
 def command_words(path: str, steps: Sequence[Step], output: str, key: str | None) -> str:
     """The command line that does the steps, quoted for a shell."""
     words = ["ckptool edit", quote(path)]
+    if key is not None:
+        # It holds for the edits behind it.
+        words += ["--key", quote(key or ".")]
     for option, value in pairs_of(steps):
         words.append(f"--{option}")
         if isinstance(value, str):
             words.append(quote(value))
-    if key is not None:
-        words += ["--key", quote(key or ".")]
     return " ".join([*words, "-o", quote(output)])

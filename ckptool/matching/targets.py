@@ -14,11 +14,12 @@ from .wanted import Wanted, is_lock, wanted_of_checkpoint, wanted_of_lock, wante
 __all__ = ["wanted_of"]
 
 
-def wanted_of(target: Any, model: str | None = None, key: str | None = None) -> Wanted:
+def wanted_of(target: Any, model: str | None = None, key: str | None = None, *, same: str | None = None) -> Wanted:
     """What a target wants: a path, a model, a mapping of names to tensors; or ``model``, which names a callable that
     is imported and run.
 
-    ``key`` chooses among the state dicts of a file. Raises TargetError where there is nothing to match with.
+    ``key`` chooses among the state dicts of a file, ``same`` is the path of one that is preferred. Raises TargetError
+    where there is nothing to match with.
     """
     if (target is None) == (model is None):
         raise TargetError("match takes a target or a model, one of them", next="name a file, or --model")
@@ -33,6 +34,6 @@ def wanted_of(target: Any, model: str | None = None, key: str | None = None) -> 
         return wanted_of_names(state, type(target).__name__)
     name = os.fspath(target)
     if is_lock(name):
-        return wanted_of_lock(name, key)
+        return wanted_of_lock(name, key, same=same)
     with open_checkpoint(name) as checkpoint:
-        return wanted_of_checkpoint(checkpoint, key)
+        return wanted_of_checkpoint(checkpoint, key, same=same)

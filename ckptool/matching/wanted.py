@@ -78,13 +78,15 @@ def chosen_of(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     return found
 
 
-def wanted_of_checkpoint(checkpoint: Checkpoint, key: str | None = None) -> Wanted:
-    """What the state dict at ``key`` holds; without a key the one with the most keys.
+def wanted_of_checkpoint(checkpoint: Checkpoint, key: str | None = None, *, same: str | None = None) -> Wanted:
+    """What the state dict at ``key`` holds; without a key the one at ``same`` where there is one, else the one with the
+    most keys.
 
     Raises TargetError where there is none.
     """
     found = chosen_of(checkpoint, key)
-    best = max(found, key=lambda item: len(item.items))
+    place = normal_path(same) if same is not None else None
+    best = max(found, key=lambda item: (item.path == place, len(item.items)))
     others = tuple(item.path for item in found if item is not best)
     return Wanted(checkpoint.path, "checkpoint", best.path, names_of(checkpoint, best), others)
 
@@ -119,8 +121,8 @@ def is_lock(path: str) -> bool:
         source.close()
 
 
-def wanted_of_lock(path: str, key: str | None = None) -> Wanted:
-    """What a lock file wants of the state dict at ``key``; without a key of the one with the most keys.
+def wanted_of_lock(path: str, key: str | None = None, *, same: str | None = None) -> Wanted:
+    """What a lock file wants of the state dict at ``key``; without a key as ``wanted_of_checkpoint``.
 
     Raises MalformedError where it is no lock file as ``ckptool lock`` writes it, TargetError for a key that it has not.
     """
@@ -150,7 +152,8 @@ def wanted_of_lock(path: str, key: str | None = None) -> Wanted:
     if key is not None and normal_path(key) not in places:
         known = listed([repr(name or ".") for name in places])
         raise TargetError(f"no state dict at {key!r}; there is {known}", path=path)
-    best = normal_path(key) if key is not None else max(places, key=lambda name: len(places[name]))
+    place = normal_path(same) if same is not None else None
+    best = max(places, key=lambda name: (name == place, len(places[name]))) if key is None else normal_path(key)
     tensors = {name: _locked(path, name, value) for name, value in places[best].items()}
     return Wanted(path, "lock", best, tensors, tuple(name for name in places if name != best) if key is None else ())
 

@@ -1,0 +1,189 @@
+"""The commands on many keys at once: rename, slim, cast, and edit, which does everything in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from .. import api
+from ..checkpoint import Checkpoint
+from ..steps import MODIFIERS, STEPS
+from .editing import Job, edit_all
+from .options import choosing, key_option, paths, writing
+from .ordered import Ordered, steps_of
+
+__all__ = ["cast", "edit", "rename", "slim"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+RENAME_EPILOG = """\b
+Examples:
+  ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
+  ckptool rename model.pth --regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
+  ckptool rename model.pth --map names.json -o renamed.pth
+  ckptool rename model.pth --like other.pth --by-order -o renamed.pth
+"""
+
+#: Options of rename, and the steps that they are.
+_RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "like": "like", "by-order": "by-order"}
+
+
+@click.command(cls=Ordered, epilog=RENAME_EPILOG)
+@paths
+@click.option("--glob", multiple=True, metavar="OLD=NEW", help="By a pattern; each wildcard of NEW is that of OLD.")
+@click.option(
+    "--regex", multiple=True, metavar="s/OLD/NEW/", help="By a regular expression, as sed has it: flags g, i."
+)
+@click.option("--map", multiple=True, metavar="FILE", help="By a table: a JSON object, or two columns, old and new.")
+@click.option("--like", metavar="OTHER", help="By the names of another checkpoint.")
+@click.option("--by-order", is_flag=True, help="With --like: one by one in their order; shapes must agree.")
+@key_option
+@choosing
+@writing
+@click.pass_context
+def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, **how: Any) -> int:
+    """Rename keys of state dicts. The renames are done in the order given, one after the other.
+
+    _metadata follows, and so do the names of parameters in optimizers. What matches nothing is refused, and so are
+    two keys that would become one.
+    """
+    given = steps_of(ctx, _RENAMES)
+    if not any(name != "by-order" for name, _ in given):
+        raise click.UsageError("Say how: --glob, --regex, --map or --like.")
+    first = [step for step in _scope(key, how) + given if step[0] in ("key", "include", "exclude", "by-order")]
+    steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
+    writing = _writing(how)
+    return edit_all(Job("rename", lambda checkpoint: api.edit(checkpoint, steps)), paths, **writing)
+
+
+def _scope(key: str | None, how: dict[str, Any]) -> list[tuple[str, str | bool]]:
+    steps: list[tuple[str, str | bool]] = [("key", key)] if key is not None else []
+    steps += [(name, glob) for name in ("include", "exclude") for glob in how[name]]
+    return steps
+
+
+def _writing(how: dict[str, Any]) -> dict[str, Any]:
+    """The options of every command that writes."""
+    names = ("output", "out_dir", "force", "dry_run", "style", "quiet", "no_progress")
+    return {name: how[name] for name in names}
+
+
+SLIM_EPILOG = """\b
+Examples:
+  ckptool slim training.pth --for inference -o model.pth
+  ckptool slim model.pth --dedupe -o small.pth
+"""
+
+
+@click.command(epilog=SLIM_EPILOG)
+@paths
+@click.option("--for", "purpose", type=click.Choice(["inference"]), help="Drop optimizer, scheduler and EMA entries.")
+@click.option("--dedupe", is_flag=True, help="Make storages of state dicts with the same bytes one: tied tensors.")
+@choosing
+@writing
+def slim(
+    paths: tuple[str, ...],
+    purpose: Any,
+    dedupe: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    **how: Any,
+) -> int:
+    """Leave out the bytes that nothing reads: a slice that drags its whole storage along gets one of its own size.
+
+    Tensors that overlap go on sharing a storage. No value changes.
+    """
+    only = api.Globs(include, exclude)
+
+    def run(checkpoint: Checkpoint) -> Checkpoint:
+        return api.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
+
+    return edit_all(Job("slim", run), paths, **how)
+
+
+CAST_EPILOG = """\b
+Examples:
+  ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
+  ckptool cast model.pth --dtype float16 --exclude '*norm*' --strict -o model.fp16.pth
+  ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth
+"""
+
+
+@click.command(epilog=CAST_EPILOG)
+@paths
+@click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
+@click.option("--strict", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
+@key_option
+@choosing
+@writing
+def cast(
+    paths: tuple[str, ...],
+    dtype: str,
+    strict: bool,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    **how: Any,
+) -> int:
+    """Give the floating tensors another dtype, exactly as torch's own .to(dtype) does.
+
+    With --include just what matches is cast, whatever its dtype. Tensors that share a storage go on sharing it. The
+    values are computed while the output is written, with torch: the file is never in memory. Finite values that become
+    infinite are counted and reported.
+    """
+    only = api.Globs(include, exclude)
+
+    def run(checkpoint: Checkpoint) -> Checkpoint:
+        return api.cast(checkpoint, dtype, key=key, only=only, strict=strict)
+
+    return edit_all(Job("cast", run), paths, **how)
+
+
+EDIT_EPILOG = """\b
+Examples:
+  ckptool edit in.pth -o out.pth --extract state_dict --strip-module --cast bfloat16 --to cpu
+  ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --drop 'head.*' --set epoch=0
+  ckptool edit in.pth -o out.pth --exclude '*norm*' --cast float16
+"""
+
+
+def _steps(command: Command) -> Command:
+    """Every step as an option, in the order of the table."""
+    for name, text in reversed(list(MODIFIERS.items())):
+        command = click.option(f"--{name}", is_flag=True, help=text)(command)
+    for option, metavar, text in (
+        ("--exclude", "GLOB", "The steps behind it leave keys alone that match."),
+        ("--include", "GLOB", "The steps behind it are about keys that match."),
+        ("--key", "PATH", "The steps behind it are about this state dict; '*': all."),
+    ):
+        command = click.option(option, multiple=True, metavar=metavar, help=text)(command)
+    for name, kind in reversed(list(STEPS.items())):
+        if kind.metavar:
+            command = click.option(f"--{name}", multiple=True, metavar=kind.metavar, help=kind.help)(command)
+        else:
+            command = click.option(f"--{name}", is_flag=True, help=kind.help)(command)
+    return command
+
+
+@click.command(cls=Ordered, epilog=EDIT_EPILOG)
+@paths
+@_steps
+@writing
+@click.pass_context
+def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
+    """Do several edits in one pass over the file, in the order in which they are given.
+
+    --key, --include and --exclude hold for the edits behind them. The file is written once, at the end.
+    """
+    steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
+    if not any(name in STEPS for name, _ in steps):
+        raise click.UsageError("There is no edit to do: name one, such as --strip-module.")
+    # What says how an edit is done may stand before or behind it.
+    steps.sort(key=lambda step: step[0] not in MODIFIERS)
+    if steps[-1][0] in ("key", "include", "exclude"):
+        raise click.UsageError(
+            f"--{steps[-1][0]} holds for the edits behind it, and none follows: name it before them."
+        )
+    return edit_all(Job("edit", lambda checkpoint: api.edit(checkpoint, steps)), paths, **_writing(how))

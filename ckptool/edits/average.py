@@ -1,0 +1,185 @@
+"""The mean of several checkpoints of one model, computed storage by storage while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from ..checkpoint import Body, Change, Checkpoint
+from ..dtypes import BY_NAME, Dtype
+from ..elements import stored_bytes, swapped, whole_chunks
+from ..errors import MalformedError, RefusedError, TargetError
+from ..human import counted, shown
+from ..names import Globs
+from ..source import Computed
+from ..survey import StateDict
+from ..tensors import Tensor
+from .keys import EVERY
+from .select import selected
+from .storages import storage_uses, with_plain_ids
+
+__all__ = ["Averager", "average"]
+
+#: Gives the weighted mean of little-endian elements of one dtype: (parts, weights, dtype, dtype to sum in).
+Averager: TypeAlias = "Callable[[Sequence[bytes], Sequence[float], str, str], bytes]"
+
+
+def average(
+    originals: Sequence[Checkpoint],
+    averager: Averager,
+    *,
+    weights: Sequence[float] | None = None,
+    dtype: Literal["float64", "float32"] = "float64",
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """The first checkpoint with the mean of all in place of its floating tensors in state dicts.
+
+    The others must have the same state dicts with the same keys, shapes and dtypes. Sums are made in ``dtype``, with
+    ``weights`` one for each checkpoint (default: equal). Tensors of integers stay those of the first, and so does
+    everything that is no tensor of a state dict. Raises TargetError for weights that make no sense, RefusedError
+    where the checkpoints do not go together.
+    """
+    factors = _factors(originals, weights)
+    checkpoints = [with_plain_ids(checkpoint) for checkpoint in originals]
+    first, *others = checkpoints
+    reader = first.survey.reader
+    uses = storage_uses(first.graph, reader)
+    plan: dict[str, list[str]] = {}
+    layouts: dict[str, set[object]] = {}
+    integers = tensors = differing = 0
+    for state_dict in selected(first, key):
+        twins = [_twin(first, other, state_dict) for other in others]
+        tables = [_tensors(other, twin) for other, twin in zip(others, twins)]
+        for name, tensor in _tensors(first, state_dict).items():
+            partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
+            kind = BY_NAME.get(tensor.dtype)
+            if only and not only.match(name, f"{state_dict.path}.{name}"):
+                continue
+            if kind is None or not kind.floating or tensor.kind != "dense" or not tensor.storage:
+                integers += 1
+                continue
+            keys = [tensor.storage, *(partner.storage for partner in partners)]
+            if plan.setdefault(tensor.storage, keys) != keys:
+                what = f"{shown(name)} shares its storage with others in one checkpoint and not in another"
+                raise RefusedError(what, path=first.path, next="ckptool slim each of them first")
+            layouts.setdefault(tensor.storage, set()).add((tensor.offset, tensor.shape, tensor.stride))
+            differing += any(_layout(partner) != _layout(tensor) for partner in partners)
+            tensors += 1
+    if differing:
+        what = f"{counted(differing, 'tensor')} lie otherwise in their storages in another checkpoint"
+        raise RefusedError(what, path=first.path, next="ckptool slim each of them first")
+    added: dict[str, Body] = {}
+    for name, keys in plan.items():
+        kind = BY_NAME[uses.tensors[name][0].tensor.dtype]
+        if len({use.tensor.dtype for use in uses.tensors[name]}) > 1:
+            raise RefusedError(
+                f"storage {name!r} is read as two dtypes", path=first.path, next="leave it out: --exclude"
+            )
+        sizes = {None if body is None else body.size for body in map(Checkpoint.body, checkpoints, keys)}
+        if len(sizes) != 1 or None in sizes:
+            raise RefusedError(f"the storages {keys} differ in size", path=first.path, next="ckptool slim each of them")
+        nbytes = reader.storages[name].nbytes
+        added[name] = Body(
+            Computed(nbytes, _averaging(checkpoints, keys, kind, nbytes, averager, factors, dtype)), nbytes
+        )
+    if not tensors:
+        raise RefusedError("there is no floating tensor in a state dict to average", path=first.path)
+    what = f"{counted(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
+    notes = (f"{counted(integers, 'tensor')} of another kind as in the first",) if integers else ()
+    changes = [Change("average", key or "", tensors, integers, what, notes)]
+    sources = [source for other in others for source in other.sources]
+    return first.changed(first.graph, changes, added, anew=True, also=sources)
+
+
+def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
+    if len(checkpoints) < 2:
+        raise TargetError("an average needs two checkpoints or more")
+    factors = [1.0] * len(checkpoints) if weights is None else list(weights)
+    if len(factors) != len(checkpoints):
+        raise TargetError(f"there are {len(factors)} weights for {len(checkpoints)} checkpoints", next="one for each")
+    total = sum(factors)
+    if not all(factor == factor and abs(factor) != float("inf") for factor in factors) or not total:
+        raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")
+    return factors
+
+
+def _twin(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -> StateDict:
+    """The state dict of another checkpoint at the same path, or the only one in either."""
+    found = [item for item in other.state_dicts if item.path == state_dict.path]
+    sure = [item for item in other.state_dicts if item.confidence == "high"]
+    if not found and len(sure) == 1 and len(selected(first, None)) == 1:
+        found = sure
+    if not found:
+        where = f" at {state_dict.path!r}" if state_dict.path else ""
+        what = f"it has no state dict{where}"
+        raise RefusedError(what, path=other.path, next="name the one to average with --key")
+    return found[0]
+
+
+def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
+    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
+    tensors = {str(nodes[name]): reader.tensor(value) for name, value in state_dict.items}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    found = table.get(name)
+    step = f"ckptool diff {first.path} {other.path}"
+    if found is None:
+        raise RefusedError(f"it has no tensor {shown(name)}", path=other.path, next=step)
+    if (found.shape, found.dtype, found.kind) != (tensor.shape, tensor.dtype, tensor.kind):
+        there = f"{found.dtype} {list(found.shape)}"
+        what = f"{shown(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
+        raise RefusedError(what, path=other.path, next=step)
+    return found
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.offset, tensor.shape, tensor.stride
+
+
+def _averaging(
+    checkpoints: Sequence[Checkpoint],
+    keys: Sequence[str],
+    dtype: Dtype,
+    nbytes: int,
+    averager: Averager,
+    factors: Sequence[float],
+    wide: str,
+) -> Callable[[], Iterator[bytes]]:
+    big = [checkpoint.container.byteorder == "big" for checkpoint in checkpoints]
+
+    def chunks() -> Iterator[bytes]:
+        streams = [
+            _even(whole_chunks(stored_bytes(checkpoint, key, 0, nbytes), dtype.itemsize), dtype.itemsize)
+            for checkpoint, key in zip(checkpoints, keys)
+        ]
+        while True:
+            parts = [next(stream, b"") for stream in streams]
+            if not any(parts):
+                return
+            if len({len(part) for part in parts}) > 1:
+                raise MalformedError("a storage ends too early", path=checkpoints[0].path)
+            little = [swapped(part, dtype) if swap else part for part, swap in zip(parts, big)]
+            made = averager(little, factors, dtype.name, wide)
+            yield swapped(made, dtype) if big[0] else made
+
+    return chunks
+
+
+#: Bytes of each checkpoint that are averaged in one go.
+_STEP = 1 << 20
+
+
+def _even(chunks: Iterator[bytes], width: int) -> Iterator[bytes]:
+    """The same bytes in pieces of one size, so that those of several files go together."""
+    step = _STEP - _STEP % width
+    rest = bytearray()
+    for data in chunks:
+        rest += data
+        while len(rest) >= step:
+            yield bytes(rest[:step])
+            del rest[:step]
+    if rest:
+        yield bytes(rest)

@@ -1,0 +1,258 @@
+"""Other dtypes for tensors: their values are computed while the output is written, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
+
+from ..checkpoint import Body, Change, Checkpoint
+from ..dtypes import BY_NAME, Dtype
+from ..elements import stored_bytes, swapped, whole_chunks
+from ..errors import RefusedError, TargetError
+from ..human import counted, human_bytes, listed
+from ..names import Globs
+from ..objects import mapped_name, mapping
+from ..pickles.nodes import Call, Global, Ref
+from ..pickles.opcodes import REDUCE
+from ..source import Computed
+from ..survey import TensorEntry
+from ..tensors import Storage
+from .keys import EVERY
+from .rewrite import Rewrite
+from .select import selected
+from .storages import Use, repointed, storage_uses, with_plain_ids
+
+__all__ = ["Caster", "cast", "check_dtype"]
+
+#: Kinds of tensors whose values can be cast one by one; the parts of the others have meanings of their own.
+_PLAIN: Final = ("dense",)
+_VALUES: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
+
+
+#: Turns little-endian elements of one dtype into those of another as torch does, (elements, dtype, target) to
+#: (elements, how many finite values are none any more).
+Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
+
+
+def check_dtype(name: str) -> Dtype:
+    """The dtype to cast to; raises TargetError for one that is unknown, or that values cannot be cast to."""
+    dtype = BY_NAME.get(name)
+    if dtype is None or not (dtype.floating or dtype.name.startswith(("complex", "int", "uint", "bool"))):
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, [item for item in BY_NAME if BY_NAME[item].floating], 1)
+        raise TargetError(f"{name!r} is no dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
+    if dtype.name == "float4_e2m1fn_x2":
+        raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
+    return dtype
+
+
+def cast(
+    original: Checkpoint,
+    dtype: str,
+    caster: Caster,
+    *,
+    key: str | None = None,
+    only: Globs = EVERY,
+    strict: bool = False,
+) -> Checkpoint:
+    """Give tensors another dtype: the floating ones, or with patterns in ``only`` just those that match.
+
+    ``key`` is the path of one state dict (default: every tensor of the file). Storages that tensors share stay shared,
+    so what shares one with a chosen tensor is cast too. Quantized tensors stay. The values are computed by ``caster``
+    while the output is written; ``strict`` refuses finite values that would become infinite or NaN, which are counted
+    otherwise. Raises TargetError for an unknown dtype.
+    """
+    target = check_dtype(dtype)
+    checkpoint = with_plain_ids(original)
+    survey = checkpoint.survey
+    reader = survey.reader
+    uses = storage_uses(checkpoint.graph, reader)
+    wanted, left = _wanted(checkpoint, target, key, only)
+    rewrite = Rewrite(checkpoint.graph)
+    added: dict[str, Body] = {}
+    tally = _Tally(checkpoint, strict)
+    before = after = tensors = tied = 0
+    for name, users in uses.tensors.items():
+        if name not in wanted:
+            continue
+        storage = reader.storages[name]
+        kinds = {use.tensor.dtype for use in users}
+        there = checkpoint.body(name) is not None or storage.location == "meta"
+        if name in uses.pinned or len(kinds) > 1 or not there:
+            left.append(f"{wanted[name]} (its storage is used in another way, too)")
+            continue
+        reason = "" if target.storage else next(filter(None, (_unfit(rewrite, use) for use in users)), "")
+        if reason:
+            left.append(f"{wanted[name]} ({reason})")
+            continue
+        source = BY_NAME[users[0].tensor.dtype]
+        numel = storage.nbytes // source.itemsize
+        size = numel * target.itemsize
+        if storage.location != "meta":
+            added[name] = Body(Computed(size, _casting(checkpoint, name, storage, source, target, caster, tally)), size)
+        for use in users:
+            _recast(rewrite, use, name, numel, target)
+        tensors += len(users)
+        tied += len(users) > 1
+        before, after = before + storage.nbytes, after + size
+    bare = [
+        entry for entry in _chosen(checkpoint, key, only) if entry.tensor.kind == "meta" and not entry.tensor.storage
+    ]
+    tensors += sum(_recast_meta(rewrite, entry.ref, target) for entry in bare if BY_NAME[entry.tensor.dtype].floating)
+    changes = []
+    if tensors:
+        notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
+        what = f"{counted(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
+        changes.append(Change("cast", key or "", tensors, 0, what, notes))
+    if left:
+        changes.append(Change("cast", "", 0, len(left), f"not cast: {listed(left, most=3)}"))
+    if not tensors:
+        what = f"no tensor to cast: what is chosen is {target.name} already, or no floating tensor"
+        return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
+    return checkpoint.changed(rewrite.done(), changes, added, anew=True, later=(tally.changes,))
+
+
+def _wanted(checkpoint: Checkpoint, target: Dtype, key: str | None, only: Globs) -> tuple[dict[str, str], list[str]]:
+    """The storages to cast, each with the path of a tensor that wants it; and the paths of tensors that cannot be."""
+    survey = checkpoint.survey
+    wanted: dict[str, str] = {}
+    left: list[str] = []
+    for entry in _chosen(checkpoint, key, only):
+        tensor = entry.tensor
+        if not tensor.storage and tensor.kind in _VALUES:
+            parts = [part for part in survey.reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
+        else:
+            parts = [tensor] if tensor.kind in (*_PLAIN, "meta") and tensor.storage else []
+        source = BY_NAME.get(tensor.dtype)
+        named = bool(only.include) and source is not None and source.packed == 1 and tensor.kind in (*_PLAIN, "meta")
+        floating = source is not None and source.floating and source.name != "float4_e2m1fn_x2"
+        if source is None or not parts:
+            if tensor.kind == "meta":
+                continue
+            if floating or source is None or tensor.kind == "quantized":
+                left.append(f"{entry.path} ({tensor.kind})")
+        elif (floating or named) and source.name != target.name:
+            wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
+    return wanted, left
+
+
+def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> Iterator[TensorEntry]:
+    survey = checkpoint.survey
+    chosen = None if key is None else {item.path for item in selected(checkpoint, key)}
+    for entry in survey.tensors:
+        if chosen is not None and (entry.state_dict < 0 or survey.state_dicts[entry.state_dict].path not in chosen):
+            continue
+        if not only or only.match(entry.key, entry.path):
+            yield entry
+
+
+class _Tally:
+    """Counts what overflows while values are computed, storage by storage."""
+
+    def __init__(self, checkpoint: Checkpoint, strict: bool) -> None:
+        self.checkpoint = checkpoint
+        self.strict = strict
+        self.found: dict[str, int] = {}
+
+    def add(self, key: str, target: Dtype, count: int) -> None:
+        self.found[key] = self.found.get(key, 0) + count
+        if self.strict and count:
+            path = self.paths({key})[0]
+            what = f"{path}: {counted(count, 'finite value')} would be infinite or NaN in {target.name}"
+            raise RefusedError(
+                what, path=self.checkpoint.path, next="leave it out with --exclude, or leave out --strict"
+            )
+
+    def paths(self, keys: set[str]) -> list[str]:
+        survey = self.checkpoint.survey
+        found = [entry for entry in survey.tensors if keys & {p.storage for p in survey.reader.parts(entry.tensor)}]
+        return [entry.path or "the tensor" for entry in found] or ["a tensor"]
+
+    def changes(self) -> list[Change]:
+        """What is to be said once everything was computed."""
+        keys = {key for key, count in self.found.items() if count}
+        if not keys:
+            return []
+        what = f"{counted(sum(self.found.values()), 'finite value')} became infinite or NaN"
+        return [Change("overflow", "", len(keys), 0, f"{what}: in {listed(self.paths(keys), most=3)}")]
+
+
+def _casting(
+    checkpoint: Checkpoint, key: str, storage: Storage, source: Dtype, target: Dtype, caster: Caster, tally: _Tally
+) -> Callable[[], Iterator[bytes]]:
+    big = checkpoint.container.byteorder == "big"
+
+    def chunks() -> Iterator[bytes]:
+        tally.found[key] = 0
+        for data in whole_chunks(stored_bytes(checkpoint, key, 0, storage.nbytes), source.itemsize):
+            made, overflowed = caster(swapped(data, source) if big else data, source.name, target.name)
+            if overflowed:
+                tally.add(key, target, overflowed)
+            yield swapped(made, target) if big else made
+
+    return chunks
+
+
+def _unfit(rewrite: Rewrite, use: Use) -> str:
+    """Why torch could not load this tensor in a dtype that it writes without a storage class, "" if it can."""
+    args = rewrite.graph.nodes[use.args]
+    if type(args) is tuple and len(args) > 6 and mapping(rewrite.graph, args[-1]):
+        return "it carries a conjugate or negative bit"
+    if type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
+        # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
+        return "torch cannot load it with requires_grad"
+    return ""
+
+
+def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
+    """The use with the storage class of another dtype, or without one: as ``Tensor._reduce_ex_internal`` writes it."""
+    graph = rewrite.graph
+    cls = rewrite.named("torch", target.storage) if target.storage else rewrite.named("torch.storage", "UntypedStorage")
+    args = repointed(rewrite, use, key, numel if target.storage else numel * target.itemsize, cls=cls)
+    func = graph.nodes[use.func]
+    assert type(func) is Global
+    name = mapped_name(func).rpartition(".")[2]
+    if target.storage:
+        if name == "_rebuild_tensor_v3":
+            # (..., hooks, dtype[, metadata]) -> (..., hooks[, metadata])
+            args = (*args[:6], *args[7:])
+            _rename(rewrite, use, rewrite.named("torch._utils", "_rebuild_tensor_v2"))
+    elif name == "_rebuild_tensor_v3":
+        args = (*args[:6], rewrite.named("torch", target.name), *args[7:])
+    else:
+        grad = args[4] if len(args) > 4 else rewrite.constant(False)
+        hooks = args[5] if len(args) > 5 else _no_hooks(rewrite)
+        args = (*args[:4], grad, hooks, rewrite.named("torch", target.name), *args[6:])
+        _rename(rewrite, use, rewrite.named("torch._utils", "_rebuild_tensor_v3"))
+    rewrite.changed[use.args] = args
+
+
+def _recast_meta(rewrite: Rewrite, ref: Ref, target: Dtype) -> bool:
+    """A tensor without a storage: ``_rebuild_meta_tensor_no_storage(dtype, ...)``, a parameter around it or not."""
+    nodes = rewrite.graph.nodes
+    while isinstance(node := nodes[ref], Call):
+        func, args = nodes[node.func], rewrite.node(node.args)
+        if type(args) is not tuple or not args:
+            return False
+        if isinstance(func, Global) and func.name == "_rebuild_meta_tensor_no_storage":
+            rewrite.changed[node.args] = (rewrite.named("torch", target.name), *args[1:])
+            return True
+        ref = args[0]
+    return False
+
+
+def _rename(rewrite: Rewrite, use: Use, func: Ref) -> None:
+    """Let another function rebuild the tensor."""
+    holder = rewrite.node(use.holder)
+    if isinstance(holder, Call):
+        rewrite.changed[use.holder] = Call(holder.op, func, holder.args, holder.kwargs).filled(
+            holder.items, holder.pairs, holder.states
+        )
+    else:
+        assert type(holder) is tuple
+        rewrite.changed[use.holder] = (func, *holder[1:])
+
+
+def _no_hooks(rewrite: Rewrite) -> Ref:
+    return rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))

@@ -1,0 +1,262 @@
+"""Taking entries or tensors of one checkpoint into another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from shlex import quote
+
+from ..checkpoint import Body, Change, Checkpoint
+from ..elements import stored_bytes, swapped, whole_chunks
+from ..errors import RefusedError, TargetError
+from ..human import counted, listed, shown
+from ..names import Globs
+from ..objects import mapping, parse_path, spell_key
+from ..pickles.nodes import (
+    Buffer,
+    ByteArray,
+    Call,
+    Dict,
+    Extension,
+    Filling,
+    FrozenSet,
+    Global,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+    children,
+)
+from ..source import Computed
+from ..survey import StateDict
+from .keys import EVERY
+from .places import Place, place, resolve
+from .rewrite import Rewrite
+from .select import selected
+from .storages import with_plain_ids
+
+__all__ = ["merge", "merge_entries"]
+
+
+def merge(
+    original: Checkpoint,
+    other: Checkpoint,
+    *,
+    key: str | None = None,
+    other_key: str | None = None,
+    only: Globs = EVERY,
+    add: bool = True,
+) -> Checkpoint:
+    """Take tensors of another checkpoint's state dict into ours: those of the same key are replaced, new ones added.
+
+    ``key`` and ``other_key`` are the paths of the state dicts (default: the only one in each), ``only`` chooses keys of
+    the other. Without ``add`` only keys that are there are replaced. Raises RefusedError where a shape differs or
+    nothing is taken, TargetError where it is not clear which state dicts are meant.
+    """
+    ours, theirs = _only_one(original, key, "--key"), _only_one(other, other_key, "--from")
+    checkpoint, foreign = with_plain_ids(original), with_plain_ids(other)
+    mine, reader = checkpoint.graph.nodes, checkpoint.survey.reader
+    names = {str(mine[name]): number for number, (name, _) in enumerate(ours.items)}
+    chosen = []
+    for name, value in theirs.items:
+        text = str(foreign.graph.nodes[name])
+        if only and not only.match(text, spell_key(theirs.path, text)):
+            continue
+        if text in names:
+            here, there = reader.tensor(ours.items[names[text]][1]), foreign.survey.reader.tensor(value)
+            if here is not None and there is not None and here.shape != there.shape:
+                what = f"{shown(text)} has the shape {list(there.shape)} there and {list(here.shape)} here"
+                raise RefusedError(what, path=other.path, next=f"leave it out: --exclude {quote(text)}")
+            chosen.append((name, value, text))
+        elif add:
+            chosen.append((name, value, text))
+    if not chosen:
+        step = f"ckptool match {quote(other.path)} {quote(original.path)} finds names that fit"
+        raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
+    graft = _Graft(checkpoint, foreign)
+    items = list(ours.items)
+    replaced = 0
+    for name, value, text in chosen:
+        if text in names:
+            items[names[text]] = (items[names[text]][0], graft.ref(value))
+            replaced += 1
+        else:
+            items.append((graft.ref(name), graft.ref(value)))
+    graft.rewrite.refill(ours.ref, items)
+    _modules(graft, ours, theirs, [text for _, _, text in chosen if text not in names])
+    parts = [f"{counted(replaced, 'key')} replaced"] if replaced else []
+    parts += [f"{counted(len(chosen) - replaced, 'key')} added"] if replaced < len(chosen) else []
+    change = Change(
+        "merge", ours.path, len(chosen), len(ours.items) - replaced, f"{' and '.join(parts)} from {other.path}"
+    )
+    return graft.done([change])
+
+
+def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
+    """Take whole entries of another checkpoint, (path there, path here): what stands here is replaced.
+
+    Raises TargetError where there is nothing at a path there, or no mapping to hold it here.
+    """
+    checkpoint, foreign = with_plain_ids(original), with_plain_ids(other)
+    graft = _Graft(checkpoint, foreign)
+    changes = []
+    for origin, target in entries:
+        found = resolve(foreign, origin)
+        steps = parse_path(target)
+        holder = place(checkpoint.graph, steps[:-1]) if steps else ""
+        items = mapping(checkpoint.graph, holder.ref) if isinstance(holder, Place) else None
+        if not isinstance(holder, Place) or items is None:
+            what = f"there is no mapping that could hold {target!r}"
+            raise TargetError(what, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
+        last = steps[-1]
+        if holder.ref in graft.filled:
+            items = graft.filled[holder.ref]
+        place_of = next((n for n, item in enumerate(items) if graft.rewrite.node(item[0]) == last
+                         and type(graft.rewrite.node(item[0])) is type(last)), -1)  # fmt: skip
+        value = graft.ref(found.ref)
+        fresh = list(items)
+        if place_of < 0:
+            fresh.append((graft.rewrite.constant(last) if type(last) is int else graft.rewrite.add(last), value))
+        else:
+            fresh[place_of] = (items[place_of][0], value)
+        graft.filled[holder.ref] = fresh
+        graft.rewrite.refill(holder.ref, fresh)
+        words = "added" if place_of < 0 else "replaced"
+        changes.append(Change("merge", target, 1, 0, f"{words} by {origin!r} of {other.path}"))
+    return graft.done(changes)
+
+
+def _only_one(checkpoint: Checkpoint, key: str | None, option: str) -> StateDict:
+    chosen = selected(checkpoint, key)
+    if len(chosen) == 1:
+        return chosen[0]
+    there = listed([repr(item.path or ".") for item in chosen])
+    what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
+    raise TargetError(what, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
+
+
+def _modules(graft: _Graft, ours: StateDict, theirs: StateDict, added: Sequence[str]) -> None:
+    """Bring the ``_metadata`` of the modules that came with new keys."""
+    if ours.metadata < 0 or theirs.metadata < 0 or not added:
+        return
+    here = mapping(graft.checkpoint.graph, ours.metadata) or []
+    known = {graft.checkpoint.graph.nodes[name] for name, _ in here}
+    heads = {name[:at] for name in added for at, char in enumerate(name) if char == "."}
+    more = []
+    for name, value in mapping(graft.foreign.graph, theirs.metadata) or []:
+        path = graft.foreign.graph.nodes[name]
+        if path in heads and path not in known:
+            more.append((graft.ref(name), graft.ref(value)))
+    if more:
+        graft.rewrite.refill(ours.metadata, [*here, *more])
+
+
+class _Graft:
+    """Copies nodes of another graph, each once, so that what is shared there is shared here."""
+
+    def __init__(self, checkpoint: Checkpoint, foreign: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.foreign = foreign
+        self.rewrite = Rewrite(checkpoint.graph)
+        self.filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
+        self._copies: dict[Ref, Ref] = {}
+        self._bodies: dict[str, Body] = {}
+        self._keys: dict[str, str] = {}
+        self._crcs = {record.key: record.crc for record in foreign.container.records() if record.key}
+
+    def done(self, changes: Sequence[Change]) -> Checkpoint:
+        """The checkpoint with what was copied."""
+        graph = self.rewrite.done()
+        return self.checkpoint.changed(graph, changes, self._bodies, anew=True, also=self.foreign.sources)
+
+    def ref(self, root: Ref) -> Ref:
+        """Our reference of one of theirs, copied with all that it leads to."""
+        nodes = self.foreign.graph.nodes
+        fresh: list[Ref] = []
+        work = [root]
+        while work:
+            ref = work.pop()
+            if ref in self._copies:
+                continue
+            # A place for each first: objects may lead back to each other.
+            self._copies[ref] = self.rewrite.add(None)
+            fresh.append(ref)
+            work.extend(reversed(children(nodes[ref])))
+        for ref in fresh:
+            self.rewrite.put(self._copies[ref], self._copied(ref))
+        return self._copies[root]
+
+    def _copied(self, ref: Ref) -> Node:
+        graph = self.foreign.graph
+        storage = self.foreign.survey.reader.storage(ref)
+        node = graph.nodes[ref]
+        if storage is not None and isinstance(node, Persistent):
+            pid = graph.nodes[node.pid]
+            assert type(pid) is tuple
+            key = self._key(storage.key)
+            copied = [self._copies[part] for part in pid]
+            return Persistent(self.rewrite.add((*copied[:2], self.rewrite.constant(key), *copied[3:])))
+        if graph.style.protocol != self.checkpoint.graph.style.protocol and isinstance(
+            node, bytes | ByteArray | Buffer | Extension | Set | FrozenSet
+        ):
+            what = f"it is written in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
+            raise RefusedError(what, path=self.foreign.path, next=f"ckptool sanitize {quote(self.foreign.path)} first")
+        return moved(node, self._copies)
+
+    def _key(self, key: str) -> str:
+        """A key of ours for a storage of theirs."""
+        known = self._keys.get(key)
+        if known is not None:
+            return known
+        taken: Collection[str] = {*self.checkpoint.survey.reader.storages, *self.checkpoint.added, *self._bodies}
+        name = f"merged.{key}"
+        while name in taken:
+            name = f"merged.{name}"
+        self._keys[key] = name
+        body = self.foreign.body(key)
+        if body is not None:
+            self._bodies[name] = self._turned(key, body)
+        return name
+
+    def _turned(self, key: str, body: Body) -> Body:
+        """The bytes in the byte order of our file."""
+        if self.foreign.container.byteorder == self.checkpoint.container.byteorder:
+            return body if key in self.foreign.added else body._replace(crc=self._crcs.get(key))
+        dtype = self.foreign.survey.reader.storages[key].dtype
+        if dtype.name in ("untyped", "unknown"):
+            what = f"storage {key!r} has another byte order, and no dtype of its own"
+            raise RefusedError(what, path=self.foreign.path)
+        foreign = self.foreign
+
+        def chunks() -> Iterator[bytes]:
+            return (swapped(data, dtype) for data in whole_chunks(stored_bytes(foreign, key), dtype.itemsize))
+
+        return Body(Computed(body.size, chunks), body.size)
+
+
+def moved(node: Node, places: dict[Ref, Ref]) -> Node:
+    """A node with other references, by ``places``."""
+    if isinstance(node, tuple):
+        return tuple(places[part] for part in node)
+    if isinstance(node, List | Set | FrozenSet):
+        return type(node)([places[part] for part in node.items])
+    if isinstance(node, Dict):
+        return Dict([places[part] for part in node.pairs])
+    if not isinstance(node, Instance):
+        return Buffer(places[node.inner]) if isinstance(node, Buffer) and node.inner >= 0 else node
+    twin: Instance
+    if isinstance(node, Call):
+        kwargs = places[node.kwargs] if node.kwargs >= 0 else -1
+        twin = Call(node.op, places[node.func], places[node.args], kwargs)
+    elif isinstance(node, Persistent):
+        twin = Persistent(places[node.pid], node.text)
+    elif isinstance(node, Global):
+        twin = Global(node.module, node.name, node.parts and (places[node.parts[0]], places[node.parts[1]]))
+    else:
+        assert isinstance(node, Extension)
+        twin = Extension(node.code)
+    if node.filling is not None:
+        parts = ([places[ref] for ref in refs] for refs in (node.items, node.pairs, node.states))
+        twin.filling = Filling(*parts)
+    return twin

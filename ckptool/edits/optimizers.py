@@ -1,0 +1,245 @@
+"""The state of optimizers: which parameters it is about, and what becomes of it when these are renamed or go.
+
+Source: ``torch/optim/optimizer.py``, ``Optimizer.state_dict``: ``state`` by the number of the parameter,
+``param_groups`` with the numbers in ``params``, counted through all groups, and since torch 2.6 the names in
+``param_names`` where the optimizer was given named parameters. FullyShardedDataParallel writes names in place of the
+numbers (``torch/distributed/fsdp/_optim_utils.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from ..checkpoint import Change, Checkpoint
+from ..errors import RefusedError
+from ..human import counted
+from ..objects import elements, mapping, spell_key
+from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
+from ..survey import StateDict
+from ..tensors import TensorReader
+from .rewrite import Rewrite
+
+__all__ = ["Optimizer", "optimizers", "prune_optimizers", "renamed_parameters"]
+
+#: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
+_BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+class Group(NamedTuple):
+    """A parameter group: its mapping, the list of its parameters (numbers or names), that of their names or -1."""
+
+    ref: Ref
+    params: Ref
+    names: Ref
+
+
+class Optimizer(NamedTuple):
+    """The state dict of an optimizer: its path, its mapping of states, and its groups."""
+
+    path: str
+    ref: Ref
+    state: Ref
+    groups: list[Group]
+
+
+def optimizers(graph: Graph) -> list[Optimizer]:
+    """Every mapping with ``state`` and ``param_groups``, each once."""
+    found: list[Optimizer] = []
+    seen = bytearray(len(graph.nodes))
+    work: list[tuple[Ref, str]] = [(graph.root, "")]
+    while work:
+        ref, path = work.pop()
+        node = graph.nodes[ref]
+        if seen[ref] or not isinstance(node, tuple | List | Dict | Call):
+            continue
+        seen[ref] = 1
+        items = mapping(graph, ref)
+        if items is None:
+            work += [(item, f"{path}[{number}]") for number, item in reversed(list(enumerate(elements(node))))]
+            continue
+        named = {key: value for name, value in items if type(key := graph.nodes[name]) is str}
+        optimizer = _optimizer(graph, ref, path, named)
+        if optimizer is not None:
+            found.append(optimizer)
+        # Tensors are calls, too; there is no optimizer in one.
+        work += [(value, spell_key(path, graph.nodes[name])) for name, value in reversed(items)]
+    return found
+
+
+def _optimizer(graph: Graph, ref: Ref, path: str, named: Mapping[str, Ref]) -> Optimizer | None:
+    if not {"state", "param_groups"} <= named.keys() or mapping(graph, named["state"]) is None:
+        return None
+    groups = []
+    for group in elements(graph.nodes[named["param_groups"]]):
+        inside = {graph.nodes[name]: value for name, value in mapping(graph, group) or ()}
+        params, names = inside.get("params", -1), inside.get("param_names", -1)
+        if params < 0:
+            return None
+        groups.append(Group(group, params, names))
+    return Optimizer(path, ref, named["state"], groups)
+
+
+def renamed_parameters(checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str]) -> list[Change]:
+    """Let the names in the states of optimizers follow; ``known`` are all keys of the state dicts, old to new.
+
+    An optimizer with a name that is none of these belongs to another model, and stays.
+    """
+    graph, changes = checkpoint.graph, []
+    if all(old == new for old, new in known.items()):
+        return []
+    for optimizer in optimizers(graph):
+        named = [ref for group in optimizer.groups for ref in (group.params, group.names) if ref >= 0]
+        texts = {text for ref in named for part in elements(graph.nodes[ref]) if type(text := graph.nodes[part]) is str}
+        states = mapping(graph, optimizer.state) or []
+        texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
+        moved = sum(known[text] != text for text in texts if text in known)
+        if not moved or not texts <= known.keys():
+            continue
+        for ref in named:
+            _renamed_list(rewrite, ref, known)
+        items = [(_renamed(rewrite, name, known), value) for name, value in states]
+        if items != states:
+            rewrite.refill(optimizer.state, items)
+        what = f"{counted(moved, 'parameter name')} in the state of the optimizer renamed likewise"
+        changes.append(Change("rename-optimizer", optimizer.path, moved, len(texts) - moved, what))
+    return changes
+
+
+def _renamed(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> Ref:
+    text = rewrite.graph.nodes[ref]
+    return rewrite.text(ref, known[text]) if type(text) is str and text in known else ref
+
+
+def _renamed_list(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> None:
+    node = rewrite.graph.nodes[ref]
+    parts = tuple(_renamed(rewrite, part, known) for part in elements(node))
+    if parts != elements(node):
+        rewrite.changed[ref] = List(parts) if isinstance(node, List) else parts
+
+
+# -- parameters that go ---------------------------------------------------------------------------------
+
+
+def prune_optimizers(checkpoint: Checkpoint, rewrite: Rewrite, dropped: Mapping[int, Collection[str]]) -> list[Change]:
+    """Take the states of dropped parameters out of the optimizers, and number the others anew.
+
+    ``dropped`` are names by the number of the state dict; what ``rewrite`` drops as a whole is left alone.
+    Raises RefusedError where nobody can tell which parameter a state belongs to.
+    """
+    changes: list[Change] = []
+    alive = set(rewrite.done().reachable())
+    for optimizer in optimizers(checkpoint.graph):
+        if optimizer.ref not in alive:
+            continue
+        reasons = []
+        for number, names in dropped.items():
+            order = _order(checkpoint, optimizer, checkpoint.state_dicts[number])
+            if isinstance(order, str):
+                reasons.append(order)
+                continue
+            lost = {mark for mark, name in order.items() if name in names}
+            changes += _pruned(checkpoint.graph, rewrite, optimizer, lost) if lost else []
+            reasons.clear()
+            break
+        if reasons:
+            what = f"nobody can tell which states of {optimizer.path!r} belong to the dropped parameters: {reasons[0]}"
+            step = f"drop the optimizer as well ({optimizer.path or 'the whole file'}), or leave out --prune-optimizer"
+            raise RefusedError(what, path=checkpoint.path, next=step)
+    return changes
+
+
+def _order(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> dict[Node, str] | str:
+    """The name of each parameter by its mark in ``params``, a number or a name; or the reason why there is none."""
+    graph = checkpoint.graph
+    keys = {str(graph.nodes[name]) for name, _ in state_dict.items}
+    marks = [graph.nodes[part] for group in optimizer.groups for part in elements(graph.nodes[group.params])]
+    names: list[Node] = []
+    for group in optimizer.groups:
+        names += [graph.nodes[part] for part in elements(graph.nodes[group.names])] if group.names >= 0 else []
+    if all(type(mark) is str for mark in marks):
+        names = marks
+    if len(names) == len(marks) and set(names) <= keys:
+        return {mark: str(name) for mark, name in zip(marks, names)}
+    if len(optimizer.groups) != 1:
+        return f"it has {len(optimizer.groups)} groups of parameters and no names"
+    shapes = _shapes(checkpoint, optimizer, marks)
+    for candidates in _parameters(checkpoint, state_dict):
+        if len(candidates) == len(marks):
+            wrong = [name for mark, (name, shape) in zip(marks, candidates) if shape not in shapes.get(mark, (shape,))]
+            if not wrong:
+                return {mark: name for mark, (name, _) in zip(marks, candidates)}
+    return f"it has {counted(len(marks), 'parameter')} without names, which do not go with the keys in their order"
+
+
+def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """The floating tensors of a state dict in order, tied ones once; then without the usual buffers."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    seen: set[object] = set()
+    found = []
+    for key, value in state_dict.items:
+        tensor = reader.tensor(value)
+        if tensor is None or not tensor.dtype.startswith(("float", "bfloat", "complex")):
+            continue
+        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else value
+        if mark not in seen:
+            seen.add(mark)
+            found.append((str(graph.nodes[key]), tensor.shape))
+    return [found, [item for item in found if item[0].rpartition(".")[2] not in _BUFFERS]]
+
+
+def _shapes(
+    checkpoint: Checkpoint, optimizer: Optimizer, marks: Sequence[Node]
+) -> dict[Node, tuple[tuple[int, ...], ...]]:
+    """The shapes of the tensors that an optimizer keeps for a parameter, where one could tell the parameter's."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    found = {}
+    for key, value in mapping(graph, optimizer.state) or ():
+        shapes = [tensor.shape for _, slot in mapping(graph, value) or () if (tensor := reader.tensor(slot))]
+        told = tuple(shape for shape in shapes if shape)
+        # Factored moments (Adafactor) have the rows and the columns alone.
+        if told and not _factored(graph, value, reader):
+            found[graph.nodes[key]] = (*told, ()) if len(told) < len(shapes) else told
+    return found
+
+
+def _factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
+    names = [graph.nodes[name] for name, value in mapping(graph, ref) or () if reader.tensor(value)]
+    return any(isinstance(name, str) and name.endswith(("_row", "_col")) for name in names)
+
+
+def _pruned(graph: Graph, rewrite: Rewrite, optimizer: Optimizer, gone: Collection[Node]) -> list[Change]:
+    numbers: dict[Node, Node] = {}
+    for group in optimizer.groups:
+        parts = elements(graph.nodes[group.params])
+        kept = [part for part in parts if graph.nodes[part] not in gone]
+        for part in kept:
+            mark = graph.nodes[part]
+            numbers[mark] = len(numbers) if type(mark) is int else mark
+        fresh = [_numbered(rewrite, part, numbers) for part in kept]
+        _relist(rewrite, group.params, fresh)
+        if group.names >= 0:
+            names = elements(graph.nodes[group.names])
+            _relist(rewrite, group.names, [name for part, name in zip(parts, names) if part in kept])
+    states = mapping(graph, optimizer.state) or []
+    rewrite.refill(
+        optimizer.state,
+        [
+            (_numbered(rewrite, name, numbers), value)
+            for name, value in states
+            if graph.nodes[name] not in gone  # what no group mentions stays
+        ],
+    )
+    what = f"the state of {counted(len(gone), 'parameter')} dropped, {len(numbers):,} left, numbered anew"
+    return [Change("prune-optimizer", optimizer.path, len(gone), len(numbers), what)]
+
+
+def _numbered(rewrite: Rewrite, ref: Ref, numbers: Mapping[Node, Node]) -> Ref:
+    mark = rewrite.graph.nodes[ref]
+    new = numbers.get(mark, mark)
+    return rewrite.constant(new) if type(new) is int and new != mark else ref
+
+
+def _relist(rewrite: Rewrite, ref: Ref, parts: list[Ref]) -> None:
+    old = rewrite.graph.nodes[ref]
+    rewrite.changed[ref] = List(parts) if isinstance(old, List) else tuple(parts)

@@ -1,0 +1,205 @@
+"""What a published file should not tell: absolute paths, names of users and hosts, sources, training arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from ..checkpoint import Change, Checkpoint
+from ..errors import TargetError
+from ..human import cut, listed
+from ..names import Globs
+from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key
+from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
+from .entries import drop_entries
+from .keys import EVERY
+from .optimizers import optimizers
+from .rewrite import Rewrite
+
+__all__ = ["KINDS", "Finding", "Kind", "private_matters", "redact"]
+
+Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+#: An absolute path within a text: two steps or more, so that "/" and "a/b" are none; not the rest of an URL.
+_PATH: Final = re.compile(
+    r"(?<![\w.:/\\~-])(?:~|/(?=[\w.@+-]+/))(?:[\w.@+-]*/)+[\w.@+-]*"
+    r"|(?<![\w])[A-Za-z]:\\(?:[^\\/:*?\"<>|\s]+\\)*[^\\/:*?\"<>|\s]*"
+    r"|\\\\[\w.-]+\\[^\s:*?\"<>|]+"
+)
+#: A text that is one absolute path, blanks and all.
+_WHOLE: Final = re.compile(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
+#: Where the name of a user stands in a path.
+_HOME: Final = re.compile(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
+#: Entries that name a user or a machine.
+_NAMED: Final = re.compile(r"(?:.*[_.-])?(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
+#: Top-level entries with the arguments of a training.
+_ARGUMENTS: Final = re.compile(
+    r"(?:.*_)?(?:args?|arguments|argv|opts?|options|cfg|configs?|hparams|hyper_?parameters|hyper_?params|params_dict|cmd"
+    r"|command(?:_line)?|namespace)\Z",
+    re.I,
+)
+#: Names that every machine has: they tell nothing.
+_COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
+_PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
+
+
+class Finding(NamedTuple):
+    """Something private: of which kind, where, what, and the node that holds it.
+
+    ``new`` is the text that would take its place, None where the whole entry would go.
+    """
+
+    kind: Kind
+    path: str
+    what: str
+    ref: Ref
+    new: str | None
+
+
+def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> Checkpoint:
+    """Take out what ``private_matters`` finds of these kinds.
+
+    Of an absolute path its last part stays; users and hosts become "user" and "host", sources empty, and the entries
+    with training arguments go. ``only`` chooses by path. No former byte stays in the output. Raises
+    TargetError for an unknown kind.
+    """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise TargetError(f"{unknown[0]!r} is nothing to redact", next=f"one of {', '.join(KINDS)}")
+    found = [item for item in private_matters(checkpoint) if item.kind in kinds and only.match(item.path)]
+    if not found:
+        return checkpoint.changed(checkpoint.graph, [Change("redact", "", 0, 0, "nothing of the kind is in it")])
+    gone = {finding.ref for finding in found if finding.new is None}
+    names = [finding.path for finding in found if finding.new is None]
+    if gone:
+        what = f"dropped {listed(names)}"
+        checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
+    rewrite = Rewrite(checkpoint.graph)
+    changes = []
+    texts: dict[Ref, str] = {}
+    for finding in found:
+        if finding.new is None:
+            continue
+        # One text may hold a path and a name: what was made of it first is what the next one finds.
+        if type(checkpoint.graph.nodes[finding.ref]) is tuple:  # the parts of a pathlib object
+            rewrite.changed[finding.ref] = (rewrite.add(finding.new),)
+        else:
+            texts[finding.ref] = finding.new
+        changes.append(Change(f"redact-{finding.kind}", finding.path, 1, 0, f"{finding.what} -> {cut(finding.new)!r}"))
+    rewrite.changed.update(texts)
+    # Bytes between records, other records and comments do not come along. A legacy file has none of these, and may
+    # hold modules, which a zip cannot.
+    return checkpoint.changed(rewrite.done(), changes, anew=checkpoint.format == "torch-zip")
+
+
+def private_matters(checkpoint: Checkpoint) -> list[Finding]:
+    """Everything private that is recognised, in the order of the file."""
+    graph = checkpoint.graph
+    found: list[Finding] = []
+    texts = list(_texts(graph))
+    users = {name for _, _, text, _ in texts for name in _HOME.findall(text) if name.lower() not in _COMMON}
+    users_form = (
+        re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, sorted(users)))})(?![A-Za-z0-9])") if users else None
+    )
+    bare = any(item.path == "" for item in checkpoint.state_dicts)
+    inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
+    for entry in checkpoint.survey.entries if not bare else ():
+        if _ARGUMENTS.match(entry.key) and not any(path.startswith(entry.path) for path in inside):
+            kind = class_name(graph, entry.ref)
+            found.append(Finding("args", entry.path, f"training arguments, {kind}", entry.ref, None))
+    # A text that stands at several places is one object, and changes at all of them.
+    seen: set[tuple[Ref, Kind]] = set()
+    for path, ref, text, source in texts:
+        for kind, new in _private(path, text, source, users_form):
+            if (ref, kind) not in seen:
+                seen.add((ref, kind))
+                shown = "a module's source" if kind == "sources" else repr(cut(text))
+                found.append(Finding(kind, path, shown, ref, new))
+    return found
+
+
+def _private(path: str, text: str, source: bool, users: re.Pattern[str] | None) -> Iterator[tuple[Kind, str]]:
+    """The kinds of what is private in a text, and the text without it."""
+    if source:
+        if text:
+            yield "sources", ""
+        return
+    new = without_paths(text)
+    if new != text:
+        yield "paths", users.sub("user", new) if users else new
+        return
+    if users is not None and users.search(text):
+        yield "users", users.sub("user", text)
+    elif (
+        text and _NAMED.match(path.rpartition(".")[2]) and text.lower() not in _COMMON and text not in ("user", "host")
+    ):
+        yield "users", "host" if re.search("host|node|machine", path.rpartition(".")[2], re.I) else "user"
+
+
+def without_paths(text: str) -> str:
+    """The text with the last part in place of each absolute path."""
+    if "/" not in text and "\\" not in text:
+        return text
+    if _WHOLE.match(text) and "://" not in text:
+        return _last(text)
+    return _PATH.sub(lambda found: _last(found.group()), text)
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or "."
+
+
+def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
+    """(path, reference, text, is it a source?) of every string that is a value or a key, each place once."""
+    nodes = graph.nodes
+    seen = bytearray(len(nodes))
+    work: list[tuple[Ref, str]] = [(graph.root, "")]
+    while work:
+        ref, path = work.pop()
+        node = nodes[ref]
+        if type(node) is str:
+            yield path, ref, node, False
+            continue
+        if seen[ref]:
+            continue
+        seen[ref] = 1
+        if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
+            parts = [str(nodes[part]) for part in elements(nodes[node.args])]
+            yield path, node.args, "/".join(parts).replace("//", "/", 1), False
+            continue
+        if isinstance(node, Persistent):
+            pid = nodes[node.pid]
+            if type(pid) is tuple and len(pid) == 4 and nodes[pid[0]] == "module":
+                # (module, class, file, source): torch/serialization.py, persistent_id in _legacy_save.
+                for part in pid[2:]:
+                    text = nodes[part]
+                    if type(text) is str:
+                        yield path, part, text, True
+            continue
+        below = list(_below(graph, ref, path))
+        work += reversed(below)
+
+
+def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
+    node = graph.nodes[ref]
+    items = mapping(graph, ref)
+    if items is not None:
+        for key, value in items:
+            inner = spell_key(path, graph.nodes[key])
+            text = graph.nodes[key]
+            if type(text) is str and without_paths(text) != text:
+                yield key, inner
+            yield value, inner
+    elif isinstance(node, tuple | List | Set | FrozenSet):
+        parts: Sequence[Ref] = node if isinstance(node, tuple) else node.items
+        yield from ((part, f"{path}[{number}]") for number, part in enumerate(parts))
+    if isinstance(node, Call):
+        name = callable_name(graph, node.func)
+        if items is None and not name.startswith("torch._utils."):
+            yield node.func, path
+            yield from ((part, path) for part in elements(graph.nodes[node.args]))
+        yield from ((part, f"{path}[{number}]") for number, part in enumerate(node.items))
+        for key, value in attributes(graph, node):
+            yield value, spell_key(path, graph.nodes[key])

@@ -1,0 +1,276 @@
+"""Making a checkpoint smaller without touching a value: views, doubles, and what only training needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+from ..accounting import account
+from ..checkpoint import Body, Change, Checkpoint
+from ..dtypes import Dtype
+from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
+from ..errors import RefusedError
+from ..human import counted, human_bytes, listed
+from ..names import Globs
+from ..objects import mapping
+from ..pickles.nodes import Ref
+from ..source import Computed, Span
+from ..tensors import Storage, Tensor, extent
+from .entries import drop_entries
+from .keys import EVERY
+from .rewrite import Rewrite
+from .storages import Use, repointed, storage_uses, with_plain_ids
+
+__all__ = ["Purpose", "drop_for", "merged_doubles", "slim"]
+
+Purpose = Literal["inference"]
+
+#: Top-level entries that only training needs, by cause.
+_TRAINING: Final = (
+    ("optimizer", re.compile(r"(?:.*[_\-. ])?[Oo](?:pt|ptim|ptimi[sz]er)s?(?:[_\-. A-Z0-9].*)?\Z")),
+    (
+        "scheduler",
+        re.compile(r"(?:.*_)?(?:lr_?)?(?:scheduler|scheduler_state|sched)s?(?:_.*|\d+)?\Z|lr_.*sched.*\Z", re.I),
+    ),
+    ("EMA", re.compile(r"(?:.*[_\-.])?ema(?:[_\-.\d].*)?\Z", re.I)),
+    ("gradient scaler", re.compile(r"(?:grad_?|amp_?|loss_?)?scaler(?:_.*)?\Z|amp(?:_state.*)?\Z", re.I)),
+)
+
+
+def slim(
+    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Purpose | None = None, only: Globs = EVERY
+) -> Checkpoint:
+    """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
+
+    Tensors that overlap go on sharing one. A view with holes whose storage no other uses becomes contiguous.
+    ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes storages with
+    the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
+    """
+    if purpose is not None:
+        checkpoint = drop_for(checkpoint, purpose)
+    checkpoint = _without_slack(checkpoint, only)
+    return merged_doubles(checkpoint) if dedupe else checkpoint
+
+
+# -- views ----------------------------------------------------------------------------------------------
+
+
+class Cluster(NamedTuple):
+    """Uses that overlap: the bytes from ``begin`` to ``end`` of their storage."""
+
+    begin: int
+    end: int
+    uses: list[Use]
+
+
+def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
+    checkpoint = with_plain_ids(original)
+    survey = checkpoint.survey
+    reader = survey.reader
+    uses = storage_uses(checkpoint.graph, reader)
+    wanted = _wanted(checkpoint, only)
+    rewrite = Rewrite(checkpoint.graph)
+    added: dict[str, Body] = {}
+    before = after = cut = made_dense = 0
+    for key, users in uses.tensors.items():
+        storage = reader.storages[key]
+        if key in uses.pinned or storage.location == "meta" or (wanted is not None and key not in wanted):
+            continue
+        clusters = _clusters(users, storage)
+        if clusters is None or checkpoint.body(key) is None:
+            continue
+        bodies = [
+            _gathered(checkpoint, cluster.uses[0].tensor) if _holes(cluster) else _part(checkpoint, key, cluster)
+            for cluster in clusters
+        ]
+        size = sum(body.size for body in bodies)
+        if size >= storage.nbytes:
+            continue
+        for number, (cluster, body) in enumerate(zip(clusters, bodies)):
+            name = key
+            while number and (name in reader.storages or name in added):
+                name = f"{name}.{number}"
+            added[name] = body
+            dense = _holes(cluster)
+            made_dense += dense
+            for use in cluster.uses:
+                _repoint(rewrite, use, name, body.size, cluster.begin, storage, dense)
+        cut, before, after = cut + 1, before + storage.nbytes, after + size
+    if not cut:
+        return original.changed(original.graph, [Change("slim-views", "", 0, 0, "no view drags more than it reads")])
+    what = f"{counted(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
+    notes = (f"{counted(made_dense, 'view')} with holes made contiguous",) if made_dense else ()
+    return checkpoint.changed(rewrite.done(), [Change("slim-views", "", cut, 0, what, notes)], added, anew=True)
+
+
+def _wanted(checkpoint: Checkpoint, only: Globs) -> set[str] | None:
+    if not only:
+        return None
+    survey = checkpoint.survey
+    chosen = [entry.tensor for entry in survey.tensors if only.match(entry.key, entry.path)]
+    return {part.storage for tensor in chosen for part in survey.reader.parts(tensor)}
+
+
+def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
+    """The uses by what they have in common; None where not all of them are understood."""
+    spans = []
+    for use in users:
+        dtype = dtype_of(use.tensor)
+        if dtype is None or dtype.packed > 1 or len(use.tensor.stride) != len(use.tensor.shape):
+            return None
+        size = extent(use.tensor.shape, use.tensor.stride) * dtype.itemsize
+        begin = use.tensor.offset * dtype.itemsize if size else 0
+        if begin + size > storage.nbytes:
+            return None
+        spans.append((begin, begin + size, use))
+    spans.sort(key=lambda span: span[:2])
+    width = storage.dtype.itemsize
+    clusters: list[Cluster] = []
+    for begin, end, use in spans:
+        begin, end = begin - begin % width, end + -end % width
+        last = clusters[-1] if clusters else None
+        if last is not None and (begin < last.end or begin == end):
+            clusters[-1] = Cluster(last.begin, max(last.end, end), [*last.uses, use])
+        elif last is not None and last.begin == last.end:
+            clusters[-1] = Cluster(begin, end, [*last.uses, use])
+        else:
+            clusters.append(Cluster(begin, end, [use]))
+    return clusters
+
+
+def _holes(cluster: Cluster) -> bool:
+    """Is it one view, which does not read all that lies between its first and its last element?"""
+    first = cluster.uses[0].tensor
+    if any((t.offset, t.shape, t.stride, t.dtype) != (first.offset, first.shape, first.stride, first.dtype)
+           for t in (use.tensor for use in cluster.uses)):  # fmt: skip
+        return False
+    return not holds_rows(first) and tensor_size(first) < cluster.end - cluster.begin
+
+
+def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
+    body, size = checkpoint.body(key), cluster.end - cluster.begin
+    assert body is not None
+    if isinstance(body.piece, Span) and not body.compressed:
+        return Body(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
+    return Body(Computed(size, lambda: stored_bytes(checkpoint, key, cluster.begin, size)), size)
+
+
+def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
+    dtype, size = dtype_of(tensor), tensor_size(tensor)
+    assert dtype is not None
+
+    def chunks() -> Iterator[bytes]:
+        for data in elements(checkpoint, tensor):
+            yield swapped(data, dtype) if checkpoint.container.byteorder == "big" else data
+
+    return Body(Computed(size, chunks), size)
+
+
+def _repoint(rewrite: Rewrite, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
+    dtype = dtype_of(use.tensor)
+    assert isinstance(dtype, Dtype)
+    empty = 0 in use.tensor.shape
+    offset = 0 if dense or empty else use.tensor.offset - begin // dtype.itemsize
+    strides = contiguous_strides(use.tensor.shape) if dense else None
+    numel = nbytes // storage.dtype.itemsize
+    rewrite.changed[use.args] = repointed(rewrite, use, key, numel, offset=offset, strides=strides)
+
+
+# -- doubles --------------------------------------------------------------------------------------------
+
+
+def merged_doubles(original: Checkpoint) -> Checkpoint:
+    """Make storages of state dicts with the same bytes, class and device one: their tensors are tied from then on.
+
+    What an optimizer keeps stays apart: it counts steps in tensors that hold the same number and must not be one.
+    """
+    checkpoint = with_plain_ids(original)
+    reader = checkpoint.survey.reader
+    uses = storage_uses(checkpoint.graph, reader)
+    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
+    parts = [(entry, part) for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)]
+    apart = {part.storage for entry, part in parts if entry.state_dict < 0}
+    alike: dict[object, list[str]] = {}
+    for key in uses.tensors:
+        storage = reader.storages[key]
+        if key in apart or key in uses.pinned or storage.location == "meta" or not storage.nbytes:
+            continue
+        if checkpoint.body(key) is not None:
+            crc = None if key in checkpoint.added else crcs.get(key)
+            alike.setdefault((storage.cls, storage.numel, storage.location, crc or None), []).append(key)
+    same = {key: first for keys in _unsummed(alike) if len(keys) > 1 for key, first in _twins(checkpoint, keys)}
+    if not same:
+        return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
+    rewrite = Rewrite(checkpoint.graph)
+    for key, first in same.items():
+        for use in uses.tensors[key]:
+            rewrite.changed[use.args] = repointed(rewrite, use, first, reader.storages[key].numel)
+    size = sum(reader.storages[key].nbytes for key in same)
+    what = f"{counted(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
+    notes = ("their tensors are tied now",)
+    return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], anew=True)
+
+
+def _unsummed(alike: dict[object, list[str]]) -> Iterator[list[str]]:
+    """The groups; storages without a checksum on record may be like any other of their kind."""
+    kinds: dict[object, list[tuple[object, list[str]]]] = {}
+    for mark, keys in alike.items():
+        assert isinstance(mark, tuple)
+        kinds.setdefault(mark[:3], []).append((mark[3], keys))
+    for groups in kinds.values():
+        if any(crc is None for crc, _ in groups):
+            yield [key for _, keys in groups for key in keys]
+        else:
+            yield from (keys for _, keys in groups)
+
+
+def _twins(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(double, first) of the storages with the same bytes; a checksum on record is a hint, the bytes decide."""
+    from hashlib import sha256  # OpenSSL takes milliseconds to load
+
+    first: dict[bytes, str] = {}
+    for key in keys:
+        digest = sha256()
+        for data in stored_bytes(checkpoint, key):
+            digest.update(data)
+        one = first.setdefault(digest.digest(), key)
+        if one != key:
+            yield key, one
+
+
+# -- entries --------------------------------------------------------------------------------------------
+
+
+def drop_for(checkpoint: Checkpoint, purpose: Purpose) -> Checkpoint:
+    """Drop the top-level entries that ``purpose`` does not need; the last state dict always stays.
+
+    Raises RefusedError where there would be nothing left.
+    """
+    if purpose != "inference":
+        raise RefusedError(f"nobody knows what {purpose!r} needs", next="--for inference")
+    survey = checkpoint.survey
+    causes: dict[Ref, str] = {}
+    items = mapping(checkpoint.graph, checkpoint.graph.root) or []
+    if any(item.path == "" for item in survey.state_dicts):
+        items = []  # the keys of a bare state dict are parameters, whatever they are called
+    for key, value in items:
+        name = checkpoint.graph.nodes[key]
+        cause = next((cause for cause, form in _TRAINING if isinstance(name, str) and form.match(name)), "")
+        if cause:
+            causes[value] = cause
+    weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}
+    entries = survey.entries
+    if weights and all(entries[number].ref in causes for number in weights):
+        # The average is all there is of the model.
+        causes = {ref: cause for ref, cause in causes.items() if cause != "EMA"}
+    changes = []
+    sizes = account(survey).entry_bytes
+    for cause in dict.fromkeys(causes.values()):
+        refs = {ref for ref, told in causes.items() if told == cause}
+        names = [entry.key for entry in entries if entry.ref in refs]
+        size = sum(size for entry, size in zip(entries, sizes) if entry.ref in refs)
+        changes.append(Change("drop", "", len(names), 0, f"{cause} dropped: {listed(names)}, {human_bytes(size)}"))
+    if not changes:
+        return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
+    return drop_entries(checkpoint, causes, changes)

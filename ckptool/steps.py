@@ -1,0 +1,215 @@
+"""Edits as steps, each an option and its text: what ``ckptool edit`` does in one pass over the file.
+
+The single commands are the same steps, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from shlex import quote
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from .checkpoint import Checkpoint
+from .edits import add_prefix, remap_devices, strip_prefix, strip_wrappers
+from .edits.cast import cast
+from .edits.devices import device_pairs
+from .edits.entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
+from .edits.keys import EVERY
+from .edits.merge import merge, merge_entries
+from .edits.redact import KINDS, redact
+from .edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex, parse_table
+from .edits.slim import drop_for, merged_doubles, slim
+from .errors import TargetError, UnreadableError
+from .matching import named_like, wanted_of
+from .names import Globs
+from .opening import open_checkpoint
+from .runtime import cast_elements
+from .sanitizing import sanitize
+
+__all__ = ["MODIFIERS", "STEPS", "Step", "StepKind", "edit", "read_table"]
+
+#: An option without its dashes, and its text; True for a flag.
+Step: TypeAlias = "tuple[str, str | bool]"
+
+
+class Scope(NamedTuple):
+    """What the options before a step say about it: which state dict, which keys, how."""
+
+    key: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def only(self) -> Globs:
+        return Globs(self.include, self.exclude) if self.include or self.exclude else EVERY
+
+
+class StepKind(NamedTuple):
+    """A kind of step: ``metavar`` of its text ("" for a flag), its line of help, and what it does."""
+
+    metavar: str
+    help: str
+    run: Callable[[Checkpoint, str, Scope], Checkpoint]
+
+
+def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
+    """Do several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
+
+    A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
+    for the steps behind them. Raises TargetError for a step that does not exist, and what the edits raise.
+    """
+    scope = Scope()
+    for name, value in steps:
+        text = value if isinstance(value, str) else ""
+        if name == "key":
+            scope = scope._replace(key=None if text == "*" else text)
+        elif name == "include":
+            scope = scope._replace(include=(*scope.include, text))
+        elif name == "exclude":
+            scope = scope._replace(exclude=(*scope.exclude, text))
+        elif name in MODIFIERS:
+            scope = scope._replace(flags=scope.flags | {name})
+        elif name in STEPS:
+            checkpoint = STEPS[name].run(checkpoint, text, scope)
+        else:
+            raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help lists them")
+    return checkpoint
+
+
+def _strip(checkpoint: Checkpoint, prefix: str, scope: Scope) -> Checkpoint:
+    repeat: int | Literal["all"] = "all" if "repeat" in scope.flags else 1
+    return strip_prefix(checkpoint, prefix or "module.", key=scope.key, repeat=repeat, only=scope.only)
+
+
+def _rename_glob(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
+    return by_glob(checkpoint, *parse_glob(text), key=scope.key, only=scope.only)
+
+
+def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
+    pattern, new, count = parse_regex(text)
+    return by_regex(checkpoint, pattern, new, count=count, key=scope.key, only=scope.only)
+
+
+def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
+    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only)
+
+
+def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
+    # Where the other file has a state dict at the same place, that one is meant.
+    wanted = wanted_of(path, same=scope.key)
+    shapes = {name: value.shape for name, value in wanted.tensors.items()}
+    return named_like(checkpoint, shapes, by_order="by-order" in scope.flags, key=scope.key, only=scope.only)
+
+
+def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
+    return drop(checkpoint, [glob], key=scope.key, only=scope.only, prune_optimizer="prune-optimizer" in scope.flags)
+
+
+def _keep(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
+    return keep(checkpoint, glob.split(","), prune_optimizer="prune-optimizer" in scope.flags)
+
+
+def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
+    key, equals, told = text.partition("=")
+    if not equals or not key.strip():
+        raise TargetError(f"{text!r} is not KEY=VALUE", next="write epoch=0")
+    return set_entry(checkpoint, key.strip(), as_scalar(told))
+
+
+def _map(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
+    return remap_devices(checkpoint, device_pairs([text]), key=scope.key, only=scope.only)
+
+
+def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
+    strict = "strict" in scope.flags
+    return cast(checkpoint, dtype, cast_elements, key=scope.key, only=scope.only, strict=strict)
+
+
+def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
+    # It stays open: its bytes are copied when the output is written.
+    return merge(checkpoint, open_checkpoint(path), key=scope.key, only=scope.only)
+
+
+def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
+    path, _, entry = text.rpartition(":")
+    if not path or not entry:
+        raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
+    origin, _, target = entry.partition("=")
+    return merge_entries(checkpoint, open_checkpoint(path), [(origin, target or origin)])
+
+
+def _for(checkpoint: Checkpoint, purpose: str, _: Scope) -> Checkpoint:
+    if purpose != "inference":
+        raise TargetError(f"nobody knows what {purpose!r} needs", next="--for inference")
+    return drop_for(checkpoint, "inference")
+
+
+def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
+    chosen: Any = [kind.strip() for kind in kinds.split(",")] if kinds != "all" else KINDS
+    return redact(checkpoint, chosen, only=scope.only)
+
+
+def _sanitize(checkpoint: Checkpoint, _text: str, _: Scope) -> Checkpoint:
+    return sanitize(checkpoint)
+
+
+STEPS: Final[Mapping[str, StepKind]] = {
+    "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, s: extract(c, v)),
+    "wrap": StepKind("KEY", "Put everything under a key.", lambda c, v, s: wrap(c, v)),
+    "drop": StepKind("GLOB", "Leave out entries and keys.", _drop),
+    "keep": StepKind("GLOB", "Leave out all others; several with commas.", _keep),
+    "set": StepKind("KEY=VALUE", "Give a scalar entry a value.", _set),
+    "unset": StepKind("KEY", "Take an entry out.", lambda c, v, s: unset(c, v)),
+    "strip-module": StepKind("", "Take 'module.' off the keys.", _strip),
+    "strip-prefix": StepKind("TEXT", "Take another prefix off.", _strip),
+    "wrappers": StepKind(
+        "", "Take out the names of all wrappers.", lambda c, v, s: strip_wrappers(c, key=s.key, only=s.only)
+    ),
+    "add-module": StepKind("", "Put 'module.' before the keys.", lambda c, v, s: add_prefix(c, key=s.key, only=s.only)),
+    "add-prefix": StepKind(
+        "TEXT", "Put another prefix before them.", lambda c, v, s: add_prefix(c, v, key=s.key, only=s.only)
+    ),
+    "rename": StepKind("OLD=NEW", "Rename keys by a pattern: 'backbone.*=encoder.*'.", _rename_glob),
+    "rename-regex": StepKind("s/OLD/NEW/", "Rename keys by a regular expression.", _rename_regex),
+    "rename-map": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_map),
+    "like": StepKind("OTHER", "Take the names of another checkpoint.", _like),
+    "to": StepKind(
+        "DEVICE", "Retarget what is not on cpu.", lambda c, v, s: remap_devices(c, v, key=s.key, only=s.only)
+    ),
+    "map": StepKind("FROM=TO", "Retarget one device: cuda:1=cuda:0.", _map),
+    "cast": StepKind("DTYPE", "Cast floating tensors.", _cast),
+    "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", _for),
+    "slim": StepKind("", "Leave out bytes that no tensor reads.", lambda c, v, s: slim(c, only=s.only)),
+    "dedupe": StepKind("", "Make storages with the same bytes one.", lambda c, v, s: merged_doubles(c)),
+    "merge": StepKind("OTHER", "Take the tensors of another checkpoint.", _merge),
+    "take": StepKind("OTHER:ENTRY", "Take an entry of another checkpoint; ENTRY=HERE renames it.", _take),
+    "redact": StepKind("KINDS", f"Take out what is private: all, or {', '.join(KINDS)}.", _redact),
+    "sanitize": StepKind("", "Make everything plain that torch.load refuses.", _sanitize),
+}
+
+#: Options that say how the steps behind them are done.
+MODIFIERS: Final[Mapping[str, str]] = {
+    "repeat": "Take prefixes off as long as they are there.",
+    "by-order": "With --like: one by one, in their order.",
+    "prune-optimizer": "With --drop and --keep: the optimizer loses the states of dropped parameters.",
+    "strict": "With --cast: refuse finite values that would become infinite.",
+}
+
+
+# -- texts of a command line ----------------------------------------------------------------------------
+
+
+#: Tables of names are small; what is larger is something else.
+_TABLE: Final = 64 << 20
+
+
+def read_table(path: str) -> dict[str, str]:
+    """The table of names in a file; raises UnreadableError where it cannot be read, TargetError where it is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_TABLE)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is no text"
+        raise UnreadableError(reason, path=path, next=f"see what it is: ckptool inspect {quote(path)}") from error
+    return parse_table(text, path)
