@@ -197,7 +197,8 @@ def ckptool_steps() -> list[tuple[str, list[str], Step]]:
 
 
 def _needs_torch(path: Path) -> bool:
-    return "--load" in path.read_text(encoding="utf-8") and importlib.util.find_spec("torch") is None
+    text = path.read_text(encoding="utf-8")
+    return ("--load" in text or "--model" in text) and importlib.util.find_spec("torch") is None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ from ..errors import RefusedError
 from ..human import counted, cut, listed
 from ..matching import Match, Wanted, apply, match_checkpoint, wanted_of
 from .editing import Job, edit_all
-from .options import format_option, key_option, one_path
+from .options import format_option, one_path
 from .render import clean, emit, emit_json, say, say_problems, table
 
 __all__ = ["match"]
@@ -35,7 +35,7 @@ Examples:
   ckptool match training.ckpt release.lock.json --no-strict --format json
 
 \b
-Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not.
+Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4 --apply found nothing that helps.
 """
 
 
@@ -48,7 +48,11 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not.
     help="Instead of TARGET the model that this makes, on the meta device. It imports and runs your code, as python"
     " does; nothing else here does.",
 )
-@key_option
+@click.option(
+    "--key",
+    metavar="PATH",
+    help="Which state dict of PATH, as inspect prints it ('.' for the root). Default: the one that fits best.",
+)
 @click.option("--target-key", metavar="PATH", help="Which state dict of TARGET. Default: the one with the most keys.")
 @click.option(
     "--anywhere",
@@ -160,8 +164,9 @@ def _words(report: dict[str, Any]) -> list[str]:
     """The whole report for people: the verdict, what differs, the fix."""
     fix = report["fix"]
     lines = [_verdict(report), *_remarks(report["notes"])]
-    # Where a fix turns every name around, a table of what was wrong with each is no news.
-    if not report["fits"] and (report["loads"] or fix is None or not fix["complete"]):
+    # Where a fix turns every name around, a table of them all is no news.
+    differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
+    if differs and (report["loads"] or fix is None):
         lines += _section([_modules(report)])
     lines += _section(_differences(report))
     if fix is not None:
@@ -181,7 +186,7 @@ def _verdict(report: dict[str, Any]) -> str:
     share = _share(report["loads"], report)
     if report["fits"]:
         return f"fits: {share}"
-    if report["in_place"]:
+    if report["placed"]:
         return f"does not fit: {share} would load"
     have, wanted = (_place(report[name]) for name in ("state_dict", "target_state_dict"))
     return clean(f"does not fit: the state dict is {have}, the target's {wanted}; by name {share} would load")
@@ -241,4 +246,8 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: dict[str, Any]) -> list[str]:
-    return [clean(f"  -> {report['next']}")] if report["next"] else []
+    """What to do about what is left, and the command for it."""
+    if not report["next"]:
+        return []
+    command = [clean(f"     {report['next_command']}")] if report["next_command"] else []
+    return [clean(f"  -> {report['next']}{':' if command else ''}"), *command]

@@ -86,14 +86,14 @@ def match_checkpoint(
         "target_state_dict": wanted.path,
         "strict": strict,
         "fits": fits,
-        "in_place": placed,
+        "placed": placed,
         "keys": len(best.names),
         "wanted": len(wanted.tensors),
         "loads": len(now.loads),
         **_account(now),
         "modules": _modules(now),
         "fix": None if fix is None else fix | {"command": _command(checkpoint, wanted, steps, asked, key)},
-        "next": "" if fits else _next(checkpoint, wanted, best, steps, now, fix),
+        **dict(zip(("next", "next_command"), ("", "") if fits else _next(checkpoint, wanted, best, steps, now, fix))),
         "notes": _notes(checkpoint, wanted, best, tried, key),
     }
     return Match(report, None if fix is None and not fits else steps, asked)
@@ -284,45 +284,45 @@ def _next(
     steps: tuple[Step, ...],
     now: Comparison,
     fix: dict[str, Any] | None,
-) -> str:
-    """What the user can do about what no edit mends; "" where the fix is a whole one."""
+) -> tuple[str, str]:
+    """What the user can do about what no edit mends, and the command that does it; "" where the fix is a whole one."""
     if fix is not None and fix["complete"]:
-        return ""
+        return "", ""
     if fix is None and len(now.loads) * 2 < min(len(best.names), len(wanted.tensors)):
         there = Counter(value.shape for value in wanted.tensors.values())
         shared = (Counter(value.shape for value in best.names.values()) & there).total()
         most = f"{shared:,} of its {counted(len(best.names), 'value')} have a shape that the target wants"
-        return f"it is probably another model: by shape alone, {most}"
+        return f"it is probably another model: by shape alone, {most}", ""
     renamed = dict(zip(best.found.names, best.names.values())) if fix is not None else best.names
     after = compared(renamed, wanted.tensors, best.filled)
     if not after.sizes:
         kept = counted(len(after.missing), "key")
-        return f"load_state_dict(..., strict=False) takes it so; {kept} of the model would keep their own values"
+        what = f"load_state_dict(..., strict=False) takes it so; {kept} of the model would keep the values they have"
+        return what, ""
     bad = [difference.key for difference in after.sizes]
     drops = _drops(renamed, bad)
     last = best.after if fix is not None else ()
     asked = _edited_key(checkpoint, best, (*steps, *drops))
-    loads = f"load_state_dict(..., strict=False) takes the other {len(after.loads):,}"
+    what = f"without the {counted(len(bad), 'key')} of another size load_state_dict(..., strict=False) takes the others"
     if not drops:
-        return f"without the {counted(len(bad), 'key')} of another size {loads}"
-    words = command_words(
-        checkpoint.path, (*steps[: len(steps) - len(last)], *drops, *last), _output(checkpoint.path), asked
-    )
-    return f"without them {loads}: {words}"
+        return what, ""
+    words = (*steps[: len(steps) - len(last)], *drops, *last)
+    return what, command_words(checkpoint.path, words, _output(checkpoint.path), asked)
 
 
 def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence[_Tried], key: str | None) -> list[str]:
     notes = []
     if key is None and len(tried) > 1:
-        others = [repr(one.item.path or ".") for one in tried if one is not best]
-        equal = [repr(one.item.path or ".") for one in tried if one is not best and one.found.score == best.found.score]
-        notes.append(
-            f"{best.item.path or '.'!r} of {counted(len(checkpoint.state_dicts), 'state dict')} is meant;"
-            f" --key chooses another: {listed(others)}" + (f" ({listed(equal)} would do as well)" if equal else "")
-        )
+        others = [
+            repr(one.item.path or ".") + (" (fits as well)" if one.found.score == best.found.score else "")
+            for one in tried
+            if one is not best
+        ]
+        number = counted(len(checkpoint.state_dicts), "state dict")
+        notes.append(f"of {number} {best.item.path or '.'!r} is taken; --key takes another: {listed(others)}")
     if wanted.others:
         others = [repr(path or ".") for path in wanted.others]
-        notes.append(f"of the target {wanted.path or '.'!r} is wanted; --target-key chooses another: {listed(others)}")
+        notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
     if best.item.confidence == "low":
         notes.append(f"{best.item.path or '.'!r} is not surely a state dict")
     if not all(isinstance(step, str) for step in parse_path(wanted.path)) and best.item.path != wanted.path:
