@@ -45,7 +45,7 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
         shapes = {name: value.shape for name, value in wanted.tensors.items()}
         ckptool.save(apply(checkpoint, found.steps, shapes, key=found.key), out)
     if found.report["fix"]:
-        printed = source.parent / "printed.pth"
+        printed = out.with_name("printed.pth")
         assert typed(found.report["fix"]["command"], printed) == 0
         assert printed.read_bytes() == out.read_bytes()
     return found.report
