@@ -216,7 +216,7 @@ def _modules(report: dict[str, Any]) -> str:
 def _differences(found: dict[str, Any]) -> list[str]:
     """What is missing, unexpected, of another size or dtype, the first few by name."""
     lines = [
-        clean(f"other size: {item['key']} is {item['have']} here, {item['wanted']} in the target")
+        clean(f"other size: {cut(item['key'])} is {cut(item['have'])} here, {cut(item['wanted'])} in the target")
         for item in found["size_mismatches"][:_LINES]
     ]
     more = len(found["size_mismatches"]) - _LINES

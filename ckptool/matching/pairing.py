@@ -45,7 +45,9 @@ def paired(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, 
         if not ours or not theirs:
             break
         settle(_relatives(ours, theirs, depth))
-        settle(_alone(ours, theirs, _by_end(depth)))
+        pairs = _alone(ours, theirs, _by_end(depth))
+        # Names that differ in their numbers alone are other places in one sequence: which is which, nobody knows.
+        settle([(own, other) for own, other in pairs if _family(own) != _family(other)])
     while ours and theirs and settle(_siblings({**found, **plainly}, ours, theirs)):
         pass
     return found | {own_names[own]: other_names[other] for own, other in plainly.items()}
@@ -104,15 +106,17 @@ def _by_end(depth: int) -> Callable[[str, Shape], Hashable]:
     return mark
 
 
+def _family(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
 def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tuple[Shape, str]]]:
     """Names by what they are without their numbers: ``layers.#.weight``; below that (shape, name) by the numbers."""
     found: dict[str, dict[tuple[str, ...], tuple[Shape, str]]] = {}
     for name, shape in side.items():
-        parts = name.split(".")
-        numbers = tuple(part for part in parts if part.isdigit())
+        numbers = numbers_in(name)
         if numbers:
-            family = ".".join("#" if part.isdigit() else part for part in parts)
-            found.setdefault(family, {})[numbers] = (shape, name)
+            found.setdefault(_family(name), {})[numbers] = (shape, name)
     return found
 
 

@@ -80,7 +80,7 @@ class _Votes(NamedTuple):
         found = difference(pair.own, pair.other)
         weight = 1.0 if pair.sure else _UNSURE
         # One number and one shape alike in one place may be chance.
-        sure = pair.sure and (pair.only or found.end > 1 or found.begin > 0)
+        sure = pair.sure and (pair.only or found.end > 1 or found.begin > 0) and not found.moved
         told = []
         if found.end:
             self.heads[found.head] = self.heads.get(found.head, 0) + weight
@@ -169,13 +169,14 @@ def _zipped(own: list[str], others: list[str]) -> Iterator[Pair]:
 class Difference(NamedTuple):
     """Where two names differ: ``head`` up to the common end of ``end`` segments, ``longer`` a segment further where
     there is one, ``middle`` without the common beginning of ``begin`` segments; None where that is empty or only
-    numbers."""
+    numbers. ``moved`` says that they differ in numbers alone: another place in a sequence, which may be chance."""
 
     head: tuple[str, str]
     longer: tuple[str, str] | None
     middle: tuple[str, str] | None
     begin: int
     end: int
+    moved: bool
 
 
 def difference(own: str, other: str) -> Difference:
@@ -192,7 +193,8 @@ def difference(own: str, other: str) -> Difference:
     longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
     middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
     plain = all(part.isdigit() for part in a[begin:to_a])
-    return Difference((".".join(a[:to_a]), ".".join(b[:to_b])), longer, None if plain else middle, begin, end)
+    moved = plain and begin < to_a and all(part.isdigit() for part in b[begin:to_b])
+    return Difference((".".join(a[:to_a]), ".".join(b[:to_b])), longer, None if plain else middle, begin, end, moved)
 
 
 def _whole(names: Sequence[str], votes: _Votes, most: int) -> Iterator[Step]:

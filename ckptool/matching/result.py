@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from ..checkpoint import Checkpoint
+from ..errors import TargetError
 from ..human import counted, listed
 from ..names import Globs
 from ..objects import mapping, parse_path
@@ -136,14 +137,21 @@ def _old(checkpoint: Checkpoint, item: StateDict) -> bool:
 
 def _layout(have: str, wanted: str) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps that take a state dict out at the one path, and put it where the other is."""
-    if have == wanted:
+    keys = _keys(wanted)
+    if have == wanted or keys is None:
+        # Nothing is wrapped into a list: then only names count, and a note says so.
         return (), ()
-    keys = parse_path(wanted)
-    if not all(isinstance(key, str) for key in keys):
-        # Nothing is wrapped into a list; the state dict on its own is what can be had.
-        keys = []
-    wraps = tuple(Step("wrap", str(key)) for key in reversed(keys))
-    return ((Step("extract", have),) if have else ()), wraps
+    return ((Step("extract", have),) if have else ()), tuple(Step("wrap", key) for key in reversed(keys))
+
+
+def _keys(path: str) -> list[str] | None:
+    """The keys that a path leads by, None where there are others than texts."""
+    try:
+        steps = parse_path(path)
+    except TargetError:
+        return None  # a path that is too long to be spelled, or has a key that is no text
+    keys = [step for step in steps if isinstance(step, str)]
+    return keys if len(keys) == len(steps) else None
 
 
 def _fix(
@@ -207,8 +215,12 @@ def _drops(names: Collection[str], unexpected: Sequence[str]) -> tuple[Step, ...
 
 def _left_out(checkpoint: Checkpoint, best: _Tried) -> list[str]:
     """The top-level entries that taking the state dict out leaves behind."""
-    first = parse_path(best.item.path)[:1]
-    return [entry.key for entry in checkpoint.survey.entries if parse_path(entry.path) != first]
+    path = best.item.path
+    return [
+        entry.key
+        for entry in checkpoint.survey.entries
+        if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
+    ]
 
 
 def _edited_key(checkpoint: Checkpoint, best: _Tried, steps: Sequence[Step]) -> str | None:
@@ -297,8 +309,10 @@ def _next(
     after = compared(renamed, wanted.tensors, best.filled)
     if not after.sizes:
         kept = counted(len(after.missing), "key")
-        what = f"load_state_dict(..., strict=False) takes it so; {kept} of the model would keep the values they have"
-        return what, ""
+        left = f"{kept} of the model would keep the values they have"
+        if not after.missing:
+            left = f"{counted(len(after.unexpected), 'key')} would be left aside"
+        return f"load_state_dict(..., strict=False) takes it so; {left}", ""
     bad = [difference.key for difference in after.sizes]
     drops = _drops(renamed, bad)
     last = best.after if fix is not None else ()
@@ -325,6 +339,6 @@ def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence
         notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
     if best.item.confidence == "low":
         notes.append(f"{best.item.path or '.'!r} is not surely a state dict")
-    if not all(isinstance(step, str) for step in parse_path(wanted.path)) and best.item.path != wanted.path:
-        notes.append(f"the target's stands in a list, at {wanted.path!r}: nothing can be wrapped into one")
+    if _keys(wanted.path) is None and best.item.path != wanted.path:
+        notes.append(f"the target's is at {wanted.path!r}, in a list: where ours stands is not looked at")
     return notes

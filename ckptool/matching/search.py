@@ -93,6 +93,9 @@ def _explicit(space: _Space, start: Found) -> Found:
             for step in proposals(state.names, space.shapes, space.wanted, most):
                 found = space.after(state, step)
                 if found is not None:
+                    if not found.score.problems and len(found.steps) == 1 and not step.guess:
+                        # Proposals come with the simplest first: no other step is cheaper.
+                        return max(best, found, key=lambda one: one.rank)
                     mark = hash(tuple(found.names))
                     if mark not in reached or found.rank > reached[mark].rank:
                         reached[mark] = found

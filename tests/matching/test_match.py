@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FIXTURES, corpus_files, needs_corpus
-from models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, state
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+from models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, fsdp, state
 from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, TargetError
+from ckptool.errors import MalformedError, RefusedError, TargetError
 from ckptool.matching import apply, match_checkpoint, wanted_of
 from ckptool.objects import parse_path
 
@@ -199,6 +199,10 @@ def test_the_counters_that_torch_fills_in_are_not_missing(tmp_path: Path) -> Non
     Net().load_state_dict(old, strict=True)
     report = matched(old, Net(), tmp_path)
     assert report["fits"] and len(report["filled_in"]) == 3
+    # A layer that is not there is missing with its counter.
+    less = {name: value for name, value in old.items() if "layers.2.bn" not in name}
+    report = matched(less, Net(), tmp_path)
+    assert len(report["filled_in"]) == 2 and "backbone.layers.2.bn.num_batches_tracked" in report["missing"]
     new = filled(Net()).state_dict()
     for name in [name for name in new if "tracked" in name]:
         del new[name]
@@ -234,6 +238,27 @@ def test_without_strict_only_sizes_are_an_obstacle(tmp_path: Path) -> None:
     assert matched(Backbone(), Net(), tmp_path, strict=False)["fix"]["complete"]
     # Of two models that share nothing, nothing loads: that is no fit either.
     assert not matched(Block(3), Net(), tmp_path, strict=False)["fits"]
+
+
+def test_names_after_another_checkpoint(tmp_path: Path) -> None:
+    """``rename --like``, by name and by order, in the library."""
+    plain, other = saved(filled(Net()), tmp_path / "a.pth"), saved(fsdp(filled(Net())), tmp_path / "b.pth")
+    flat = saved(filled(Flat()), tmp_path / "c.pth")
+    with ckptool.open(plain) as one, ckptool.open(other) as two, ckptool.open(flat) as three:
+        ckptool.save(ckptool.rename(one, like=two), tmp_path / "1.pth")
+        ckptool.save(ckptool.rename(two, like=one), tmp_path / "2.pth")
+        ckptool.save(ckptool.rename(three, like=one, by_order=True), tmp_path / "3.pth")
+        with pytest.raises(RefusedError, match="no key has a partner"):
+            ckptool.rename(one, like=ckptool.open(FIXTURES / "bare.pth"))
+        with pytest.raises(RefusedError, match=r"key 1 is 'backbone\.stem\.weight' of shape"):
+            ckptool.rename(one, like=ckptool.open(FIXTURES / "bare.pth"), by_order=True)
+        with ckptool.open(FIXTURES / "gan.pth") as several, pytest.raises(TargetError, match="2 state dicts"):
+            ckptool.rename(several, like=one)
+    assert list(torch.load(tmp_path / "1.pth")) == list(fsdp(Net()))
+    for name in ("2.pth", "3.pth"):
+        model = Net()
+        model.load_state_dict(torch.load(tmp_path / name), strict=True)
+        assert torch.equal(model.head.weight, filled(Net()).head.weight)
 
 
 def test_models_and_mappings_as_targets(tmp_path: Path) -> None:
@@ -457,3 +482,16 @@ def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
         assert report["fix"]["complete"] and not report["fix"]["guess"], report["fix"]
         assert ckptool.match(tmp_path / "out.pth", other)["fits"]
         (tmp_path / "out.pth").unlink()
+
+
+@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
+def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(item.path)
+    code = run(["match", path, path])
+    assert code in ((0,) if item.state_dicts and "truncated" not in path else (0, 2, 3))
+    for other in ("bare.pth", "ddp4_training.pth", "gan.pth", "list_of_states.pt", "ema_odd_names.pth"):
+        for call in ([path, str(FIXTURES / other)], [str(FIXTURES / other), path]):
+            assert run(["match", *call]) in (0, 1, 2, 3)
+            assert run(["match", *call, "--format", "json"]) in (0, 1, 2, 3)
+    told = capsys.readouterr()
+    assert told.out.replace("\n", "").isprintable() and told.err.replace("\n", "").isprintable()

@@ -145,6 +145,32 @@ def test_layers_with_the_number_and_shape_of_others_are_not_taken_for_them() -> 
     assert found.names == list(wanted)
 
 
+def test_a_layer_that_may_have_moved_is_told_as_a_guess() -> None:
+    have: Names = {f"net.{n}.weight": (4, 4) for n in range(5)}
+    wanted: Names = {f"net.{n + 1}.weight": (4, 4) for n in range(5)}
+    found = found_for(have, wanted)
+    assert found.names == list(wanted) and any(step.guess for step in found.steps)
+
+
+def test_what_many_files_need() -> None:
+    """Names of TensorFlow, a prefix, and a head too much."""
+    parts = ("query", "key", "value", "output.dense")
+    plain: Names = {f"encoder.layer.{n}.{part}.weight": (8, 8) for n in range(4) for part in parts}
+    plain |= {f"encoder.layer.{n}.LayerNorm.{end}": (8,) for n in range(4) for end in ("weight", "bias")}
+    have = {
+        "bert." + re.sub("Norm.bias$", "Norm.beta", re.sub("Norm.weight$", "Norm.gamma", n)): s
+        for n, s in plain.items()
+    }
+    found = found_for(have | {"cls.weight": (2, 8)}, plain)
+    assert found.names == [*plain, "cls.weight"]
+    assert sorted(step.option for step in found.steps) == ["rename-regex", "rename-regex", "strip-prefix"]
+    assert not any(step.guess for step in found.steps)
+    numbered: Names = {f"layer{n}.{m}.w": (n, m) for n in range(1, 6) for m in range(3)}
+    renamed: Names = {name.replace("layer", "stage"): shape for name, shape in numbered.items()}
+    found = found_for(numbered, renamed)
+    assert found.names == list(renamed) and len(found.steps) == 1
+
+
 def test_by_order_names_the_first_disagreement() -> None:
     assert in_order({"a": (3,), "b": ()}, {"x": (3,), "y": ()}) == {"a": "x", "b": "y"}
     with pytest.raises(RefusedError, match=r"key 2 is 'b' of shape 4 here, 'y' of shape 2x2 there"):
