@@ -30,11 +30,11 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cog --check -I . README.md
+	$(BIN)/cog --check -I . README.md docs/commands.md
 	$(BIN)/python fixtures/make.py --check
 
 docs: $(READY) ## Generate the documentation anew
-	$(BIN)/cog -r -I . README.md
+	$(BIN)/cog -r -I . README.md docs/commands.md
 
 bench: $(READY) ## Measure against torch and cp (needs 5 GB of disk)
 	$(BIN)/python bench/run.py

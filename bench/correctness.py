@@ -1,6 +1,6 @@
 """Check with torch that an edited checkpoint holds what it should; exits 1 with a sentence if not.
 
-`python bench/correctness.py strip|remap INPUT OUTPUT`. Everything is read through mmap, one tensor at a time.
+`python bench/correctness.py strip|remap|cast|five INPUT OUTPUT`. Everything is read through mmap, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from files import PREFIX, TAG
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
-def _load(path: str) -> tuple[dict[str, torch.Tensor], set[str]]:
+def _load(path: str) -> tuple[dict[str, Any], set[str]]:
     """The state dict and the location tags that its storages have in the file."""
     import torch
 
@@ -24,7 +24,7 @@ def _load(path: str) -> tuple[dict[str, torch.Tensor], set[str]]:
         tags.add(tag)
         return storage
 
-    state: dict[str, torch.Tensor] = torch.load(path, map_location=keep_on_cpu, mmap=True)
+    state: dict[str, Any] = torch.load(path, map_location=keep_on_cpu, mmap=True)
     return state, tags
 
 
@@ -37,7 +37,17 @@ def check(edit: str, source: str, output: str) -> str:
     found, tags = _load(output)
     if edit == "strip":
         strip(expected, PREFIX)  # torch's own idea of the job, `_metadata` included
-    wanted_tags = {TAG} if edit == "strip" else {"cpu"}
+    if edit == "cast":
+        for name, tensor in expected.items():
+            expected[name] = tensor.to(torch.bfloat16)
+    if edit == "five":
+        strip(expected, PREFIX)
+        found = found["state_dict"]
+        named = {f"model.net.{name}": tensor for name, tensor in expected.items()}
+        if list(found) != list(named) or any(not torch.equal(found[name], named[name]) for name in named):
+            return "the five edits did not do what they say"
+        return "" if tags == {"cpu"} else "the tags are not those of the five edits"
+    wanted_tags = {"cpu"} if edit == "remap" else {TAG}
     if list(found) != list(expected):
         return "the keys, or their order, are not the expected ones"
     if tags != wanted_tags:

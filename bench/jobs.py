@@ -66,6 +66,8 @@ _SUM = (
     "        crc = zlib.crc32(view[:size], crc)\n"
 )
 
+FIVE = "edit, five edits in one pass"
+_FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
 IMPORTS = 'python -c "import click, tabulate"'
 COPY = "cp && sync"
 SUM = "read + zlib.crc32 loop"
@@ -111,6 +113,11 @@ def _salvage(tool: list[str]) -> Job:
     return Job(SALVAGE, command)
 
 
+def _cast(mmap: bool) -> Job:
+    code = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + _SAVE
+    return _torch("torch.load{mmap} + cast + save", code, mmap)
+
+
 def groups(tool: list[str]) -> tuple[Group, ...]:
     """The groups of jobs, those that read, write and check, with `tool` as the command that starts ckptool."""
     keys, names, inspect = _ckptool(tool, "keys"), _ckptool(tool, "keys", "--names"), _ckptool(tool, "inspect")
@@ -136,7 +143,11 @@ def groups(tool: list[str]) -> tuple[Group, ...]:
     )
     validate, total, salvage = _ckptool(tool, "validate"), Job(SUM, _sum), _salvage(tool)
     checking = Group((validate, total, salvage), (Row(validate.name, SUM), Row(SALVAGE, SUM)))
-    return reading, writing, checking
+    cast, plain = _ckptool(tool, "cast", "--dtype", "bfloat16", edit="cast"), tuple(map(_cast, (False, True)))
+    casting = Group((cast, *plain), tuple(Row(cast.name, reference.name) for reference in plain))
+    five = Job(FIVE, _ckptool(tool, "edit", *_FIVE, edit="five").command, edit="five")
+    editing = Group((five, strip), (Row(FIVE, strip.name),))
+    return reading, writing, checking, casting, editing
 
 
 def target(spec: files.Spec, row: Row) -> Target | None:
@@ -147,6 +158,10 @@ def target(spec: files.Spec, row: Row) -> Target | None:
         return Target(0.25)
     if spec == files.BIG and row == Row("strip-module", COPY):
         return Target(1.3, 64)
+    if spec == files.BIG and row.job.startswith("cast") and "mmap" not in row.reference:
+        return Target(1 / 3, 1050)
+    if spec == files.BIG and row.job == FIVE:
+        return Target(1.2)
     if spec == files.BIG and row == Row("validate", SUM):
         return Target(1.3, 64)
     return None

@@ -133,7 +133,7 @@ def rename(
         from .matching import named_like, wanted_of_checkpoint
 
         shapes = {name: value.shape for name, value in wanted_of_checkpoint(like, same=key).tensors.items()}
-        return named_like(checkpoint, shapes, by_order=by_order, key=key, only=only)
+        return named_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
     return renaming.by_table(checkpoint, table or {}, key=key, only=only)
 
 

@@ -92,14 +92,15 @@ def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint
 
 
 def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only)
+    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only, told=f"renamed by {path}")
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     # Where the other file has a state dict at the same place, that one is meant.
     wanted = wanted_of(path, same=scope.key)
     shapes = {name: value.shape for name, value in wanted.tensors.items()}
-    return named_like(checkpoint, shapes, by_order="by-order" in scope.flags, key=scope.key, only=scope.only)
+    by_order = "by-order" in scope.flags
+    return named_like(checkpoint, shapes, path, by_order=by_order, key=scope.key, only=scope.only)
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:

@@ -132,6 +132,9 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
         tool = tools / "ckptool"
         tool.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptool "$@"\n', encoding="utf-8")
         tool.chmod(0o755)
+        python = tools / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+        python.chmod(0o755)
         for name in words:
             if name and (FIXTURES / name).is_file():
                 shutil.copy(FIXTURES / name, place / name)
@@ -198,7 +201,8 @@ def ckptool_steps() -> list[tuple[str, list[str], Step]]:
 
 def _needs_torch(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
-    return ("--load" in text or "--model" in text) and importlib.util.find_spec("torch") is None
+    marks = ("--load", "--model", "import torch", " --dtype ")
+    return any(mark in text for mark in marks) and importlib.util.find_spec("torch") is None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

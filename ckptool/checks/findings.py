@@ -59,6 +59,7 @@ def findings(
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
+    edits += _together(checkpoint.path, edits)
     if any(problem.code in _NO_EDITS for problem in problems):
         # An edit would be refused: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
@@ -67,7 +68,7 @@ def findings(
         *_weights_only(checkpoint, verdict),
         *edits,
         *_state_dicts(checkpoint),
-        *_bytes(account),
+        *_bytes(checkpoint, account),
     ]
     order = {"error": 0, "warning": 1, "note": 2}
     found.sort(key=lambda finding: order[finding.level])
@@ -156,9 +157,7 @@ def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
         twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
         if prefix.keys and twins:
             what = f"{counted(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be taken off"
-            found.append(
-                Finding("prefix-collision", "warning", what, "leave one of each pair out where the file is made")
-            )
+            found.append(Finding("prefix-collision", "warning", what, "ckptool drop takes one of each pair out"))
         elif prefix.keys:
             found.append(_prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"})))
         elif inner.keys() - {"module"}:
@@ -205,6 +204,17 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     return found
 
 
+def _together(path: str, edits: Sequence[Finding]) -> list[Finding]:
+    """One command for the prefix and the device, where both are to be edited."""
+    names = [finding for finding in edits if finding.code in ("prefix", "wrappers")]
+    devices = [finding for finding in edits if finding.code == "device" and finding.next]
+    if not (names and devices):
+        return []
+    option = "--wrappers" if any("--wrappers" in finding.next for finding in names) else "--strip-module"
+    step = command("edit", path, option, "--to", "cpu", word="plain.cpu")
+    return [Finding("together", "note", "names and devices in one pass", step)]
+
+
 def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
     found = []
     survey = checkpoint.survey
@@ -221,7 +231,7 @@ def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
     return found
 
 
-def _bytes(account: Account) -> list[Finding]:
+def _bytes(checkpoint: Checkpoint, account: Account) -> list[Finding]:
     found = []
     if account.unused_bytes:
         path, used, size = account.wasteful[0]
@@ -230,7 +240,9 @@ def _bytes(account: Account) -> list[Finding]:
             f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
             f" {human_bytes(used)} of a storage of {human_bytes(size)}{rest}"
         )
-        found.append(Finding("unused-bytes", "note", what, "tensor.clone() before torch.save stores only what is used"))
+        edited = not any(problem.code in _NO_EDITS for problem in checkpoint.container.problems)
+        step = command("slim", checkpoint.path, word="slim") if edited else ""
+        found.append(Finding("unused-bytes", "note", what, step))
     if account.shared_storages:
         count = counted(account.shared_storages, "storage")
         found.append(Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)"))

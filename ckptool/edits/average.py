@@ -56,7 +56,9 @@ def average(
             kind = BY_NAME.get(tensor.dtype)
             if only and not only.match(name, f"{state_dict.path}.{name}"):
                 continue
-            if kind is None or not kind.floating or tensor.kind != "dense" or not tensor.storage:
+            # Torch cannot compute with float4.
+            plain = kind is not None and kind.floating and kind.name != "float4_e2m1fn_x2" and tensor.kind == "dense"
+            if not plain or not tensor.storage:
                 integers += 1
                 continue
             keys = [tensor.storage, *(partner.storage for partner in partners)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 from ..checkpoint import Body, Change, Checkpoint
-from ..dtypes import BY_NAME, Dtype
+from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, human_bytes, listed
@@ -29,6 +29,9 @@ _PLAIN: Final = ("dense",)
 _VALUES: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
 
 
+#: What people call dtypes.
+_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
 #: Turns little-endian elements of one dtype into those of another as torch does, (elements, dtype, target) to
 #: (elements, how many finite values are none any more).
 Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
@@ -36,11 +39,11 @@ Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
 
 def check_dtype(name: str) -> Dtype:
     """The dtype to cast to; raises TargetError for one that is unknown, or that values cannot be cast to."""
-    dtype = BY_NAME.get(name)
+    dtype = BY_NAME.get(_SHORT.get(name, name))
     if dtype is None or not (dtype.floating or dtype.name.startswith(("complex", "int", "uint", "bool"))):
         from difflib import get_close_matches
 
-        near = get_close_matches(name, [item for item in BY_NAME if BY_NAME[item].floating], 1)
+        near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
         raise TargetError(f"{name!r} is no dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
     if dtype.name == "float4_e2m1fn_x2":
         raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")

@@ -50,47 +50,67 @@ def merge(
 ) -> Checkpoint:
     """Take tensors of another checkpoint's state dict into ours: those of the same key are replaced, new ones added.
 
-    ``key`` and ``other_key`` are the paths of the state dicts (default: the only one in each), ``only`` chooses keys of
-    the other. Without ``add`` only keys that are there are replaced. Raises RefusedError where a shape differs or
-    nothing is taken, TargetError where it is not clear which state dicts are meant.
+    ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
+    or the only one of each. ``only`` chooses keys of the other. Without ``add`` only keys that are there are replaced.
+    Raises RefusedError where a shape differs or nothing is taken, TargetError where it is not clear which state dicts
+    are meant.
     """
-    ours, theirs = _only_one(original, key, "--key"), _only_one(other, other_key, "--from")
-    checkpoint, foreign = with_plain_ids(original), with_plain_ids(other)
-    mine, reader = checkpoint.graph.nodes, checkpoint.survey.reader
-    names = {str(mine[name]): number for number, (name, _) in enumerate(ours.items)}
-    chosen = []
-    for name, value in theirs.items:
-        text = str(foreign.graph.nodes[name])
-        if only and not only.match(text, spell_key(theirs.path, text)):
-            continue
-        if text in names:
-            here, there = reader.tensor(ours.items[names[text]][1]), foreign.survey.reader.tensor(value)
-            if here is not None and there is not None and here.shape != there.shape:
-                what = f"{shown(text)} has the shape {list(there.shape)} there and {list(here.shape)} here"
-                raise RefusedError(what, path=other.path, next=f"leave it out: --exclude {quote(text)}")
-            chosen.append((name, value, text))
-        elif add:
-            chosen.append((name, value, text))
-    if not chosen:
+    pairs = _pairs(original, other, key, other_key)
+    graft = _Graft(with_plain_ids(original), with_plain_ids(other))
+    changes = [change for pair in pairs if (change := _merged(graft, *pair, only, add)) is not None]
+    if not changes:
         step = f"ckptool match {quote(other.path)} {quote(original.path)} finds names that fit"
         raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
-    graft = _Graft(checkpoint, foreign)
+    return graft.done(changes)
+
+
+def _pairs(
+    original: Checkpoint, other: Checkpoint, key: str | None, other_key: str | None
+) -> list[tuple[StateDict, StateDict]]:
+    ours, theirs = selected(original, key), selected(other, other_key)
+    if key is None and other_key is None:
+        there = {item.path: item for item in theirs}
+        both = [(item, there[item.path]) for item in ours if item.path in there]
+        if both:
+            return both
+    for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--from")):
+        if len(chosen) != 1:
+            paths = listed([repr(item.path or ".") for item in chosen])
+            what = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
+            raise TargetError(what, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
+    return [(ours[0], theirs[0])]
+
+
+def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add: bool) -> Change | None:
+    """Merge one state dict into another; None where nothing of it is chosen."""
+    here, there = graft.checkpoint, graft.foreign
+    places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(ours.items)}
     items = list(ours.items)
+    new: list[str] = []
     replaced = 0
-    for name, value, text in chosen:
-        if text in names:
-            items[names[text]] = (items[names[text]][0], graft.ref(value))
-            replaced += 1
-        else:
+    for name, value in theirs.items:
+        text = str(there.graph.nodes[name])
+        if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and not add):
+            continue
+        if text not in places:
+            new.append(text)
             items.append((graft.ref(name), graft.ref(value)))
+            continue
+        number = places[text]
+        old, fresh = here.survey.reader.tensor(items[number][1]), there.survey.reader.tensor(value)
+        if old is not None and fresh is not None and old.shape != fresh.shape:
+            what = f"{shown(text)} has the shape {list(fresh.shape)} there and {list(old.shape)} here"
+            raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
+        items[number] = (items[number][0], graft.ref(value))
+        replaced += 1
+    if not (new or replaced):
+        return None
     graft.rewrite.refill(ours.ref, items)
-    _modules(graft, ours, theirs, [text for _, _, text in chosen if text not in names])
+    _modules(graft, ours, theirs, new)
     parts = [f"{counted(replaced, 'key')} replaced"] if replaced else []
-    parts += [f"{counted(len(chosen) - replaced, 'key')} added"] if replaced < len(chosen) else []
-    change = Change(
-        "merge", ours.path, len(chosen), len(ours.items) - replaced, f"{' and '.join(parts)} from {other.path}"
-    )
-    return graft.done([change])
+    parts += [f"{counted(len(new), 'key')} added"] if new else []
+    what = f"{' and '.join(parts)} from {there.path}"
+    return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what)
 
 
 def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
@@ -125,15 +145,6 @@ def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tup
         words = "added" if place_of < 0 else "replaced"
         changes.append(Change("merge", target, 1, 0, f"{words} by {origin!r} of {other.path}"))
     return graft.done(changes)
-
-
-def _only_one(checkpoint: Checkpoint, key: str | None, option: str) -> StateDict:
-    chosen = selected(checkpoint, key)
-    if len(chosen) == 1:
-        return chosen[0]
-    there = listed([repr(item.path or ".") for item in chosen])
-    what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
-    raise TargetError(what, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
 
 
 def _modules(graft: _Graft, ours: StateDict, theirs: StateDict, added: Sequence[str]) -> None:

@@ -66,9 +66,16 @@ def by_regex(
 
 
 def by_table(
-    checkpoint: Checkpoint, table: Mapping[str, str], *, key: str | None = None, only: Globs = EVERY
+    checkpoint: Checkpoint,
+    table: Mapping[str, str],
+    *,
+    key: str | None = None,
+    only: Globs = EVERY,
+    told: str = "renamed by a table",
 ) -> Checkpoint:
     """Rename keys by a table, old to new; a module in ``_metadata`` goes where all of its keys go.
+
+    ``told`` is how the account begins.
 
     Raises RefusedError where a key of the table is nowhere, or two keys would become one.
     """
@@ -78,7 +85,7 @@ def by_table(
         what = f"there is no key {listed(missing)}"
         raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} lists them")
     rename = _of_table(table)
-    return _renamed(checkpoint, rename, lambda name: name in table, "the table", key, only)
+    return _renamed(checkpoint, rename, lambda name: name in table, told, key, only)
 
 
 def _names(checkpoint: Checkpoint, items: Sequence[tuple[int, int]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Views of storages, which the legacy format writes into persistent ids and the zip format does not know."""
+"""What the legacy format writes into persistent ids and the zip format does not know: views, and modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["without_views"]
 
 
 def without_views(graph: Graph) -> Graph:
-    """The graph with persistent ids of five elements: the zip format knows no views of storages.
+    """The graph with persistent ids of storages alone, of five elements: the zip format knows no others.
 
     A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
     from there (torch/serialization.py, ``_legacy_load``).
@@ -19,7 +19,15 @@ def without_views(graph: Graph) -> Graph:
     bases: dict[Ref, int] = {}
     for ref, node in enumerate(nodes):
         pid = nodes[node.pid] if type(node) is Persistent else None
-        if type(node) is not Persistent or type(pid) is not tuple or len(pid) != 6 or nodes[pid[0]] == "module":
+        if type(node) is not Persistent or type(pid) is not tuple:
+            continue
+        if len(pid) == 4 and nodes[pid[0]] == "module":
+            # (module, class, file, source): torch takes the class, and warns where the source is another one now.
+            cls = nodes[pid[1]]
+            if type(cls) is Global:
+                changes[ref] = Global(cls.module, cls.name, cls.parts)
+            continue
+        if len(pid) != 6:
             continue
         view = nodes[pid[5]]
         offset = nodes[view[1]] if type(view) is tuple and len(view) == 3 else 0

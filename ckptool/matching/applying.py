@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 
 from ..checkpoint import Checkpoint
 from ..edits import add_prefix, strip_prefix, strip_wrappers
@@ -48,13 +49,15 @@ def apply(
             pattern, new, count = parse_regex(step.value)
             checkpoint = by_regex(checkpoint, pattern, new, count=count, key=key)
         else:
-            checkpoint = named_like(checkpoint, wanted, by_order=step.option == "by-order", key=key)
+            by_order = step.option == "by-order"
+            checkpoint = named_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
     return checkpoint
 
 
 def named_like(
     checkpoint: Checkpoint,
     wanted: Mapping[str, Shape],
+    source: str,
     *,
     by_order: bool = False,
     key: str | None = None,
@@ -62,6 +65,7 @@ def named_like(
 ) -> Checkpoint:
     """The checkpoint with the names of ``wanted``: those that surely mean the same, or ``by_order`` one by one.
 
+    ``source`` is where they come from, in words.
     Raises TargetError where there are several state dicts and no ``key``, RefusedError where no name has a sure
     partner, or by order the shapes do not agree.
     """
@@ -71,8 +75,12 @@ def named_like(
         raise TargetError(what, path=checkpoint.path, next="name one with --key")
     names = names_of(checkpoint, chosen[0])
     have = {name: value.shape for name, value in names.items()}
-    table = in_order(have, wanted) if by_order else paired(have, wanted)
+    try:
+        table = in_order(have, wanted) if by_order else paired(have, wanted)
+    except RefusedError as error:
+        step = f"ckptool match {quote(checkpoint.path)} {quote(source)}"
+        raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
     if not table:
         what = "no key has a partner that its name and shape tell"
         raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
-    return by_table(checkpoint, table, key=key, only=only)
+    return by_table(checkpoint, table, key=key, only=only, told=f"renamed like {source}")
