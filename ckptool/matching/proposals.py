@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
+from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 from ..prefixes import common_prefix, without_wrappers
@@ -32,6 +33,10 @@ _SYNONYMS: Final = frozenset((*_SYNONYM_PAIRS, *((b, a) for a, b in _SYNONYM_PAI
 _FEW: Final = 3
 #: What a vote by order counts, against 1 for one by name.
 _UNSURE: Final = 0.25
+#: Of many pairs every so many-th votes. What is rare is heard once what is common is settled. Primes, because names
+#: repeat from layer to layer.
+_VOTERS: Final = 1_000
+_STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
 #: A name with these cannot be spelled in a glob, or in s/.../.../.
 _NOT_IN_GLOBS: Final = frozenset("*?=[]\\")
 _NOT_IN_REGEX: Final = frozenset("/\\\n")
@@ -56,7 +61,8 @@ def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str
     if not free or not left:
         return []
     votes = _Votes({}, {}, {}, {}, set())
-    for pair in likely_pairs(free, left):
+    stride = next((step for step in _STRIDES if len(free) <= step * _VOTERS), _STRIDES[-1])
+    for pair in islice(likely_pairs(free, left), 0, None, stride):
         votes.tally(pair)
     steps = [*_whole(names, votes, most), *_by_head(votes, most), *_by_middle(votes, most)]
     return list({step[:2]: step for step in reversed(steps)}.values())[::-1]

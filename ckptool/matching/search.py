@@ -15,6 +15,8 @@ __all__ = ["Found", "search"]
 
 #: Steps in a row; who needs more is better served by the names of the target.
 _DEPTH: Final = 4
+#: Where no more than one in so many problems is mended by a step, a few steps lead nowhere.
+_HOPELESS: Final = 100
 #: Steps that are easier to read than "like TARGET".
 _FEW: Final = 2
 #: States that are followed at each depth, and steps of each kind tried on each, by the number of names.
@@ -104,6 +106,8 @@ def _explicit(space: _Space, start: Found) -> Found:
             break
         stalled = 0 if frontier[0].score.rank > best.score.rank else stalled + 1
         best = max(best, frontier[0], key=lambda found: found.rank)
+        if (best.score.loads - start.score.loads) * _HOPELESS < start.score.problems:
+            break
     return best
 
 

@@ -79,7 +79,7 @@ def found_for(have: Names, wanted: Names, target: str = "target.pth"):
 
 
 @given(models(), changes)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 def test_what_was_done_to_names_is_undone(model: Names, done: list[str]) -> None:
     trained = after(model, done)
     found = found_for(trained, model)
@@ -89,7 +89,7 @@ def test_what_was_done_to_names_is_undone(model: Names, done: list[str]) -> None
 
 
 @given(models(), changes)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 def test_and_done_where_it_is_wanted(model: Names, done: list[str]) -> None:
     wanted = after(model, done)
     found = found_for(model, wanted)
@@ -169,6 +169,25 @@ def test_what_many_files_need() -> None:
     renamed: Names = {name.replace("layer", "stage"): shape for name, shape in numbered.items()}
     found = found_for(numbered, renamed)
     assert found.names == list(renamed) and len(found.steps) == 1
+
+
+@pytest.mark.parametrize("layers", [40, 700])
+def test_what_is_rare_is_found_in_large_models(layers: int) -> None:
+    """Votes are a sample where names are many; two keys of thousands are heard all the same."""
+    parts = ("q", "k", "v", "out", "fc1", "fc2")
+    plain: Names = {f"blocks.{n}.{part}.weight": (8, n % 3 + 1) for n in range(layers) for part in parts}
+    plain |= {"head.weight": (5, 8), "head.bias": (5,), "stem.weight": (3, 3), "stem.bias": (3,)}
+    changes = (("head", "classifier"), ("stem", "embed"), (r"blocks", "layers"))
+    have = {f"module.{name}": shape for name, shape in plain.items()}
+    for count in range(len(changes)):
+        old, new = changes[count]
+        have = {renamed(old, new)(name): shape for name, shape in have.items()}
+        found = found_for(have, plain, target="")
+        assert found.names == list(plain), found.steps
+        assert len(found.steps) <= count + 2
+    little = {renamed("stem", "embed")(renamed("head", "classifier")(name)): shape for name, shape in plain.items()}
+    found = found_for(little, plain, target="")
+    assert found.names == list(plain) and len(found.steps) == 2
 
 
 def test_by_order_names_the_first_disagreement() -> None:
