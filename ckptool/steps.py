@@ -16,9 +16,10 @@ from .edits.devices import device_pairs
 from .edits.entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
 from .edits.merge import merge, merge_entries
 from .edits.redact import KINDS, redact
-from .edits.rename import by_glob, by_regex, by_table, ordered_table, parse_glob, parse_regex, parse_table
+from .edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex, parse_table
 from .edits.slim import drop_for, merged_doubles, slim
 from .errors import TargetError, UnreadableError
+from .matching import named_like, wanted_of
 from .names import EVERY, Globs
 from .opening import open_checkpoint
 from .runtime.values import cast_elements
@@ -94,13 +95,11 @@ def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    with open_checkpoint(path) as other:
-        same = scope.key if any(item.path == scope.key for item in other.state_dicts) else None
-        if "by-order" in scope.flags:
-            table = ordered_table(checkpoint, other, key=scope.key, other_key=same)
-        else:
-            table = ordered_table(checkpoint, other, key=scope.key, other_key=same)
-    return by_table(checkpoint, table, key=scope.key, only=scope.only, told=f"renamed like {path}")
+    # Where the other file has a state dict at the same place, that one is meant.
+    wanted = wanted_of(path, same=scope.key)
+    shapes = {name: value.shape for name, value in wanted.tensors.items()}
+    by_order = "by-order" in scope.flags
+    return named_like(checkpoint, shapes, path, by_order=by_order, key=scope.key, only=scope.only)
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:

@@ -107,6 +107,8 @@ CALLS: list[list[str]] = [
     ["add-module", DEMO, "-o", "OUT"],
     ["remap", DEMO, "--to", "cpu", "-o", "OUT"],
     ["remap", str(FIXTURES / "numpy_objects.pth"), "--to", "cuda:0", "--all", "--strings", "-o", "OUT"],
+    ["match", DEMO, DEMO],
+    ["match", str(FIXTURES / "bare_module.pth"), str(FIXTURES / "bare.pth"), "--apply", "-o", "OUT"],
     ["inspect", str(FIXTURES / "legacy_cuda.pth")],
     ["diff", DEMO, DEMO],
     ["hash", DEMO, "--each"],

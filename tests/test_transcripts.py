@@ -201,9 +201,8 @@ def ckptool_steps() -> list[tuple[str, list[str], Step]]:
 
 def _needs_torch(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
-    return (
-        "--load" in text or "import torch" in text or " --dtype " in text or "--rtol" in text
-    ) and importlib.util.find_spec("torch") is None
+    marks = ("--load", "--model", "import torch", " --dtype ", "--rtol")
+    return any(mark in text for mark in marks) and importlib.util.find_spec("torch") is None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

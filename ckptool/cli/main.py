@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "diff": ("compare", "diff", "Say what differs between two checkpoints."),
     "hash": ("locks", "hash_command", "Give a fingerprint of names, shapes, dtypes and values alone."),
     "lock": ("locks", "lock", "Write down what a checkpoint holds, for validate --lock."),
+    "match": ("match", "match", "Say what would load into a model, and the edit that makes the rest load."),
     "strip-module": ("edit", "strip_module", "Take the prefix 'module.' off the keys."),
     "add-module": ("edit", "add_module", "Put the prefix 'module.' before the keys."),
     "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
@@ -51,7 +52,7 @@ COMMANDS: Final = {
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
-    ("1", "the answer is no: not valid, it differs, not loaded by inspect --load, something lost by salvage"),
+    ("1", "the answer is no: not valid, no match, it differs, not loaded by inspect --load, something lost by salvage"),
     ("2", "usage: an unknown option, a missing -o, a device that torch could not restore"),
     ("3", "the input cannot be read, or is something else"),
     ("4", "refused: it would lose or overwrite something"),

@@ -1,4 +1,4 @@
-"""Renaming keys: by globs, by regular expressions, by a table, by the names of another state dict."""
+"""Renaming keys: by globs, by regular expressions, by a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shlex import quote
 
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
-from ..human import counted, listed, shown
+from ..human import listed, shown
 from ..names import EVERY, Globs
 from .keys import rename_keys
 from .select import selected
 
-__all__ = ["by_glob", "by_regex", "by_table", "ordered_table", "parse_glob", "parse_regex", "parse_table"]
+__all__ = ["by_glob", "by_regex", "by_table", "parse_glob", "parse_regex", "parse_table"]
 
 _WILD = re.compile(r"[*?]")
 
@@ -86,41 +86,6 @@ def by_table(
         raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} lists them")
     rename = _of_table(table)
     return _renamed(checkpoint, rename, lambda name: name in table, told, key, only)
-
-
-def ordered_table(
-    checkpoint: Checkpoint, other: Checkpoint, *, key: str | None = None, other_key: str | None = None
-) -> dict[str, str]:
-    """Our names to those of another checkpoint's state dict, one by one in their order.
-
-    Raises RefusedError, which names the first pair that does not go together, where counts or shapes differ.
-    """
-    ours, theirs = (shapes_of(found, path) for found, path in ((checkpoint, key), (other, other_key)))
-    step = f"ckptool match {quote(checkpoint.path)} {quote(other.path)}"
-    for (old, shape), (new, wanted) in zip(ours.items(), theirs.items()):
-        if shape != wanted:
-            what = f"in order {shown(old)} would be {shown(new)}, but its shape is {shape}, not {wanted}"
-            raise RefusedError(what, path=checkpoint.path, next=step)
-    if len(ours) != len(theirs):
-        what = f"there are {counted(len(ours), 'key')}, and {len(theirs):,} in {other.path}"
-        raise RefusedError(what, path=checkpoint.path, next=step)
-    return dict(zip(ours, theirs))
-
-
-def shapes_of(checkpoint: Checkpoint, key: str | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in the one state dict, by name; raises TargetError where there is not one."""
-    chosen = selected(checkpoint, key)
-    if len(chosen) != 1:
-        there = ", ".join(repr(item.path or ".") for item in chosen)
-        what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
-        raise TargetError(what, path=checkpoint.path, next="name one with --key")
-    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    found = {}
-    for name, value in chosen[0].items:
-        tensor = reader.tensor(value)
-        if tensor is not None:
-            found[str(nodes[name])] = tensor.shape
-    return found
 
 
 def _names(checkpoint: Checkpoint, items: Sequence[tuple[int, int]]) -> list[str]:
