@@ -317,6 +317,16 @@ def test_a_lock_file_is_a_target(tmp_path: Path) -> None:
     assert ckptool.match(source, lock)["missing"] == ["_extra_state"]
 
 
+@pytest.mark.parametrize("name", ["bare.pth", "ddp4_training.pth", "extra_state.pth", "gan.pth", "sparse.pt"])
+def test_what_lock_writes_is_read(name: str, tmp_path: Path) -> None:
+    lock = str(tmp_path / "x.lock.json")
+    assert run(["lock", str(FIXTURES / name), "-o", lock]) == 0
+    assert ckptool.match(FIXTURES / name, lock)["fits"]
+    with ckptool.open(FIXTURES / name) as checkpoint:
+        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "a.pth")
+    assert fixed(tmp_path / "a.pth", Path(lock), tmp_path / "out.pth")["fix"]["complete"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
