@@ -16,7 +16,9 @@ from pathlib import Path
 # Part of each file name: raise it when the recipe below changes, and files from before are not reused.
 RECIPE = 1
 PREFIX = "module."
-CUT = ".cut"
+CUT, FLIPPED, TWIN, PLAIN = ".cut", ".flipped", ".twin", ".plain"
+# Files that jobs make beside an input.
+SIDES = (CUT, FLIPPED, TWIN, PLAIN)
 TAG = "cuda:0"
 _PARTS = ("attn.query", "attn.key", "attn.value", "attn.out", "mlp")
 _TENSORS_PER_LAYER = 2 * len(_PARTS)
@@ -66,6 +68,32 @@ def cut_in_half(source: Path, cut: Path) -> None:
     shutil.copyfile(source, unfinished)
     os.truncate(unfinished, source.stat().st_size // 2)
     os.replace(unfinished, cut)
+
+
+def copy(source: Path, twin: Path) -> None:
+    """A whole copy of a file."""
+    unfinished = twin.with_suffix(".unfinished")
+    shutil.copyfile(source, unfinished)
+    os.replace(unfinished, twin)
+
+
+def flip_one(source: Path, other: Path) -> None:
+    """A copy of a file with one flipped bit in the last tensor; torch.save puts some small records behind it."""
+    import zipfile
+
+    unfinished = other.with_suffix(".unfinished")
+    shutil.copyfile(source, unfinished)
+    with zipfile.ZipFile(source) as archive:
+        last = [entry for entry in archive.infolist() if "/data/" in entry.filename][-1]
+    with unfinished.open("r+b") as file:
+        file.seek(last.header_offset + 26)
+        sizes = file.read(4)
+        place = last.header_offset + 30 + int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little")
+        file.seek(place + last.file_size - 4)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    os.replace(unfinished, other)
 
 
 def tensor_names(count: int) -> list[str]:

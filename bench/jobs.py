@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ _SUM = (
 
 FIVE = "edit, five edits in one pass"
 _FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
+DIFF, CMP = "diff, one bit differs at the end", "cmp, one bit differs at the end"
+DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
+MATCH, NAMES = "match, prefix to be stripped", "two torch.load to meta, intersect the names"
 IMPORTS = 'python -c "import click, tabulate"'
 COPY = "cp && sync"
 SUM = "read + zlib.crc32 loop"
@@ -113,6 +117,54 @@ def _salvage(tool: list[str]) -> Job:
     return Job(SALVAGE, command)
 
 
+def _other(source: Path) -> Path:
+    """A copy of the file in which the last byte of the last tensor has a flipped bit."""
+    other = source.with_suffix(files.FLIPPED)
+    if not other.exists():
+        files.flip_one(source, other)
+    return other
+
+
+def _comparing(words: list[str]) -> Command:
+    def command(source: Path, output: Path) -> list[str]:
+        # They differ, so it ends with 1.
+        return ["sh", "-c", '"$@" > /dev/null; test $? -eq 1', "sh", *words, str(source), str(_other(source))]
+
+    return command
+
+
+def _same(words: list[str]) -> Command:
+    def command(source: Path, output: Path) -> list[str]:
+        return ["sh", "-c", '"$@" > /dev/null', "sh", *words, str(source), str(_copied(source))]
+
+    return command
+
+
+def _copied(source: Path) -> Path:
+    twin = source.with_suffix(files.TWIN)
+    if not twin.exists():
+        files.copy(source, twin)
+    return twin
+
+
+def _matching(tool: list[str]) -> Command:
+    def command(source: Path, output: Path) -> list[str]:
+        plain = source.with_suffix(files.PLAIN)
+        if not plain.exists():
+            subprocess.run([*tool, "strip-module", str(source), "-o", str(plain), "-q"], check=True)
+        # It fits after an edit, so it ends with 1.
+        return ["sh", "-c", '"$@" > /dev/null; test $? -eq 1', "sh", *tool, "match", str(source), str(plain)]
+
+    return command
+
+
+def _names(source: Path, output: Path) -> list[str]:
+    code = (
+        "import sys, torch; a, b = (set(torch.load(p, map_location='meta')) for p in sys.argv[1:]); print(len(a & b))"
+    )
+    return [sys.executable, "-c", code, str(source), str(source.with_suffix(files.PLAIN))]
+
+
 def _cast(mmap: bool) -> Job:
     code = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + _SAVE
     return _torch("torch.load{mmap} + cast + save", code, mmap)
@@ -147,7 +199,12 @@ def groups(tool: list[str]) -> tuple[Group, ...]:
     casting = Group((cast, *plain), tuple(Row(cast.name, reference.name) for reference in plain))
     five = Job(FIVE, _ckptool(tool, "edit", *_FIVE, edit="five").command, edit="five")
     editing = Group((five, strip), (Row(FIVE, strip.name),))
-    return reading, writing, checking, casting, editing
+    compare, cmp = Job(DIFF, _comparing([*tool, "diff"])), Job(CMP, _comparing(["cmp"]))
+    same, cmp_same = Job(DIFF_SAME, _same([*tool, "diff"])), Job(CMP_SAME, _same(["cmp"]))
+    comparing = Group((compare, cmp, same, cmp_same), (Row(DIFF, CMP), Row(DIFF_SAME, CMP_SAME)))
+    match, torch_names = Job(MATCH, _matching(tool)), Job(NAMES, _names)
+    matching = Group((match, torch_names), (Row(MATCH, NAMES),))
+    return reading, writing, checking, casting, editing, comparing, matching
 
 
 def target(spec: files.Spec, row: Row) -> Target | None:
@@ -160,6 +217,8 @@ def target(spec: files.Spec, row: Row) -> Target | None:
         return Target(1.3, 64)
     if spec == files.BIG and row.job.startswith("cast") and "mmap" not in row.reference:
         return Target(1 / 3, 1050)
+    if spec == files.BIG and row.job in (DIFF, DIFF_SAME):
+        return Target(1.3, 128)
     if spec == files.BIG and row.job == FIVE:
         return Target(1.2)
     if spec == files.BIG and row == Row("validate", SUM):

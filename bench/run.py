@@ -42,6 +42,7 @@ class Options:
     repeat: int
     json: Path | None
     tool: list[str]
+    only: str
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -53,6 +54,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--repeat", type=int, metavar="N", help="timed rounds (default 5; at most 3 for torch)")
     parser.add_argument("--exe", nargs="?", const="ckptool", help="measure this console script, not python -m ckptool")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every run to FILE")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only groups with a job that has TEXT in its name")
     parser.add_argument("--clean", action="store_true", help="remove the files of earlier runs, and do nothing else")
     given = parser.parse_args(arguments)
     repeat = given.repeat if given.repeat is not None else 3 if given.quick else 5
@@ -64,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Options:
         if found is None:
             parser.error(f"--exe: no such program: {given.exe}")
         tool = [str(Path(found).absolute())]  # the jobs run in another folder
-    return Options(given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool)
+    return Options(given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool, given.only)
 
 
 def tell(text: str) -> None:
@@ -82,7 +84,7 @@ def clean(work: Path) -> None:
     """Remove what earlier runs made, by name, and the folder if nothing else is in it."""
     for spec in files.EVERY_SPEC:
         path = work / spec.name
-        for leftover in (path, path.with_suffix(".unfinished"), path.with_suffix(files.CUT)):
+        for leftover in (path, *(path.with_suffix(suffix) for suffix in (".unfinished", *files.SIDES))):
             leftover.unlink(missing_ok=True)
     for pattern in ("output.pt", "output.log", ".output.pt.*.ckptool-tmp"):
         for leftover in work.glob(pattern):
@@ -169,6 +171,8 @@ def main(arguments: Sequence[str]) -> None:
         for spec in specs:
             tell(f"== {spec.label}")
             for group in groups(options.tool):
+                if not any(options.only in job.name for job in group.jobs):
+                    continue
                 results = measure(group, options.work / spec.name, options)
                 lines += [table_line(spec, row, results, floor) for row in group.rows]
                 raw += [{"file": spec.label, **asdict(result)} for result in results.values()]

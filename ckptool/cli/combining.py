@@ -10,6 +10,7 @@ from .. import api
 from ..checkpoint import Checkpoint
 from ..edits.redact import KINDS, Finding, private_matters
 from ..human import counted
+from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, key_option, one_path, paths, writing
 from .render import clean, emit, emit_json, failure, say_error
@@ -39,8 +40,7 @@ def merge(
     other_key: str | None,
     no_new: bool,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Take the tensors of another checkpoint into this one: keys that are there are replaced, others added.
@@ -48,7 +48,6 @@ def merge(
     --include and --exclude choose keys of OTHER. A key whose shape differs is refused. With --entry whole entries are
     taken instead, tensors or not.
     """
-    only = api.Globs(include, exclude)
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
     with api.open(other) as foreign:
 
@@ -80,8 +79,7 @@ def average(
     weights: str | None,
     dtype: Any,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Average the weights of several checkpoints of one model.
@@ -89,7 +87,6 @@ def average(
     The output is the first checkpoint with the mean of all in place of its floating tensors; integers, and what is no
     tensor of a state dict, stay those of the first. Sums are made while the output is written, piece by piece.
     """
-    only = api.Globs(include, exclude)
     factors = _numbers(weights)
     others = [api.open(path) for path in paths[1:]]
 
@@ -132,8 +129,7 @@ def redact(
     sources: bool,
     arguments: bool,
     everything: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """List what a published file should not tell, and take out what is named.
@@ -143,13 +139,12 @@ def redact(
     """
     flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
     kinds = [kind for kind in KINDS if flags[kind] or everything]
-    only = api.Globs(include, exclude)
     if not kinds:
         return _list(paths, only, how["style"], how["quiet"])
     return edit_all(Job("redact", lambda checkpoint: api.redact(checkpoint, kinds, only=only)), paths, **how)
 
 
-def _list(paths: tuple[str, ...], only: api.Globs, style: str, quiet: bool) -> int:
+def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
     reports, code = [], 0
     for path in paths:
         try:

@@ -9,6 +9,7 @@ import click
 from .. import api
 from ..checkpoint import Checkpoint
 from ..edits.devices import device_pairs
+from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, key_option, paths, writing
 
@@ -42,8 +43,7 @@ def strip_module(
     repeat: str,
     wrappers: bool,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Take the prefix 'module.' off the keys of every state dict in the file.
@@ -55,8 +55,6 @@ def strip_module(
     if wrappers and (prefix, repeat) != ("module.", "1"):
         raise click.UsageError("--wrappers takes out all known wrappers: --prefix and --repeat do not go with it.")
     times: int | Literal["all"] = "all" if repeat == "all" else int(repeat)
-
-    only = api.Globs(include, exclude)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
@@ -83,15 +81,13 @@ def add_module(
     paths: tuple[str, ...],
     prefix: str,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Put the prefix 'module.' before every key of every state dict in the file.
 
     So that a model wrapped in DataParallel or DistributedDataParallel loads it.
     """
-    only = api.Globs(include, exclude)
     job = Job("add-module", lambda checkpoint: api.add_prefix(checkpoint, prefix, key=key, only=only))
     return edit_all(job, paths, **how)
 
@@ -124,8 +120,7 @@ def remap(
     include_cpu: bool,
     strings: bool,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Retarget devices: the tags of the storages and torch.device objects. No GPU is needed.
@@ -137,7 +132,7 @@ def remap(
     devices.check()
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.remap_devices(checkpoint, devices, strings=strings, key=key, only=api.Globs(include, exclude))
+        return api.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
 
     return edit_all(Job("remap", edit), paths, **how)
 

@@ -9,6 +9,7 @@ import click
 from .. import api
 from ..checkpoint import Checkpoint
 from ..edits.entries import as_scalar
+from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, key_option, one_path, writing
 
@@ -74,8 +75,7 @@ def drop(
     globs: tuple[str, ...],
     prune: bool,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Leave out entries and keys: the optimizer, the schedulers, a head.
@@ -83,7 +83,6 @@ def drop(
     A pattern matches top-level entries, and keys of state dicts by key or by whole path; with --key only keys of that
     state dict. The bytes of what nothing else uses leave the file. A pattern that nothing matches is refused.
     """
-    only = api.Globs(include, exclude)
     job = Job("drop", lambda checkpoint: api.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job, (path,), **how)
 

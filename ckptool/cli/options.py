@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import click
+
+from ..names import Globs
 
 __all__ = [
     "ALL_FORMATS",
@@ -59,10 +62,15 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
 
 
 def choosing(command: Command) -> Command:
-    """Which keys or tensors an edit is about."""
+    """Which keys or tensors an edit is about: ``only``, made of two options."""
+
+    @wraps(command)
+    def with_choice(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
+        return command(*args, only=Globs(include, exclude), **how)
+
     exclude = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave keys alone that match; repeatable.")
     include = click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
-    return include(exclude(command))
+    return cast(Command, include(exclude(with_choice)))
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:

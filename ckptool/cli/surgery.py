@@ -9,6 +9,7 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint
+from ..names import Globs
 from ..steps import MODIFIERS, STEPS
 from .editing import Job, edit_all
 from .options import choosing, key_option, paths, writing
@@ -43,7 +44,7 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "lik
 @choosing
 @writing
 @click.pass_context
-def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, **how: Any) -> int:
+def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, **how: Any) -> int:
     """Rename keys of state dicts. The renames are done in the order given, one after the other.
 
     _metadata follows, and so do the names of parameters in optimizers. What matches nothing is refused, and so are
@@ -52,16 +53,15 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, **how
     given = steps_of(ctx, _RENAMES)
     if not any(name != "by-order" for name, _ in given):
         raise click.UsageError("Say how: --glob, --regex, --map or --like.")
-    first = [step for step in _scope(key, how) + given if step[0] in ("key", "include", "exclude", "by-order")]
+    first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
     writing = _writing(how)
     return edit_all(Job("rename", lambda checkpoint: api.edit(checkpoint, steps)), paths, **writing)
 
 
-def _scope(key: str | None, how: dict[str, Any]) -> list[tuple[str, str | bool]]:
+def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
     steps: list[tuple[str, str | bool]] = [("key", key)] if key is not None else []
-    steps += [(name, glob) for name in ("include", "exclude") for glob in how[name]]
-    return steps
+    return steps + [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
 
 
 def _writing(how: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +87,13 @@ def slim(
     paths: tuple[str, ...],
     purpose: Any,
     dedupe: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Leave out the bytes that nothing reads: a slice that drags its whole storage along gets one of its own size.
 
     Tensors that overlap go on sharing a storage. No value changes.
     """
-    only = api.Globs(include, exclude)
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return api.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
@@ -123,8 +121,7 @@ def cast(
     dtype: str,
     strict: bool,
     key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     **how: Any,
 ) -> int:
     """Give the floating tensors another dtype, exactly as torch's own .to(dtype) does.
@@ -133,7 +130,6 @@ def cast(
     values are computed while the output is written, with torch: the file is never in memory. Finite values that become
     infinite are counted and reported.
     """
-    only = api.Globs(include, exclude)
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return api.cast(checkpoint, dtype, key=key, only=only, strict=strict)
