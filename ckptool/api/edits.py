@@ -76,8 +76,10 @@ def cast(
     on sharing it. ``strict`` lets ``save`` raise RefusedError where a finite value would become infinite or NaN.
     """
     from ..edits.cast import cast as casted
+    from ..runtime.need import need_torch
     from ..runtime.values import cast_elements
 
+    need_torch("casting values", checkpoint.path)
     return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict)
 
 
@@ -113,8 +115,10 @@ def average(
     All of them must stay open until then. Raises RefusedError where they do not go together.
     """
     from ..edits.average import average as averaged
+    from ..runtime.need import need_torch
     from ..runtime.values import mean_elements
 
+    need_torch("averaging values", checkpoints[0].path if checkpoints else "")
     return averaged(checkpoints, mean_elements, weights=weights, dtype=dtype, key=key, only=only)
 
 
