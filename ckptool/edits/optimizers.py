@@ -80,14 +80,18 @@ def _optimizer(graph: Graph, ref: Ref, path: str, named: Mapping[str, Ref]) -> O
     return Optimizer(path, ref, named["state"], groups)
 
 
-def renamed_parameters(checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str]) -> list[Change]:
-    """Let the names in the states of optimizers follow; ``known`` are all keys of the state dicts, old to new.
+def renamed_parameters(
+    checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str], others: Sequence[StateDict] = ()
+) -> list[Change]:
+    """Let the names in the states of optimizers follow; ``known`` are the keys of the state dicts, old to new.
 
-    An optimizer with a name that is none of these belongs to another model, and stays.
+    An optimizer with a name that is none of these belongs to another model, and stays; so does one that may belong to
+    one of ``others``, which keep their keys.
     """
     graph, changes = checkpoint.graph, []
     if all(old == new for old, new in known.items()):
         return []
+    staying = [{graph.nodes[name] for name, _ in item.items} for item in others]
     for optimizer in optimizers(graph):
         named = [ref for group in optimizer.groups for ref in (group.params, group.names) if ref >= 0]
         texts = {text for ref in named for part in elements(graph.nodes[ref]) if type(text := graph.nodes[part]) is str}
@@ -95,6 +99,10 @@ def renamed_parameters(checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[
         texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
         moved = sum(known[text] != text for text in texts if text in known)
         if not moved or not texts <= known.keys():
+            continue
+        if any(texts <= names for names in staying):
+            what = "its parameter names stay: it may belong to another state dict with the same names"
+            changes.append(Change("rename-optimizer", optimizer.path, 0, len(texts), what))
             continue
         for ref in named:
             _renamed_list(rewrite, ref, known)
