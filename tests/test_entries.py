@@ -16,6 +16,7 @@ import ckptool
 from ckptool.errors import RefusedError, TargetError
 from ckptool.objects import parse_path
 
+
 @every
 def test_extract_and_wrap(item: Fixture, out: Path) -> None:
     with ckptool.open(item.path) as checkpoint:

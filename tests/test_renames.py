@@ -95,9 +95,7 @@ def test_by_the_order_of_another(item: Fixture, out: Path, tmp_path: Path) -> No
     table = {name: f"layer{number}.weight" for number, name in enumerate(tensors)}
     other = saved({table[name]: torch.zeros(value.shape) for name, value in tensors.items()}, tmp_path / "other.pth")
     with ckptool.open(other) as like:
-        same(
-            item.path, out, lambda c: ckptool.rename(c, like=like, by_order=True), lambda name: table.get(name, name)
-        )
+        same(item.path, out, lambda c: ckptool.rename(c, like=like, by_order=True), lambda name: table.get(name, name))
 
 
 @every

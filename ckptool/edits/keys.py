@@ -95,8 +95,8 @@ def add_prefix(
 ) -> Checkpoint:
     """Put a prefix of whole segments before every key, also before one that has it already.
 
-    In ``_metadata`` the entry for "" stays, and the model's own keys have it under the prefix, too. Parameters and errors as for
-    ``strip_prefix``.
+    In ``_metadata`` the entry for "" stays, and the model's own keys have it under the prefix, too. Parameters and
+    errors as for ``strip_prefix``.
     """
     head = _segments(prefix)
 
