@@ -60,18 +60,19 @@ def edited(path: Path, out: Path, edit: Callable[[ckptool.Checkpoint], ckptool.C
     """What torch loads after an edit; the file must be valid, and load in every mode."""
     with ckptool.open(path) as checkpoint:
         ckptool.save(edit(checkpoint), out, force=True)
-    return checked(path, out)
+    return checked(out, path)
 
 
-def checked(path: Path, out: Path) -> Any:
-    """What torch loads of an output that was made of ``path``, after all checks."""
+def checked(out: Path, *paths: Path) -> Any:
+    """What torch loads of an output that was made of ``paths``, after all checks."""
     report = validation_report(str(out))
     assert report["status"] == "valid", [check for check in report["checks"] if check["status"] != "pass"]
     loaded = oracle.load(out)
-    for mode in (plainly, mapped) if path.name in CRASHES else (plainly, mapped, on_meta, faked):
-        if works(mode, path):
+    names = {path.name for path in paths}
+    for mode in (plainly, mapped) if names & set(CRASHES) else (plainly, mapped, on_meta, faked):
+        if all(works(mode, path) for path in paths):
             mode(out)
-    if zipfile.is_zipfile(out) and path.name not in UNSUMMED:
+    if zipfile.is_zipfile(out) and not names & set(UNSUMMED):
         with zipfile.ZipFile(out) as archive:
             assert archive.testzip() is None
     return loaded

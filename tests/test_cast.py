@@ -287,4 +287,4 @@ def test_tied_parameters_stay_tied(tmp_path: Path, out: Path) -> None:
         expected = naive(path, dtype)
         with ckptool.open(path) as checkpoint:
             ckptool.save(ckptool.cast(checkpoint, dtype), out, force=True)
-        assert oracle.difference(expected, checked(path, out)) == ""
+        assert oracle.difference(expected, checked(out, path)) == ""
