@@ -46,9 +46,9 @@ def slim(
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
 
-    Tensors that overlap, or nearly touch, go on sharing one. A view with holes whose storage no other uses becomes contiguous.
-    ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes storages with
-    the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
+    Tensors that overlap, or nearly touch, go on sharing one. A view with holes whose storage no other uses becomes
+    contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
+    storages with the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
     """
     if purpose is not None:
         checkpoint = drop_for(checkpoint, purpose)
