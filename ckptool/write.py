@@ -113,6 +113,8 @@ def write_plan(
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
             target = check_output(path, sources, force=force)
+            if force and os.path.exists(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         if force:
             os.replace(temporary, target)
         else:

@@ -123,7 +123,11 @@ class _Comparison:
         if self.storages.setdefault(left, right) != right or self.back.setdefault(right, left) != left:
             return f"{path}: a storage is shared in one of them only"
         self.keep += [a, b]
-        return "" if bytes(a) == bytes(b) else f"{path}: bytes differ"
+        return "" if torch.equal(_bytes(a), _bytes(b)) else f"{path}: bytes differ"
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _key(key: Any) -> Any:

@@ -3,73 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
-from torch._subclasses.fake_tensor import FakeTensorMode
+from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
+from outputs import at, edited, every
 
 import ckptool
 from ckptool.errors import RefusedError, TargetError
 from ckptool.objects import parse_path
-from ckptool.validating import validation_report
-
-#: torch 2.13 itself ends with a segmentation fault on meta.
-CRASHES = ("big_endian.pth",)
-#: Torch loads these by chance, or does not look: no edit, or an output that is as damaged as its input.
-DAMAGED = ("zip_two_pickles.pth", "zip_wrong_crc.pth")
-WHOLE = [item for item in LOADABLE if item.path.name not in DAMAGED]
-every = pytest.mark.parametrize("item", WHOLE, ids=by_name)
-
-
-def plainly(path: Path) -> None:
-    torch.load(path, map_location="cpu", weights_only=True)
-
-
-def mapped(path: Path) -> None:
-    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def on_meta(path: Path) -> None:
-    torch.load(path, map_location="meta", weights_only=True)
-
-
-def faked(path: Path) -> None:
-    with FakeTensorMode():
-        torch.load(path, weights_only=True)
-
-
-def works(mode: Callable[[Path], None], path: Path) -> bool:
-    """Does torch load this file in this mode? Some tensors have no meta form, and legacy files no mmap."""
-    try:
-        mode(path)
-    except Exception:
-        return False
-    return True
-
-
-def edited(path: Path, out: Path, edit: Any) -> Any:
-    """What torch loads after an edit; the file must be valid, and load in every mode."""
-    out.unlink(missing_ok=True)
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(edit(checkpoint), out)
-    report = validation_report(str(out))
-    assert report["status"] == "valid", [check for check in report["checks"] if check["status"] != "pass"]
-    loaded = oracle.load(out)
-    for mode in (plainly, mapped) if path.name in CRASHES else (plainly, mapped, on_meta, faked):
-        if works(mode, path):
-            mode(out)
-    return loaded
-
-
-def at(loaded: Any, steps: list[str | int]) -> Any:
-    for step in steps:
-        loaded = loaded[step]
-    return loaded
 
 
 @every

@@ -101,8 +101,10 @@ def test_add_gives_the_metadata_of_the_wrapped_model(model: nn.Module, tmp_path:
     found = edited(model.state_dict(), "add_prefix", tmp_path)
     wrapped = parallel(model)
     assert list(found) == list(wrapped)
-    # '' stays what it was, the rest gains the prefix; the wrapper's own entry is not made up.
-    below = [item for item in metadata(wrapped) if item[0] not in ("", "module")]
+    # '' stays what it was, for nobody knows the wrapper's own version; the rest gains the prefix. So does the model
+    # itself where it has keys of its own: load_state_dict asks for their version.
+    own = any("." not in key for key in model.state_dict())
+    below = [item for item in metadata(wrapped) if item[0] not in ("", *(() if own else ("module",)))]
     assert [item for item in metadata(found) if item[0]] == below
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from shlex import quote
 from typing import Literal, TypeAlias
 
 from ..checkpoint import Body, Change, Checkpoint
-from ..dtypes import BY_NAME, Dtype
+from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
+from ..objects import spell_key
 from ..source import Computed
 from ..survey import StateDict
 from ..tensors import Tensor
@@ -18,6 +20,9 @@ from .select import selected
 from .storages import storage_uses, with_plain_ids
 
 __all__ = ["Averager", "average"]
+
+#: What has a mean: floating numbers, one to an element.
+_DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.name != "float4_e2m1fn_x2")
 
 #: Gives the weighted mean of little-endian elements of one dtype: (parts, weights, dtype, dtype to sum in).
 Averager: TypeAlias = "Callable[[Sequence[bytes], Sequence[float], str, str], bytes]"
@@ -45,26 +50,21 @@ def average(
     reader = first.survey.reader
     uses = storage_uses(first.graph, reader)
     plan: dict[str, list[str]] = {}
-    layouts: dict[str, set[object]] = {}
     integers = tensors = differing = 0
     for state_dict in selected(first, key):
         twins = [_twin(first, other, state_dict) for other in others]
         tables = [_tensors(other, twin) for other, twin in zip(others, twins)]
         for name, tensor in _tensors(first, state_dict).items():
-            partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
-            kind = BY_NAME.get(tensor.dtype)
-            if only and not only.match(name, f"{state_dict.path}.{name}"):
+            if not only.match(name, spell_key(state_dict.path, name)):
                 continue
-            # Torch cannot compute with float4.
-            plain = kind is not None and kind.floating and kind.name != "float4_e2m1fn_x2" and tensor.kind == "dense"
-            if not plain or not tensor.storage:
+            partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
+            if tensor.dtype not in _DTYPES or tensor.kind != "dense" or not tensor.storage:
                 integers += 1
                 continue
             keys = [tensor.storage, *(partner.storage for partner in partners)]
             if plan.setdefault(tensor.storage, keys) != keys:
                 what = f"{shown(name)} shares its storage with others in one checkpoint and not in another"
                 raise RefusedError(what, path=first.path, next="ckptool slim each of them first")
-            layouts.setdefault(tensor.storage, set()).add((tensor.offset, tensor.shape, tensor.stride))
             differing += any(_layout(partner) != _layout(tensor) for partner in partners)
             tensors += 1
     if differing:
@@ -126,7 +126,7 @@ def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     found = table.get(name)
-    step = f"ckptool diff {first.path} {other.path}"
+    step = f"ckptool diff {quote(first.path)} {quote(other.path)}, or leave it out: --exclude {quote(name)}"
     if found is None:
         raise RefusedError(f"it has no tensor {shown(name)}", path=other.path, next=step)
     if (found.shape, found.dtype, found.kind) != (tensor.shape, tensor.dtype, tensor.kind):

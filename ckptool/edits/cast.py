@@ -16,7 +16,7 @@ from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
 from ..source import Computed
 from ..survey import TensorEntry
-from ..tensors import Storage
+from ..tensors import Tensor
 from .rewrite import Rewrite
 from .select import selected
 from .storages import Use, repointed, storage_uses, with_plain_ids
@@ -39,14 +39,21 @@ Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
 def check_dtype(name: str) -> Dtype:
     """The dtype to cast to; raises TargetError for one that is unknown, or that values cannot be cast to."""
     dtype = BY_NAME.get(_SHORT.get(name, name))
-    if dtype is None or not (dtype.floating or dtype.name.startswith(("complex", "int", "uint", "bool"))):
+    if dtype is not None and dtype.name == "float4_e2m1fn_x2":
+        raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
+    if dtype is None or not _has_values(dtype):
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
         raise TargetError(f"{name!r} is no dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
-    if dtype.name == "float4_e2m1fn_x2":
-        raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
     return dtype
+
+
+def _has_values(dtype: Dtype) -> bool:
+    """Can torch cast its elements? Not two values in a byte, bits without a meaning, numbers without a scale."""
+    return dtype.name != "float4_e2m1fn_x2" and dtype.name.startswith(
+        ("float", "bfloat", "complex", "int", "uint", "bool")
+    )
 
 
 def cast(
@@ -71,6 +78,9 @@ def cast(
     reader = survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     wanted, left = _wanted(checkpoint, target, key, only)
+    leaves = {
+        part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
+    }
     rewrite = Rewrite(checkpoint.graph)
     added: dict[str, Body] = {}
     tally = _Tally(checkpoint, strict)
@@ -84,24 +94,27 @@ def cast(
         if name in uses.pinned or len(kinds) > 1 or not there:
             left.append(f"{wanted[name]} (its storage is used in another way, too)")
             continue
-        reason = "" if target.storage else next(filter(None, (_unfit(rewrite, use) for use in users)), "")
+        source = BY_NAME[users[0].tensor.dtype]
+        reason = _lossy(source, target, name in leaves)
+        reason = reason or next(filter(None, (_unfit(rewrite, use, source, target) for use in users)), "")
         if reason:
             left.append(f"{wanted[name]} ({reason})")
             continue
-        source = BY_NAME[users[0].tensor.dtype]
         numel = storage.nbytes // source.itemsize
         size = numel * target.itemsize
         if storage.location != "meta":
-            added[name] = Body(Computed(size, _casting(checkpoint, name, storage, source, target, caster, tally)), size)
+            added[name] = Body(Computed(size, _casting(checkpoint, name, numel, source, target, caster, tally)), size)
         for use in users:
             _recast(rewrite, use, name, numel, target)
         tensors += len(users)
         tied += len(users) > 1
         before, after = before + storage.nbytes, after + size
-    bare = [
-        entry for entry in _chosen(checkpoint, key, only) if entry.tensor.kind == "meta" and not entry.tensor.storage
-    ]
-    tensors += sum(_recast_meta(rewrite, entry.ref, target) for entry in bare if BY_NAME[entry.tensor.dtype].floating)
+    bare = {
+        entry.ref
+        for entry in _chosen(checkpoint, key, only)
+        if not entry.tensor.storage and entry.tensor.kind == "meta" and _casts(entry.tensor, target, only)
+    }
+    tensors += sum(_recast_meta(rewrite, ref, target) for ref in bare)
     changes = []
     if tensors:
         notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
@@ -127,16 +140,22 @@ def _wanted(checkpoint: Checkpoint, target: Dtype, key: str | None, only: Globs)
         else:
             parts = [tensor] if tensor.kind in (*_PLAIN, "meta") and tensor.storage else []
         source = BY_NAME.get(tensor.dtype)
-        named = bool(only.include) and source is not None and source.packed == 1 and tensor.kind in (*_PLAIN, "meta")
-        floating = source is not None and source.floating and source.name != "float4_e2m1fn_x2"
-        if source is None or not parts:
-            if tensor.kind == "meta":
-                continue
-            if floating or source is None or tensor.kind == "quantized":
-                left.append(f"{entry.path} ({tensor.kind})")
-        elif (floating or named) and source.name != target.name:
-            wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
+        if parts and source is not None:
+            if _casts(tensor, target, only):
+                wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
+        elif tensor.kind != "meta" and (source is None or source.floating or tensor.kind == "quantized"):
+            left.append(f"{entry.path} ({tensor.kind})")
     return wanted, left
+
+
+def _casts(tensor: Tensor, target: Dtype, only: Globs) -> bool:
+    """Is a chosen tensor to be cast, as far as its dtype tells?"""
+    source = BY_NAME.get(tensor.dtype)
+    if source is None or source.name == target.name or not _has_values(source):
+        return False
+    if tensor.kind == "meta" and _lossy(source, target, tensor.requires_grad):
+        return False
+    return source.floating or (bool(only.include) and tensor.kind in (*_PLAIN, "meta"))
 
 
 def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> Iterator[TensorEntry]:
@@ -181,13 +200,13 @@ class _Tally:
 
 
 def _casting(
-    checkpoint: Checkpoint, key: str, storage: Storage, source: Dtype, target: Dtype, caster: Caster, tally: _Tally
+    checkpoint: Checkpoint, key: str, numel: int, source: Dtype, target: Dtype, caster: Caster, tally: _Tally
 ) -> Callable[[], Iterator[bytes]]:
     big = checkpoint.container.byteorder == "big"
 
     def chunks() -> Iterator[bytes]:
         tally.found[key] = 0
-        for data in whole_chunks(stored_bytes(checkpoint, key, 0, storage.nbytes), source.itemsize):
+        for data in whole_chunks(stored_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
             made, overflowed = caster(swapped(data, source) if big else data, source.name, target.name)
             if overflowed:
                 tally.add(key, target, overflowed)
@@ -196,15 +215,29 @@ def _casting(
     return chunks
 
 
-def _unfit(rewrite: Rewrite, use: Use) -> str:
-    """Why torch could not load this tensor in a dtype that it writes without a storage class, "" if it can."""
+def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
+    """What a tensor of one dtype would lose in another besides precision, "" for nothing."""
+    if _complex(source) and not _complex(target):
+        return "its imaginary part would be lost"
+    if leaf and not (target.floating or _complex(target)):
+        return "torch cannot load it with requires_grad"
+    return ""
+
+
+def _unfit(rewrite: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
+    """Why torch could not load this tensor in another dtype, "" if it can."""
     args = rewrite.graph.nodes[use.args]
-    if type(args) is tuple and len(args) > 6 and mapping(rewrite.graph, args[-1]):
+    signed = target.storage and _complex(source) == _complex(target) and (target.floating or _complex(target))
+    if type(args) is tuple and len(args) > 6 and mapping(rewrite.graph, args[-1]) and not signed:
         return "it carries a conjugate or negative bit"
-    if type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
+    if not target.storage and type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
         # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
         return "torch cannot load it with requires_grad"
     return ""
+
+
+def _complex(dtype: Dtype) -> bool:
+    return dtype.name.startswith("complex")
 
 
 def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:

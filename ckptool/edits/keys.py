@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from ..checkpoint import Change, Checkpoint
@@ -92,8 +92,8 @@ def add_prefix(
 ) -> Checkpoint:
     """Put a prefix of whole segments before every key, also before one that has it already.
 
-    In ``_metadata`` the entry for "" stays and the others gain the prefix. Parameters and errors as for
-    ``strip_prefix``.
+    In ``_metadata`` the entry for "" stays, and the model's own keys have it under the prefix, too. Parameters and
+    errors as for ``strip_prefix``.
     """
     head = _segments(prefix)
 
@@ -121,13 +121,15 @@ def rename_keys(
 ) -> Checkpoint:
     """Rename the keys of state dicts by a function of the name; ``only`` chooses those that it is asked about.
 
-    ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot. So do the names of
-    parameters in the states of optimizers. Raises RefusedError when two keys would become one.
+    ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot, and goes where the
+    keys of the module itself go, to several places if need be. So do the names of parameters in the states of
+    optimizers. Raises RefusedError when two keys would become one.
     """
     rewrite = Rewrite(checkpoint.graph)
     changes = []
     known: dict[str, str] = {}
-    for state_dict in selected(checkpoint, key):
+    chosen_dicts = selected(checkpoint, key)
+    for state_dict in chosen_dicts:
         names = [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
         chosen = _chosen(state_dict, names, only)
         renamed = [rename(name) if name in chosen else name for name in names]
@@ -138,13 +140,15 @@ def rename_keys(
             fresh = [(rewrite.text(ref, new), value) for (ref, value), new in zip(state_dict.items, renamed)]
             rewrite.refill(state_dict.ref, fresh)
             if state_dict.metadata >= 0:
-                _follow(rewrite, state_dict.metadata, _of_modules(rename, only, names, chosen))
+                moves = _of_modules(rename, only, names, chosen)
+                _follow(rewrite, state_dict.metadata, moves, list(zip(names, renamed)))
         notes = remark(names) if remark else ()
         if not count:
             shared = common_prefix(names)
             notes += (f"they begin with {shared!r}",) if shared else ()
         changes.append(Change(edit, state_dict.path, count, len(names) - count, what if count else nothing, notes))
-    changes += renamed_parameters(checkpoint, rewrite, known)
+    others = [item for item in selected(checkpoint, None) if item not in chosen_dicts]
+    changes += renamed_parameters(checkpoint, rewrite, known, others)
     return checkpoint.changed(rewrite.done(), changes)
 
 
@@ -163,30 +167,47 @@ def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Colle
     return lambda path: rename(path) if path in moving and path not in staying else path
 
 
-def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename) -> None:
-    """Rename the module paths of ``_metadata``."""
+def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
+    """Rename the module paths of ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
     items = mapping(rewrite.graph, metadata) or []
     paths = [rewrite.graph.nodes[ref] for ref, _ in items]
     if not all(type(path) is str for path in paths):
         return
     fresh = [
         (rewrite.text(items[place][0], path), items[source][1])
-        for path, place, source in renamed_modules([str(path) for path in paths], rename)
+        for path, place, source in renamed_modules([str(path) for path in paths], rename, pairs)
     ]
     if fresh != items:
         rewrite.refill(metadata, fresh)
 
 
-def renamed_modules(paths: Sequence[str], rename: Rename) -> list[tuple[str, int, int]]:
+def renamed_modules(
+    paths: Sequence[str], rename: Rename, pairs: Iterable[tuple[str, str]] = ()
+) -> list[tuple[str, int, int]]:
     """New module paths: (path, number of the entry whose place it takes, number of the one whose value it has).
 
-    Of paths that become one, the later value takes the place of the earlier: so the entry of ``module``
-    replaces that of "" when the prefix goes.
+    Of paths that become one, the later value takes the place of the earlier: so the entry of ``module`` replaces
+    that of "" when the prefix goes. A module whose own keys go elsewhere (``pairs``, old and new) goes with them: it
+    has an entry wherever one of them is, as ``load_state_dict`` looks for its version there.
     """
+    homes: dict[str, dict[str, None]] = {}
+    for old, new in pairs:
+        (module, _, name), (home, _, other) = old.rpartition("."), new.rpartition(".")
+        if name == other or old.count(".") == new.count("."):
+            homes.setdefault(module, {})[home] = None
+    whole = [rename(path + ".").removesuffix(".") if path else path for path in paths]
+    # Where a module's own keys are all elsewhere, the name of the module says nothing.
+    first = [
+        new if not path or new in homes.get(path, (new,)) else next(iter(homes[path]))
+        for path, new in zip(paths, whole)
+    ]
+    taken = set(first)
     found: dict[str, tuple[int, int]] = {}
-    for number, path in enumerate(paths):
-        new = rename(path + ".").removesuffix(".") if path else path
+    for number, (path, new) in enumerate(zip(paths, first)):
         found[new] = (found[new][0] if new in found else number, number)
+        for home in homes.get(path, ()):
+            if home not in taken:
+                found[home] = (number, number)
     return [(path, place, source) for path, (place, source) in found.items()]
 
 

@@ -17,7 +17,7 @@ from ..human import counted
 from ..objects import elements, mapping, spell_key
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 from ..survey import StateDict
-from ..tensors import TensorReader
+from ..tensors import Tensor, TensorReader
 from .rewrite import Rewrite
 
 __all__ = ["Optimizer", "optimizers", "prune_optimizers", "renamed_parameters"]
@@ -80,14 +80,18 @@ def _optimizer(graph: Graph, ref: Ref, path: str, named: Mapping[str, Ref]) -> O
     return Optimizer(path, ref, named["state"], groups)
 
 
-def renamed_parameters(checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str]) -> list[Change]:
-    """Let the names in the states of optimizers follow; ``known`` are all keys of the state dicts, old to new.
+def renamed_parameters(
+    checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str], others: Sequence[StateDict] = ()
+) -> list[Change]:
+    """Let the names in the states of optimizers follow; ``known`` are the keys of the state dicts, old to new.
 
-    An optimizer with a name that is none of these belongs to another model, and stays.
+    An optimizer with a name that is none of these belongs to another model, and stays; so does one that may belong to
+    one of ``others``, which keep their keys.
     """
     graph, changes = checkpoint.graph, []
     if all(old == new for old, new in known.items()):
         return []
+    staying = [{graph.nodes[name] for name, _ in item.items} for item in others]
     for optimizer in optimizers(graph):
         named = [ref for group in optimizer.groups for ref in (group.params, group.names) if ref >= 0]
         texts = {text for ref in named for part in elements(graph.nodes[ref]) if type(text := graph.nodes[part]) is str}
@@ -95,6 +99,10 @@ def renamed_parameters(checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[
         texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
         moved = sum(known[text] != text for text in texts if text in known)
         if not moved or not texts <= known.keys():
+            continue
+        if any(texts <= names for names in staying):
+            what = "its parameter names stay: it may belong to another state dict with the same names"
+            changes.append(Change("rename-optimizer", optimizer.path, 0, len(texts), what))
             continue
         for ref in named:
             _renamed_list(rewrite, ref, known)
@@ -121,46 +129,74 @@ def _renamed_list(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> None:
 # -- parameters that go ---------------------------------------------------------------------------------
 
 
+class Owner(NamedTuple):
+    """A state dict that an optimizer may belong to: the keys of each parameter by its mark in ``params``, a number or
+    a name. Tied parameters have several keys, the first one counts. ``sure`` says that names tell, not the order."""
+
+    state_dict: StateDict
+    keys: dict[Node, tuple[str, ...]]
+    sure: bool
+
+
 def prune_optimizers(checkpoint: Checkpoint, rewrite: Rewrite, dropped: Mapping[int, Collection[str]]) -> list[Change]:
     """Take the states of dropped parameters out of the optimizers, and number the others anew.
 
-    ``dropped`` are names by the number of the state dict; what ``rewrite`` drops as a whole is left alone.
-    Raises RefusedError where nobody can tell which parameter a state belongs to.
+    ``dropped`` are names by the number of the state dict; what ``rewrite`` drops as a whole is left alone, and so is
+    the optimizer of another model. Raises RefusedError where nobody can tell which parameter a state belongs to.
     """
     changes: list[Change] = []
     alive = set(rewrite.done().reachable())
     for optimizer in optimizers(checkpoint.graph):
         if optimizer.ref not in alive:
             continue
-        reasons = []
-        for number, names in dropped.items():
-            order = _order(checkpoint, optimizer, checkpoint.state_dicts[number])
-            if isinstance(order, str):
-                reasons.append(order)
-                continue
-            lost = {mark for mark, name in order.items() if name in names}
-            changes += _pruned(checkpoint.graph, rewrite, optimizer, lost) if lost else []
-            reasons.clear()
-            break
-        if reasons:
-            what = f"nobody can tell which states of {optimizer.path!r} belong to the dropped parameters: {reasons[0]}"
+        owners: list[Owner] = []
+        reason = ""
+        for number, state_dict in enumerate(checkpoint.state_dicts):
+            if state_dict.ref in alive and (number in dropped or state_dict.confidence == "high"):
+                found = _owner(checkpoint, optimizer, state_dict)
+                if isinstance(found, Owner):
+                    owners.append(found)
+                elif number in dropped:
+                    reason = reason or found
+        numbers = {item.ref: number for number, item in enumerate(checkpoint.state_dicts)}
+        named = [owner for owner in owners if owner.sure] or owners
+        gone = [(owner, dropped.get(numbers[owner.state_dict.ref], ())) for owner in named]
+        lost = {frozenset(mark for mark, keys in owner.keys.items() if keys[0] in names) for owner, names in gone}
+        if owners:
+            paths = " and with ".join(repr(owner.state_dict.path or ".") for owner in named)
+            reason = f"it goes with {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(gone)
+        if reason:
+            what = f"nobody can tell which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
             step = f"drop the optimizer as well ({optimizer.path or 'the whole file'}), or leave out --prune-optimizer"
             raise RefusedError(what, path=checkpoint.path, next=step)
+        for marks in filter(None, lost):
+            changes += _pruned(checkpoint.graph, rewrite, optimizer, marks)
     return changes
 
 
-def _order(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> dict[Node, str] | str:
-    """The name of each parameter by its mark in ``params``, a number or a name; or the reason why there is none."""
+def _moved_tie(gone: Sequence[tuple[Owner, Collection[str]]]) -> str:
+    """A parameter that goes by its first key and stays by another, where it has another number; "" for none."""
+    for owner, names in gone:
+        for keys in owner.keys.values():
+            staying = [key for key in keys if key not in names]
+            if keys[0] in names and staying:
+                return f"{keys[0]!r} goes, but it is tied to {staying[0]!r}, which stays"
+    return ""
+
+
+def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | str:
+    """The optimizer's parameters in a state dict; or the reason why they are not there."""
     graph = checkpoint.graph
-    keys = {str(graph.nodes[name]) for name, _ in state_dict.items}
     marks = [graph.nodes[part] for group in optimizer.groups for part in elements(graph.nodes[group.params])]
     names: list[Node] = []
     for group in optimizer.groups:
         names += [graph.nodes[part] for part in elements(graph.nodes[group.names])] if group.names >= 0 else []
     if all(type(mark) is str for mark in marks):
         names = marks
-    if len(names) == len(marks) and set(names) <= keys:
-        return {mark: str(name) for mark, name in zip(marks, names)}
+    tied = _ties(checkpoint, state_dict)
+    if len(names) == len(marks) and set(names) <= tied.keys():
+        keys = {mark: (str(name), *(k for k in tied[str(name)] if k != name)) for mark, name in zip(marks, names)}
+        return Owner(state_dict, keys, True)
     if len(optimizer.groups) != 1:
         return f"it has {len(optimizer.groups)} groups of parameters and no names"
     shapes = _shapes(checkpoint, optimizer, marks)
@@ -168,8 +204,22 @@ def _order(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
         if len(candidates) == len(marks):
             wrong = [name for mark, (name, shape) in zip(marks, candidates) if shape not in shapes.get(mark, (shape,))]
             if not wrong:
-                return {mark: name for mark, (name, _) in zip(marks, candidates)}
+                return Owner(state_dict, {mark: tied[name] for mark, (name, _) in zip(marks, candidates)}, False)
     return f"it has {counted(len(marks), 'parameter')} without names, which do not go with the keys in their order"
+
+
+def _ties(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
+    """Of every key all keys with the same tensor, in their order."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    same: dict[object, list[str]] = {}
+    for key, value in state_dict.items:
+        same.setdefault(_mark(value, reader.tensor(value)), []).append(str(graph.nodes[key]))
+    return {name: tuple(names) for names in same.values() for name in names}
+
+
+def _mark(ref: Ref, tensor: Tensor | None) -> object:
+    """What tied tensors have in common."""
+    return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor and tensor.storage else ref
 
 
 def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -181,7 +231,7 @@ def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> list[list[tupl
         tensor = reader.tensor(value)
         if tensor is None or not tensor.dtype.startswith(("float", "bfloat", "complex")):
             continue
-        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else value
+        mark = _mark(value, tensor)
         if mark not in seen:
             seen.add(mark)
             found.append((str(graph.nodes[key]), tensor.shape))
@@ -205,7 +255,7 @@ def _shapes(
 
 def _factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
     names = [graph.nodes[name] for name, value in mapping(graph, ref) or () if reader.tensor(value)]
-    return any(isinstance(name, str) and name.endswith(("_row", "_col")) for name in names)
+    return any(isinstance(name, str) and {"row", "col"} & set(name.split("_")) for name in names)
 
 
 def _pruned(graph: Graph, rewrite: Rewrite, optimizer: Optimizer, gone: Collection[Node]) -> list[Change]:

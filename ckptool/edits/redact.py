@@ -41,6 +41,16 @@ _ARGUMENTS: Final = re.compile(
 )
 #: Names that every machine has: they tell nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
+#: Calls that make tensors, with attributes of the user's as their fourth argument.
+_WITH_STATE: Final = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("_utils._rebuild_parameter_with_state", "_tensor._rebuild_from_type_v2", "_tensor._rebuild_from_type"),
+        *("_utils._rebuild_from_type_v2", "tensor._rebuild_from_type"),
+    )
+)
+#: What no text has.
+_CONTROL: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
 
 
@@ -67,7 +77,7 @@ def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Glo
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is nothing to redact", next=f"one of {', '.join(KINDS)}")
-    found = [item for item in private_matters(checkpoint) if item.kind in kinds and only.match(item.path)]
+    found = [item for item in private_matters(checkpoint, kinds) if only.match(item.path)]
     if not found:
         return checkpoint.changed(checkpoint.graph, [Change("redact", "", 0, 0, "nothing of the kind is in it")])
     gone = {finding.ref for finding in found if finding.new is None}
@@ -77,24 +87,22 @@ def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Glo
         checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
     rewrite = Rewrite(checkpoint.graph)
     changes = []
-    texts: dict[Ref, str] = {}
     for finding in found:
         if finding.new is None:
             continue
-        # One text may hold a path and a name: what was made of it first is what the next one finds.
-        if type(checkpoint.graph.nodes[finding.ref]) is tuple:  # the parts of a pathlib object
+        node = checkpoint.graph.nodes[finding.ref]
+        if type(node) is tuple:  # the parts of a pathlib object
             rewrite.changed[finding.ref] = (rewrite.add(finding.new),)
         else:
-            texts[finding.ref] = finding.new
+            rewrite.changed[finding.ref] = finding.new.encode() if type(node) is bytes else finding.new
         changes.append(Change(f"redact-{finding.kind}", finding.path, 1, 0, f"{finding.what} -> {cut(finding.new)!r}"))
-    rewrite.changed.update(texts)
     # Bytes between records, other records and comments do not come along. A legacy file has none of these, and may
     # hold modules, which a zip cannot.
     return checkpoint.changed(rewrite.done(), changes, anew=checkpoint.format == "torch-zip")
 
 
-def private_matters(checkpoint: Checkpoint) -> list[Finding]:
-    """Everything private that is recognised, in the order of the file."""
+def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS) -> list[Finding]:
+    """Everything private of these kinds that is recognised, in the order of the file."""
     graph = checkpoint.graph
     found: list[Finding] = []
     texts = list(_texts(graph))
@@ -104,37 +112,53 @@ def private_matters(checkpoint: Checkpoint) -> list[Finding]:
     )
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
-    for entry in checkpoint.survey.entries if not bare else ():
+    for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
         if _ARGUMENTS.match(entry.key) and not any(path.startswith(entry.path) for path in inside):
             kind = class_name(graph, entry.ref)
             found.append(Finding("args", entry.path, f"training arguments, {kind}", entry.ref, None))
     # A text that stands at several places is one object, and changes at all of them.
-    seen: set[tuple[Ref, Kind]] = set()
+    seen: set[Ref] = set()
     for path, ref, text, source in texts:
-        for kind, new in _private(path, text, source, users_form):
-            if (ref, kind) not in seen:
-                seen.add((ref, kind))
-                shown = "a module's source" if kind == "sources" else repr(cut(text))
-                found.append(Finding(kind, path, shown, ref, new))
-    return found
+        told = None if ref in seen else _private(path, text, source, users_form, kinds)
+        if told is not None:
+            seen.add(ref)
+            shown = "a module's source" if told[0] == "sources" else repr(cut(text))
+            found.append(Finding(told[0], path, shown, ref, told[1]))
+    return _apart(graph, found)
 
 
-def _private(path: str, text: str, source: bool, users: re.Pattern[str] | None) -> Iterator[tuple[Kind, str]]:
-    """The kinds of what is private in a text, and the text without it."""
+def _private(
+    path: str, text: str, source: bool, users: re.Pattern[str] | None, kinds: Collection[Kind]
+) -> tuple[Kind, str] | None:
+    """What is private in a text, and the text without it; one text may hold a path and a name."""
     if source:
-        if text:
-            yield "sources", ""
-        return
-    new = without_paths(text)
-    if new != text:
-        yield "paths", users.sub("user", new) if users else new
-        return
-    if users is not None and users.search(text):
-        yield "users", users.sub("user", text)
-    elif (
-        text and _NAMED.match(path.rpartition(".")[2]) and text.lower() not in _COMMON and text not in ("user", "host")
-    ):
-        yield "users", "host" if re.search("host|node|machine", path.rpartition(".")[2], re.I) else "user"
+        return ("sources", "") if text and "sources" in kinds else None
+    new = without_paths(text) if "paths" in kinds else text
+    kind: Kind = "users" if new == text else "paths"
+    if "users" in kinds:
+        last = path.rpartition(".")[2]
+        if users is not None and users.search(new):
+            new = users.sub("user", new)
+        elif new == text and text and _NAMED.match(last) and text.lower() not in {*_COMMON, "host"}:
+            new = "host" if re.search("host|node|machine", last, re.I) else "user"
+    return (kind, new) if new != text else None
+
+
+def _apart(graph: Graph, found: Sequence[Finding]) -> list[Finding]:
+    """The findings with other new texts for keys that would become one with another of their mapping."""
+    new = {item.ref: item.new for item in found if item.new is not None}
+    for ref in graph.reachable() if new else ():
+        keys = [key for key, _ in mapping(graph, ref) or ()]
+        if not any(key in new for key in keys):
+            continue
+        taken = {graph.nodes[key] for key in keys if key not in new}
+        for key in dict.fromkeys(key for key in keys if key in new):
+            base, number = new[key], 1
+            while new[key] in taken:
+                number += 1
+                new[key] = f"{base} {number}"
+            taken.add(new[key])
+    return [item._replace(new=new.get(item.ref)) if item.new is not None else item for item in found]
 
 
 def without_paths(text: str) -> str:
@@ -164,6 +188,11 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         if seen[ref]:
             continue
         seen[ref] = 1
+        if type(node) is bytes:
+            decoded = node.decode("utf-8", "replace")
+            if _is_text(decoded):
+                yield path, ref, decoded, False
+            continue
         if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
             parts = [str(nodes[part]) for part in elements(nodes[node.args])]
             yield path, node.args, "/".join(parts).replace("//", "/", 1), False
@@ -181,6 +210,11 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         work += reversed(below)
 
 
+def _is_text(text: str) -> bool:
+    """Are these bytes a text? What is none is left alone: a checkpoint within the checkpoint, the data of an array."""
+    return not _CONTROL.search(text)
+
+
 def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     node = graph.nodes[ref]
     items = mapping(graph, ref)
@@ -192,13 +226,18 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
                 yield key, inner
             yield value, inner
     elif isinstance(node, tuple | List | Set | FrozenSet):
-        parts: Sequence[Ref] = node if isinstance(node, tuple) else node.items
-        yield from ((part, f"{path}[{number}]") for number, part in enumerate(parts))
+        held: Sequence[Ref] = node if isinstance(node, tuple) else node.items
+        yield from ((part, f"{path}[{number}]") for number, part in enumerate(held))
     if isinstance(node, Call):
         name = callable_name(graph, node.func)
-        if items is None and not name.startswith("torch._utils."):
+        parts = elements(graph.nodes[node.args])
+        if name in _WITH_STATE:
+            yield from ((part, path) for part in parts[3:])
+        elif name == "_codecs.encode":  # how protocol 2 writes bytes
+            yield from ((part, path) for part in parts[:1] if _is_text(str(graph.nodes[part])))
+        elif items is None and not name.startswith("torch._utils."):
             yield node.func, path
-            yield from ((part, path) for part in elements(graph.nodes[node.args]))
+            yield from ((part, path) for part in parts)
         yield from ((part, f"{path}[{number}]") for number, part in enumerate(node.items))
         for key, value in attributes(graph, node):
             yield value, spell_key(path, graph.nodes[key])

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 from ..accounting import account
 from ..checkpoint import Body, Change, Checkpoint
-from ..dtypes import Dtype
+from ..dtypes import BY_NAME, Dtype
 from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
 from ..errors import RefusedError
 from ..human import counted, human_bytes, listed
@@ -24,6 +24,9 @@ from .storages import Use, repointed, storage_uses, with_plain_ids
 __all__ = ["Purpose", "drop_for", "merged_doubles", "slim"]
 
 Purpose = Literal["inference"]
+
+#: What a record costs besides its bytes: a smaller gap between two views is cheaper than another record.
+_RECORD: Final = 256
 
 #: Top-level entries that only training needs, by cause.
 _TRAINING: Final = (
@@ -42,9 +45,9 @@ def slim(
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
 
-    Tensors that overlap go on sharing one. A view with holes whose storage no other uses becomes contiguous.
-    ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes storages with
-    the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
+    Tensors that overlap, or nearly touch, go on sharing one. A view with holes whose storage no other uses becomes
+    contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
+    storages with the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
     """
     if purpose is not None:
         checkpoint = drop_for(checkpoint, purpose)
@@ -112,7 +115,7 @@ def _wanted(checkpoint: Checkpoint, only: Globs) -> set[str] | None:
 
 
 def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
-    """The uses by what they have in common; None where not all of them are understood."""
+    """The uses by what they have in common, or nearly; None where not all of them are understood."""
     spans = []
     for use in users:
         dtype = dtype_of(use.tensor)
@@ -124,15 +127,16 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
             return None
         spans.append((begin, begin + size, use))
     spans.sort(key=lambda span: span[:2])
-    width = storage.dtype.itemsize
+    # Tensors of several dtypes may share a storage that has none itself; offsets count elements of each.
+    width = max(BY_NAME[use.tensor.dtype].itemsize for use in users)
     clusters: list[Cluster] = []
     for begin, end, use in spans:
-        begin, end = begin - begin % width, end + -end % width
+        begin, end = begin - begin % width, end + -end % storage.dtype.itemsize
         last = clusters[-1] if clusters else None
-        if last is not None and (begin < last.end or begin == end):
-            clusters[-1] = Cluster(last.begin, max(last.end, end), [*last.uses, use])
-        elif last is not None and last.begin == last.end:
+        if last is not None and last.begin == last.end:  # empty tensors read nothing, wherever they are
             clusters[-1] = Cluster(begin, end, [*last.uses, use])
+        elif last is not None and begin < last.end + _RECORD:
+            clusters[-1] = Cluster(last.begin, max(last.end, end), [*last.uses, use])
         else:
             clusters.append(Cluster(begin, end, [use]))
     return clusters

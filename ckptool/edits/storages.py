@@ -95,7 +95,8 @@ def repointed(
 ) -> tuple[Ref, ...]:
     """The arguments of a use with another storage: ``key`` of ``numel`` elements, of the class ``cls`` (-1: its own).
 
-    ``offset`` and ``strides`` are in elements; None leaves them.
+    ``offset`` and ``strides`` are in elements; None leaves them. To be asked for all uses of a storage: what mentioned
+    it goes, because of two mentions that disagree the first one counts.
     """
     graph = rewrite.graph
     persistent = graph.nodes[use.storage]
@@ -105,6 +106,7 @@ def repointed(
     assert type(pid) is tuple and type(args) is tuple
     new = (pid[0], cls if cls >= 0 else pid[1], rewrite.text(pid[2], key), pid[3], _number(rewrite, pid[4], numel))
     twin = rewrite.add(Persistent(rewrite.add(new, persistent.pid)), use.storage)
+    rewrite.changed[use.storage] = None
     at = args[1] if offset is None else _number(rewrite, args[1], offset)
     steps = args[3] if strides is None else rewrite.add(tuple(rewrite.constant(step) for step in strides))
     return (twin, at, args[2], steps, *args[4:])

@@ -74,6 +74,9 @@ def named_like(
         raise TargetError(what, path=checkpoint.path, next="name one with --key")
     names = names_of(checkpoint, chosen[0])
     have = {name: value.shape for name, value in names.items()}
+    if by_order and None not in wanted.values():
+        # Where only tensors are wanted, what is no tensor has no place in the order.
+        have = {name: shape for name, shape in have.items() if shape is not None}
     try:
         table = in_order(have, wanted) if by_order else paired(have, wanted)
     except RefusedError as error:

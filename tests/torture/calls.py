@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from .rows import Options, Tally
+from .rows import FIXTURES, Options, Tally
 from .stage import Stage, writing
 from .straced import Hit, Point, inject, need_strace, points
 
@@ -71,7 +71,8 @@ def _check_error(tally: Tally, stage: Stage, hit: Hit, reason: str, *, lasting: 
         tally.check(there == "new" and not err, f"it ends with {code}, but the output holds {there}: {err.strip()!r}")
     else:
         tally.check(code in (3, 5), f"it ends with {code}: {err.strip()!r}")
-        told = ["stdout"] if hit.call.startswith("write(1,") else [str(stage.out), str(stage.source)]
+        others = [str(FIXTURES / name) for name in stage.item.others]
+        told = ["stdout"] if hit.call.startswith("write(1,") else [str(stage.out), str(stage.source), *others]
         if not (lasting and hit.call.startswith("write")):  # a message is a write, too
             stage.check_message(tally, err, reason, told)
     if stage.litter():
@@ -126,7 +127,7 @@ def interrupted(tally: Tally, options: Options) -> None:
 
 def _stages(options: Options) -> Iterator[tuple[Stage, bool, list[Point]]]:
     """Each command that writes, without an output and over an old one; once with a file for two threads."""
-    for number, item in enumerate(writing()):
+    for number, item in enumerate(writing(quickly=True)):
         stage = Stage(options.scratch / item.command, item)
         for force in (False, True):
             stage.reset(force)

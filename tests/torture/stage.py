@@ -27,11 +27,17 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": 
 
 
 class Writing(NamedTuple):
-    """A command that writes, its options, and the fixture it is tried on."""
+    """A command that writes, its options and further arguments, and the fixture it is tried on.
+
+    ``others`` are the fixtures that it reads besides, named behind its input. ``computes`` says that it imports torch:
+    a run takes seconds then, and makes too many system calls to be tried at each of them.
+    """
 
     command: str
     options: tuple[str, ...]
     fixture: str
+    others: tuple[str, ...] = ()
+    computes: bool = False
 
 
 #: One line a command; those that this version of ckptool does not have are left out.
@@ -39,14 +45,27 @@ _WRITING = (
     Writing("strip-module", (), "bare_module.pth"),
     Writing("add-module", (), "legacy_bare.pth"),
     Writing("remap", ("--to", "cpu"), "cuda0.pth"),
+    Writing("extract", ("state_dict",), "wrapped_module.pth"),
+    Writing("wrap", ("inner",), "bare.pth"),
+    Writing("drop", ("optimizer", "module.head.*", "--prune-optimizer"), "ddp4_training.pth"),
+    Writing("keep", ("state_dict", "epoch"), "ddp4_training.pth"),
+    Writing("set", ("epoch=0",), "wrapped_module.pth"),
+    Writing("unset", ("netD",), "gan.pth"),
+    Writing("rename", ("--glob", "conv1.*=stem.*"), "bare.pth"),
+    Writing("slim", ("--dedupe",), "slice_of_big.pth"),
+    Writing("cast", ("--dtype", "bfloat16"), "bare.pth", computes=True),
+    Writing("merge", (), "bare.pth", ("plain_dict.pth",)),
+    Writing("average", (), "bare.pth", ("plain_dict.pth",), computes=True),
+    Writing("redact", ("--all",), "lightning.ckpt"),
+    Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
     Writing("sanitize", (), "args_namespace.pth"),
     Writing("salvage", (), "truncated.pth"),
 )
 
 
-def writing() -> list[Writing]:
-    """The commands of this version that write."""
-    return [item for item in _WRITING if item.command in COMMANDS]
+def writing(*, quickly: bool = False) -> list[Writing]:
+    """The commands of this version that write; ``quickly`` only those whose runs take a tenth of a second."""
+    return [item for item in _WRITING if item.command in COMMANDS and not (quickly and item.computes)]
 
 
 class State(NamedTuple):
@@ -99,7 +118,8 @@ class Stage:
         self.force = False
 
     def arguments(self, *more: str) -> list[str]:
-        return [self.item.command, str(self.source), "-o", str(self.out), *self.item.options, *more]
+        others = [str(FIXTURES / name) for name in self.item.others]
+        return [self.item.command, str(self.source), *others, "-o", str(self.out), *self.item.options, *more]
 
     def process(self, *more: str) -> list[str]:
         """The same as a process of its own."""
