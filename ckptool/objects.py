@@ -22,6 +22,7 @@ __all__ = [
     "parse_path",
     "scalar",
     "spell_key",
+    "within",
 ]
 
 Scalar: TypeAlias = "bool | int | float | str | None"
@@ -260,6 +261,11 @@ def spell_key(base: str, key: Node) -> str:
     if isinstance(key, int) and not isinstance(key, bool) and abs(key) < 1 << 63:
         return f"{base}[{key}]"
     return f"{base}[{key!r}]" if key is None or isinstance(key, bool | float | bytes) else f"{base}[?]"
+
+
+def within(path: str, outer: str) -> bool:
+    """Is something at ``path`` the thing at ``outer``, or in it?"""
+    return path == outer or path.startswith((f"{outer}.", f"{outer}["))
 
 
 def parse_path(text: str) -> list[str | int]:

@@ -108,7 +108,8 @@ def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
 
 
 def _keep(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
-    return keep(checkpoint, glob.split(","), prune_optimizer="prune-optimizer" in scope.flags)
+    prune = "prune-optimizer" in scope.flags
+    return keep(checkpoint, glob.split(","), key=scope.key, only=scope.only, prune_optimizer=prune)
 
 
 def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from outputs import at, edited, every
+from outputs import at, edited, every, saved
 
 import ckptool
 from ckptool.errors import RefusedError, TargetError
@@ -58,6 +58,27 @@ def test_drop_and_keep(item: Fixture, out: Path) -> None:
         if name != gone:
             del kept[name]
     assert oracle.difference(kept, edited(item.path, out, lambda c: ckptool.keep(c, [gone]))) == ""
+
+
+def test_keep_in_one_state_dict_and_of_a_choice(out: Path) -> None:
+    path = FIXTURES / "gan.pth"
+    expected = oracle.load(path)
+    first = next(iter(expected["netG"]))
+    for name in list(expected["netG"]):
+        if name != first and not name.endswith("bias"):
+            del expected["netG"][name]
+    only = ckptool.Globs([], ["*bias"])
+    found = edited(path, out, lambda c: ckptool.keep(c, [first], key="netG", only=only))
+    assert oracle.difference(expected, found) == ""
+    steps = [("key", "netG"), ("exclude", "*bias"), ("keep", first)]
+    assert oracle.difference(expected, edited(path, out, lambda c: ckptool.edit(c, steps))) == ""
+
+
+def test_an_entry_whose_name_begins_another_goes(tmp_path: Path, out: Path) -> None:
+    value = {"net": {"a.w": torch.ones(1)}, "net_ema": {"b.w": torch.ones(2), "c.w": torch.ones(3)}, "epoch": 1}
+    path = saved(value, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: ckptool.keep(c, ["b.*", "epoch"]))
+    assert oracle.difference({"net_ema": {"b.w": torch.ones(2)}, "epoch": 1}, found) == ""
 
 
 @pytest.mark.parametrize("value", [None, True, 7, -(1 << 70), 0.25, "text", ""])

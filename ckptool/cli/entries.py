@@ -98,13 +98,24 @@ Examples:
 @one_path
 @_globs
 @_prune
+@key_option
+@choosing
 @writing
-def keep(path: str, globs: tuple[str, ...], prune: bool, **how: Any) -> int:
+def keep(
+    path: str,
+    globs: tuple[str, ...],
+    prune: bool,
+    key: str | None,
+    only: Globs,
+    **how: Any,
+) -> int:
     """Leave out all but some entries or keys.
 
     Where a pattern matches top-level entries the others go; where one matches keys of a state dict its other keys go.
+    With --key only keys of that state dict go; --include and --exclude choose among what would go.
     """
-    return edit_all(Job("keep", lambda checkpoint: api.keep(checkpoint, globs, prune_optimizer=prune)), (path,), **how)
+    job = Job("keep", lambda checkpoint: api.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
+    return edit_all(job, (path,), **how)
 
 
 SET_EPILOG = """\b

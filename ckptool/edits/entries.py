@@ -9,7 +9,7 @@ from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, cut, listed, shown
 from ..names import EVERY, Globs
-from ..objects import class_name, mapping, parse_path, spell_key
+from ..objects import class_name, mapping, parse_path, spell_key, within
 from ..pickles.nodes import Dict, Graph, Node, Ref
 from .optimizers import prune_optimizers
 from .places import Place, place, resolve
@@ -81,21 +81,33 @@ def _never(_name: str, _path: str) -> bool:
     return False
 
 
-def keep(checkpoint: Checkpoint, globs: Sequence[str], *, prune_optimizer: bool = False) -> Checkpoint:
+def keep(
+    checkpoint: Checkpoint,
+    globs: Sequence[str],
+    *,
+    key: str | None = None,
+    only: Globs = EVERY,
+    prune_optimizer: bool = False,
+) -> Checkpoint:
     """Take out what does not match, at the level where something does: of the entries, or of the keys.
 
     Where a pattern matches top-level entries, the other entries go; where one matches keys of a state dict, its other
-    keys go. Raises RefusedError for a pattern that nothing matches.
+    keys go. With ``key``, the path of a state dict, only keys in that are looked at; of what does not match, ``only``
+    chooses what goes. Raises RefusedError for a pattern that nothing matches.
     """
     survey, graph = checkpoint.survey, checkpoint.graph
+    numbers = set(range(len(survey.state_dicts)))
+    if key is not None:
+        chosen = {item.path for item in selected(checkpoint, key)}
+        numbers = {number for number in numbers if survey.state_dicts[number].path in chosen}
     matched = dict.fromkeys(globs, 0)
     entries: set[str] = set()
     keys: set[str] = set()
     for glob in globs:
         pattern = Globs([glob])
-        named = {entry.path for entry in survey.entries if pattern.match(entry.key, entry.path)}
+        named = {entry.path for entry in survey.entries if key is None and pattern.match(entry.key, entry.path)}
         bare = any(item.ref == graph.root for item in survey.state_dicts)
-        inside = {e.path for e in survey.tensors if e.state_dict >= 0 and pattern.match(e.key, e.path)}
+        inside = {e.path for e in survey.tensors if e.state_dict in numbers and pattern.match(e.key, e.path)}
         matched[glob] = len(named) + len(inside)
         # The entries of a bare state dict are its keys.
         entries |= set() if bare else named
@@ -104,11 +116,12 @@ def keep(checkpoint: Checkpoint, globs: Sequence[str], *, prune_optimizer: bool 
     holders = {e.state_dict for e in survey.tensors if e.path in keys}
     filtered = {survey.state_dicts[number].path for number in holders}
 
-    def entry_goes(key: str, path: str) -> bool:
-        return bool(entries) and path not in entries and not any(inner.startswith(path) for inner in filtered)
+    def entry_goes(name: str, path: str) -> bool:
+        gone = bool(entries) and path not in entries and not any(within(inner, path) for inner in filtered)
+        return gone and only.match(name, path)
 
-    def key_goes(key: str, path: str) -> bool:
-        return path not in keys
+    def key_goes(name: str, path: str) -> bool:
+        return path not in keys and only.match(name, path)
 
     return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered, prune_optimizer)
 

@@ -10,7 +10,7 @@ from ..checkpoint import Change, Checkpoint
 from ..errors import TargetError
 from ..human import cut, listed
 from ..names import EVERY, Globs
-from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key
+from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key, within
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
@@ -113,7 +113,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS) -> 
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
-        if _ARGUMENTS.match(entry.key) and not any(path.startswith(entry.path) for path in inside):
+        if _ARGUMENTS.match(entry.key) and not any(within(path, entry.path) for path in inside):
             kind = class_name(graph, entry.ref)
             found.append(Finding("args", entry.path, f"training arguments, {kind}", entry.ref, None))
     # A text that stands at several places is one object, and changes at all of them.
