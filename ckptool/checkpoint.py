@@ -209,6 +209,7 @@ class Checkpoint:
         anew: bool = False,
         also: tuple[Source, ...] = (),
         later: tuple[Later, ...] = (),
+        root: str = "",
     ) -> None:
         self.path = path
         self.source = source
@@ -220,7 +221,11 @@ class Checkpoint:
         self.anew = anew
         self.also = also
         self.later = later
+        #: The folder of the records when the file is laid out anew.
+        self.root = root or container.root
         self._survey: Survey | None = None
+        #: The storage whose bytes were inflated or computed last: (where they come from, the bytes).
+        self.kept: tuple[object, bytes] | None = None
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.container.format}{', edited' if self.edited else ''}>"
@@ -261,6 +266,7 @@ class Checkpoint:
         anew: bool = False,
         also: Sequence[Source] = (),
         later: Sequence[Later] = (),
+        root: str = "",
     ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
@@ -270,7 +276,8 @@ class Checkpoint:
         sources = (*self.also, *(source for source in also if source not in self.sources))
         anew = self.anew or anew or bool(storages)
         told = (*self.later, *later)
-        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources, told)
+        root = root or self.root
+        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources, told, root)
 
     def body(self, key: str) -> Body | None:
         """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""

@@ -37,6 +37,8 @@ __all__ = [
 _CHUNK: Final = 1 << 20
 #: Bytes of a view with other strides that are held at once, where it can be read in stretches.
 _WINDOW: Final = 16 << 20
+#: Bytes of a storage that is inflated or computed, and kept for the next view of it.
+_KEPT: Final = 64 << 20
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -106,7 +108,7 @@ def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
             yield data
             begin, left = begin + len(data), left - len(data)
         return
-    for data in _sequential(body, key):
+    for data in _kept(checkpoint, body, key) if left < body.size else _sequential(body, key):
         if begin < len(data) and left:
             part = data[begin : begin + left]
             yield part
@@ -114,6 +116,16 @@ def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
         begin = max(begin - len(data), 0)
     if left:
         raise MalformedError(f"storage {key!r} ends too early", path=checkpoint.path)
+
+
+def _kept(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
+    """The bytes of a storage that many views are read from: the last one is kept, where it is not large."""
+    if body.size > _KEPT:
+        return _sequential(body, key)
+    known = checkpoint.kept
+    if known is None or known[0] is not body.piece:
+        known = checkpoint.kept = (body.piece, b"".join(_sequential(body, key)))
+    return (known[1],)
 
 
 def _sequential(body: Body, key: str) -> Iterable[bytes]:

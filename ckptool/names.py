@@ -17,6 +17,9 @@ class Globs:
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        # One text is one pattern, not one for each of its letters.
+        include = (include,) if isinstance(include, str) else include
+        exclude = (exclude,) if isinstance(exclude, str) else exclude
         self.include, self.exclude = tuple(include), tuple(exclude)
         self._include = [_compiled(pattern) for pattern in include]
         self._exclude = [_compiled(pattern) for pattern in exclude]

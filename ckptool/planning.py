@@ -102,7 +102,7 @@ def _anew(checkpoint: Checkpoint) -> Plan:
     graph, keys = _renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     _prove(graph, data, "new", checkpoint.path)
-    root = checkpoint.container.root
+    root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
     contents = list(_contents(checkpoint, root, data, keys))

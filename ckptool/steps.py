@@ -40,6 +40,12 @@ class Scope(NamedTuple):
     exclude: tuple[str, ...] = ()
     flags: frozenset[str] = frozenset()
 
+    def with_glob(self, name: str, glob: str) -> Scope:
+        """With one more pattern to include or exclude."""
+        if name == "include":
+            return self._replace(include=(*self.include, glob))
+        return self._replace(exclude=(*self.exclude, glob))
+
     @property
     def only(self) -> Globs:
         return Globs(self.include, self.exclude) if self.include or self.exclude else EVERY
@@ -57,21 +63,23 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Do several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
 
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
-    for the steps behind them. Raises TargetError for a step that does not exist, and what the edits raise.
+    for the steps behind them, patterns until others are named. Raises TargetError for a step that does not exist, and
+    what the edits raise.
     """
-    scope = Scope()
+    scope, used = Scope(), False
     for name, value in steps:
         text = value if isinstance(value, str) else ""
         if name == "key":
             scope = scope._replace(key=None if text == "*" else text)
-        elif name == "include":
-            scope = scope._replace(include=(*scope.include, text))
-        elif name == "exclude":
-            scope = scope._replace(exclude=(*scope.exclude, text))
+        elif name in ("include", "exclude"):
+            if used:
+                # What is named behind a step is about the next ones.
+                scope, used = scope._replace(include=(), exclude=()), False
+            scope = scope.with_glob(name, text)
         elif name in MODIFIERS:
             scope = scope._replace(flags=scope.flags | {name})
         elif name in STEPS:
-            checkpoint = STEPS[name].run(checkpoint, text, scope)
+            checkpoint, used = STEPS[name].run(checkpoint, text, scope), True
         else:
             raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help lists them")
     return checkpoint
@@ -184,7 +192,7 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "cast": StepKind("DTYPE", "Cast floating tensors.", _cast),
     "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", _for),
     "slim": StepKind("", "Leave out bytes that no tensor reads.", lambda c, v, s: slim(c, only=s.only)),
-    "dedupe": StepKind("", "Make storages with the same bytes one.", lambda c, v, s: merged_doubles(c)),
+    "dedupe": StepKind("", "Make storages with the same bytes one.", lambda c, v, s: merged_doubles(c, s.only)),
     "merge": StepKind("OTHER", "Take the tensors of another checkpoint.", _merge),
     "take": StepKind("OTHER:ENTRY", "Take an entry of another checkpoint; ENTRY=HERE renames it.", _take),
     "redact": StepKind("KINDS", f"Take out what is private: all, or {', '.join(KINDS)}.", _redact),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import stat
 import threading
@@ -17,7 +18,7 @@ from contextlib import suppress
 from queue import Empty, Queue
 from typing import Final, NamedTuple
 
-from .errors import ChangedError, CkptoolError, OutputError, RefusedError
+from .errors import ChangedError, CkptoolError, OutputError, RefusedError, TargetError
 from .source import Computed, FileSource, Piece, Plan, Source, Span
 
 try:
@@ -39,6 +40,7 @@ _FLUSH_FROM: Final = 64 << 20
 _SUFFIX: Final = ".ckptool-tmp"
 #: In the name of an output: what the content decides.
 HASH: Final = "{hash8}"
+_PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
 
 Progress = Callable[[int], None]
 
@@ -58,6 +60,9 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     """
     if not path or "\0" in path:
         raise OutputError("it is no file name", path=repr(path))
+    unknown = next((found for found in _PLACEHOLDER.findall(os.path.basename(path)) if found != HASH), "")
+    if unknown:
+        raise TargetError(f"{unknown} stands for nothing, {HASH} is known", path=path, next="-o 'model-{hash8}.pth'")
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):

@@ -31,6 +31,11 @@ def floating(_name: str, tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2
 
 
+def everywhere(checkpoint: ckptool.Checkpoint, dtype: str, **how: Any) -> ckptool.Checkpoint:
+    """The cast of every tensor, those of optimizers, too."""
+    return ckptool.cast(checkpoint, dtype, everything=True, **how)
+
+
 class Naive:
     """``x.to(dtype)`` for every chosen tensor of a loaded object, with whole storages: what shares goes on sharing."""
 
@@ -122,22 +127,22 @@ every = pytest.mark.parametrize("item", [item for item in WHOLE if item.path.nam
 @every
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
-    found = edited(item.path, out, lambda c: ckptool.cast(c, dtype))
+    found = edited(item.path, out, lambda c: everywhere(c, dtype))
     assert oracle.difference(naive(item.path, dtype), found) == ""
 
 
 @every
 def test_there_and_back(item: Fixture, out: Path) -> None:
     """float32 to bfloat16 to float32, in one pass."""
-    found = edited(item.path, out, lambda c: ckptool.cast(ckptool.cast(c, "bfloat16"), "float32"))
+    found = edited(item.path, out, lambda c: everywhere(everywhere(c, "bfloat16"), "float32"))
     once = Naive(oracle.load(item.path), "bfloat16").result
     assert oracle.difference(Naive(once, "float32").result, found) == ""
 
 
 @every
 def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path) -> None:
-    one = edited(item.path, out, lambda c: ckptool.cast(ckptool.slim(c), "bfloat16"))
-    two = edited(item.path, tmp_path / "two.pth", lambda c: ckptool.slim(ckptool.cast(c, "bfloat16")))
+    one = edited(item.path, out, lambda c: everywhere(ckptool.slim(c), "bfloat16"))
+    two = edited(item.path, tmp_path / "two.pth", lambda c: ckptool.slim(everywhere(c, "bfloat16")))
     assert oracle.difference(one, two) == ""
 
 
@@ -145,7 +150,7 @@ def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
 def test_what_is_named_is_cast_whatever_it_is(item: Fixture, dtype: str, out: Path) -> None:
     """Every tensor is either what ``to`` makes of it, or as it was; and torch loads the output in every case."""
-    found = edited(item.path, out, lambda c: ckptool.cast(c, dtype, only=Globs(["*"])))
+    found = edited(item.path, out, lambda c: everywhere(c, dtype, only=Globs(["*"])))
     kind = getattr(torch, dtype)
     for (_, old), (_, new) in zip(tensors(oracle.load(item.path)), tensors(found), strict=True):
         plain = old.layout is torch.strided and not old.is_nested and not old.is_meta
@@ -166,7 +171,7 @@ def settled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def test_only_one_state_dict(out: Path) -> None:
     path = FIXTURES / "ddp4_training.pth"
-    found = edited(path, out, lambda c: ckptool.cast(c, "float16", key="state_dict"))
+    found = edited(path, out, lambda c: everywhere(c, "float16", key="state_dict"))
     expected = oracle.load(path)
     expected["state_dict"] = Naive(expected["state_dict"], "float16").result
     assert oracle.difference(expected, found) == ""
@@ -174,14 +179,14 @@ def test_only_one_state_dict(out: Path) -> None:
 
 def test_a_choice_of_keys(out: Path) -> None:
     path = FIXTURES / "bare_module.pth"
-    found = edited(path, out, lambda c: ckptool.cast(c, "float16", only=Globs([], ["*bn*"])))
+    found = edited(path, out, lambda c: everywhere(c, "float16", only=Globs([], ["*bn*"])))
     expected = naive(path, "float16", lambda name, tensor: "bn" not in name and tensor.is_floating_point())
     assert oracle.difference(expected, found) == ""
 
 
 def test_extract_and_cast(out: Path) -> None:
     path = FIXTURES / "ddp4_training.pth"
-    found = edited(path, out, lambda c: ckptool.cast(ckptool.extract(c, "state_dict"), "bfloat16"))
+    found = edited(path, out, lambda c: everywhere(ckptool.extract(c, "state_dict"), "bfloat16"))
     assert oracle.difference(Naive(oracle.load(path)["state_dict"], "bfloat16").result, found) == ""
 
 
@@ -193,7 +198,7 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
         ckptool.open(path).close()
     except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
         pytest.skip("torch does not load it")
-    assert oracle.difference(expected, edited(path, out, lambda c: ckptool.cast(c, "bfloat16"))) == ""
+    assert oracle.difference(expected, edited(path, out, lambda c: everywhere(c, "bfloat16"))) == ""
 
 
 # -- every value of every dtype -----------------------------------------------------------------------------
@@ -221,7 +226,7 @@ def test_every_pair_of_dtypes(source: str, tmp_path: Path, out: Path) -> None:
             expected = values.to(getattr(torch, target))
         except (RuntimeError, NotImplementedError):
             continue
-        found = edited(path, out, lambda c, target=target: ckptool.cast(c, target, only=Globs(["*"])))
+        found = edited(path, out, lambda c, target=target: everywhere(c, target, only=Globs(["*"])))
         assert oracle.difference({"x.weight": expected}, found) == "", target
 
 
@@ -234,13 +239,13 @@ def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> Non
         int((value.isfinite() & ~value.to(getattr(torch, dtype)).float().isfinite()).sum()) for value in values.values()
     )
     with ckptool.open(path) as checkpoint:
-        result = ckptool.cast(checkpoint, dtype)
+        result = everywhere(checkpoint, dtype)
         ckptool.save(result, out)
         told = [change for tell in result.later for change in tell()]
         assert [change.what.split()[0] for change in told] == ([str(expected)] if expected else [])
         if expected:
             with pytest.raises(RefusedError, match=r"a\.w"):
-                ckptool.save(ckptool.cast(checkpoint, dtype, strict=True), out, force=True)
+                ckptool.save(everywhere(checkpoint, dtype, strict=True), out, force=True)
 
 
 def test_large_tensors_are_cast_in_pieces(tmp_path: Path, out: Path) -> None:
@@ -249,7 +254,7 @@ def test_large_tensors_are_cast_in_pieces(tmp_path: Path, out: Path) -> None:
     values = {f"w{number}": torch.randn(700_001 + number) for number in range(4)} | {"n": torch.ones(1_500_001)}
     path = saved(values, tmp_path / "in.pth")
     for dtype in ("bfloat16", "float64"):
-        found = edited(path, out, lambda c, dtype=dtype: ckptool.cast(c, dtype))
+        found = edited(path, out, lambda c, dtype=dtype: everywhere(c, dtype))
         assert oracle.difference(Naive(copy.deepcopy(values), dtype).result, found) == ""
 
 
@@ -257,7 +262,7 @@ def test_a_parameter_with_a_gradient_cannot_become_integer(tmp_path: Path, out: 
     """Torch could not load it: it stays, and that is said."""
     value = {"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2)}
     path = saved(value, tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.cast(c, "int32", only=Globs(["*"])))
+    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
     assert oracle.difference({"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2, dtype=torch.int32)}, found) == ""
 
 
@@ -265,7 +270,7 @@ def test_a_storage_with_odd_bytes_at_its_end(tmp_path: Path, out: Path) -> None:
     storage = torch.arange(7, dtype=torch.uint8).untyped_storage()
     odd = torch.empty(0, dtype=torch.uint16).set_(storage, 0, (3,))
     path = saved({"a.w": odd}, tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.cast(c, "int32", only=Globs(["*"])))
+    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
     assert oracle.difference({"a.w": odd.to(torch.int32)}, found) == ""
 
 
@@ -273,7 +278,7 @@ def test_no_dtype_to_cast_to() -> None:
     with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
         for name in ("float7", "quint8", "float4_e2m1fn_x2", ""):
             with pytest.raises(TargetError):
-                ckptool.cast(checkpoint, name)
+                everywhere(checkpoint, name)
 
 
 def test_tied_parameters_stay_tied(tmp_path: Path, out: Path) -> None:
@@ -286,5 +291,5 @@ def test_tied_parameters_stay_tied(tmp_path: Path, out: Path) -> None:
         torch.save(state, path, pickle_protocol=protocol)
         expected = naive(path, dtype)
         with ckptool.open(path) as checkpoint:
-            ckptool.save(ckptool.cast(checkpoint, dtype), out, force=True)
+            ckptool.save(everywhere(checkpoint, dtype), out, force=True)
         assert oracle.difference(expected, checked(out, path)) == ""

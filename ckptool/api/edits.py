@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..checkpoint import Checkpoint
 from ..errors import TargetError
 from ..names import EVERY, Globs
+
+if TYPE_CHECKING:
+    from ..edits.redact import Kind
 
 __all__ = ["average", "cast", "edit", "merge", "redact", "rename", "sanitize", "slim"]
 
@@ -68,11 +71,18 @@ def slim(
 
 
 def cast(
-    checkpoint: Checkpoint, dtype: str, *, key: str | None = None, only: Globs = EVERY, strict: bool = False
+    checkpoint: Checkpoint,
+    dtype: str,
+    *,
+    key: str | None = None,
+    only: Globs = EVERY,
+    strict: bool = False,
+    everything: bool = False,
 ) -> Checkpoint:
     """Give floating tensors another dtype, as ``Tensor.to`` does; the values are computed while ``save`` writes.
 
-    With patterns to include in ``only`` just what matches is cast, whatever its dtype. Tensors that share a storage go
+    The states of optimizers stay, but with ``everything``. With patterns to include in ``only`` just what matches is
+    cast, whatever its dtype. Tensors that share a storage go
     on sharing it. ``strict`` lets ``save`` raise RefusedError where a finite value would become infinite or NaN.
     """
     from ..edits.cast import cast as casted
@@ -80,7 +90,7 @@ def cast(
     from ..runtime.values import cast_elements
 
     need_torch("casting values", checkpoint.path)
-    return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict)
+    return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict, everything=everything)
 
 
 def merge(
@@ -124,14 +134,15 @@ def average(
 
 def redact(
     checkpoint: Checkpoint,
-    kinds: Sequence[Literal["paths", "users", "sources", "args"]] = ("paths", "users", "sources", "args"),
+    kinds: Kind | Sequence[Kind] = ("paths", "users", "sources", "args"),
     *,
     only: Globs = EVERY,
 ) -> Checkpoint:
     """Take out what a published file should not tell. See ``ckptool.edits.redact``."""
     from ..edits.redact import redact as redacted
 
-    return redacted(checkpoint, kinds, only=only)
+    # One text is one kind, not one for each of its letters.
+    return redacted(checkpoint, [kinds] if isinstance(kinds, str) else kinds, only=only)
 
 
 def edit(checkpoint: Checkpoint, steps: Iterable[tuple[str, str | bool]]) -> Checkpoint:

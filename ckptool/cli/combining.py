@@ -49,6 +49,8 @@ def merge(
     taken instead, tensors or not.
     """
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
+    if entries and only:
+        raise click.UsageError("--entry takes whole entries: --include and --exclude do not go with it.")
     with api.open(other) as foreign:
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
@@ -140,6 +142,8 @@ def redact(
     flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
     kinds = [kind for kind in KINDS if flags[kind] or everything]
     if not kinds:
+        if how["output"] is not None or how["out_dir"] is not None:
+            raise click.UsageError("Say what to take out: --all, or --paths, --users, --sources, --args.")
         return _list(paths, only, how["style"], how["quiet"])
     return edit_all(Job("redact", lambda checkpoint: api.redact(checkpoint, kinds, only=only)), paths, **how)
 
@@ -149,7 +153,7 @@ def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
     for path in paths:
         try:
             with api.open(path) as checkpoint:
-                found = [item for item in private_matters(checkpoint) if only.match(item.path)]
+                found = private_matters(checkpoint, only=only)
         except api.CkptoolError as error:
             say_error(error)
             reports.append(failure("redact", path, error))

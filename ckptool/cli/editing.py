@@ -11,7 +11,7 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint, file_mode
-from ..errors import CkptoolError, OutputError
+from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes
 from ..planning import plan_of
 from ..source import Plan
@@ -38,7 +38,8 @@ class Job(NamedTuple):
     """What one command does to each input.
 
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
-    the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for.
+    the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
+    other files that it reads, which must not be the output either.
     """
 
     command: str
@@ -47,6 +48,7 @@ class Job(NamedTuple):
     more: Callable[[Checkpoint], dict[str, Any]] | None = None
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
+    inputs: tuple[str, ...] = ()
 
 
 def edit_all(
@@ -116,6 +118,7 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
     with job.opener(path) as checkpoint:
         if target is not None and (not dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
             check_output(target, checkpoint.sources, force=force)
+            _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
         edited = job.edit(checkpoint)
@@ -142,6 +145,12 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
         }
+
+
+def _refuse_inputs(job: Job, target: str) -> None:
+    for path in job.inputs:
+        if os.path.exists(target) and os.path.exists(path) and os.path.samefile(target, path):
+            raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
 
 
 def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> str:

@@ -105,8 +105,9 @@ def match(
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict)
 
     if applied:
-        how = {"output": output, "out_dir": None, "force": force, "dry_run": False}
-        return edit_all(_job(matched, wanted), (path,), **how, style=style, quiet=quiet, no_progress=no_progress)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"output": output, "out_dir": None, "force": force, "dry_run": False}
+        job = _job(matched, wanted, target)
+        return edit_all(job, (path,), **how, style=style, quiet=quiet, no_progress=no_progress)
     with api.open(path) as checkpoint:
         report = matched(checkpoint).report
         say_problems(checkpoint)
@@ -118,7 +119,7 @@ def match(
     return 0 if report["fits"] else 1
 
 
-def _job(matched: Any, wanted: Wanted) -> Job:
+def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
     """Match, and do what was found; the report of the match is part of that of the edit."""
     reports: list[dict[str, Any]] = []
     shapes = {name: value.shape for name, value in wanted.tensors.items()}
@@ -138,7 +139,7 @@ def _job(matched: Any, wanted: Wanted) -> Job:
     def code(report: dict[str, Any]) -> int:
         return 0 if report["fits"] or report["fix"]["complete"] else 1
 
-    return Job("match", edit, more=more, words=_applied, code=code)
+    return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code)
 
 
 #: Edits whose account ends with a number of keys.

@@ -86,7 +86,13 @@ def writing(command: Command) -> Command:
     """What every command that writes takes."""
     for option in reversed(
         (
-            click.option("-o", "--output", type=click.Path(), metavar="OUT", help="The file to write."),
+            click.option(
+                "-o",
+                "--output",
+                type=click.Path(),
+                metavar="OUT",
+                help="The file to write; {hash8} in its name: its SHA-256.",
+            ),
             click.option(
                 "--out-dir", type=click.Path(), metavar="DIR", help="A folder for the outputs of several inputs."
             ),

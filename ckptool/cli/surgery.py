@@ -56,12 +56,18 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
     writing = _writing(how)
-    return edit_all(Job("rename", lambda checkpoint: api.edit(checkpoint, steps)), paths, **writing)
+    job = Job("rename", lambda checkpoint: api.edit(checkpoint, steps), inputs=_inputs(steps))
+    return edit_all(job, paths, **writing)
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
     steps: list[tuple[str, str | bool]] = [("key", key)] if key is not None else []
     return steps + [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
+
+
+def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
+    """The other files that steps read."""
+    return tuple(str(value) for name, value in steps if name in ("like", "rename-map"))
 
 
 def _writing(how: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +119,7 @@ Examples:
 @paths
 @click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
 @click.option("--strict", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
+@click.option("--all", "everything", is_flag=True, help="Also the states of optimizers.")
 @key_option
 @choosing
 @writing
@@ -120,19 +127,21 @@ def cast(
     paths: tuple[str, ...],
     dtype: str,
     strict: bool,
+    everything: bool,
     key: str | None,
     only: Globs,
     **how: Any,
 ) -> int:
     """Give the floating tensors another dtype, exactly as torch's own .to(dtype) does.
 
-    With --include just what matches is cast, whatever its dtype. Tensors that share a storage go on sharing it. The
+    The states of optimizers stay as they are: in a narrower dtype their small numbers become 0. With --include just
+    what matches is cast, whatever its dtype. Tensors that share a storage go on sharing it. The
     values are computed while the output is written, with torch: the file is never in memory. Finite values that become
     infinite are counted and reported.
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return api.cast(checkpoint, dtype, key=key, only=only, strict=strict)
+        return api.cast(checkpoint, dtype, key=key, only=only, strict=strict, everything=everything)
 
     return edit_all(Job("cast", run), paths, **how)
 
@@ -171,7 +180,8 @@ def _steps(command: Command) -> Command:
 def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
     """Do several edits in one pass over the file, in the order in which they are given.
 
-    --key, --include and --exclude hold for the edits behind them. The file is written once, at the end.
+    --key, --include and --exclude hold for the edits behind them, until others are named. The file is written once,
+    at the end.
     """
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):
@@ -182,4 +192,5 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
         raise click.UsageError(
             f"--{steps[-1][0]} holds for the edits behind it, and none follows: name it before them."
         )
-    return edit_all(Job("edit", lambda checkpoint: api.edit(checkpoint, steps)), paths, **_writing(how))
+    job = Job("edit", lambda checkpoint: api.edit(checkpoint, steps), inputs=_inputs(steps))
+    return edit_all(job, paths, **_writing(how))

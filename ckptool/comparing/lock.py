@@ -135,6 +135,8 @@ def _flaw(lock: Any) -> str:
         if not isinstance(lock.get(name), dict):
             return f"{name!r} is no object"
     for path, held in lock["state_dicts"].items():
+        if not path:
+            return "a state dict has no path: '.' is the whole file"
         if not isinstance(held, dict):
             return f"the state dict {path!r} is no object"
     for held in (*lock["state_dicts"].values(), lock["tensors"]):

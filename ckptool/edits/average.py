@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from shlex import quote
 from typing import Literal, TypeAlias
 
@@ -17,7 +18,7 @@ from ..source import Computed
 from ..survey import StateDict
 from ..tensors import Tensor
 from .select import selected
-from .storages import storage_uses, with_plain_ids
+from .storages import is_marked, storage_uses, with_plain_ids
 
 __all__ = ["Averager", "average"]
 
@@ -50,6 +51,7 @@ def average(
     reader = first.survey.reader
     uses = storage_uses(first.graph, reader)
     plan: dict[str, list[str]] = {}
+    chosen: dict[str, set[object]] = {}
     integers = tensors = differing = 0
     for state_dict in selected(first, key):
         twins = [_twin(first, other, state_dict) for other in others]
@@ -66,13 +68,25 @@ def average(
                 what = f"{shown(name)} shares its storage with others in one checkpoint and not in another"
                 raise RefusedError(what, path=first.path, next="ckptool slim each of them first")
             differing += any(_layout(partner) != _layout(tensor) for partner in partners)
+            chosen.setdefault(tensor.storage, set()).add(_layout(tensor))
             tensors += 1
     if differing:
         what = f"{counted(differing, 'tensor')} lie otherwise in their storages in another checkpoint"
         raise RefusedError(what, path=first.path, next="ckptool slim each of them first")
     added: dict[str, Body] = {}
+    used = cache(lambda checkpoint: storage_uses(checkpoint.graph, checkpoint.survey.reader))
     for name, keys in plan.items():
         kind = BY_NAME[uses.tensors[name][0].tensor.dtype]
+        if name in uses.pinned or any(_layout(use.tensor) not in chosen[name] for use in uses.tensors[name]):
+            what = f"{_path_of(first, name)} shares its storage with what is not averaged"
+            raise RefusedError(what, path=first.path, next="ckptool slim each of them first, or average both")
+        marks = [
+            sorted(is_marked(found.graph, use) for use in used(found).tensors[key])
+            for found, key in zip(checkpoints, keys)
+        ]
+        if marks.count(marks[0]) < len(marks):
+            what = f"{_path_of(first, name)} carries a negative bit in one checkpoint and not in another"
+            raise RefusedError(what, path=first.path, next="leave it out: --exclude")
         if len({use.tensor.dtype for use in uses.tensors[name]}) > 1:
             raise RefusedError(
                 f"storage {name!r} is read as two dtypes", path=first.path, next="leave it out: --exclude"
@@ -87,10 +101,14 @@ def average(
     if not tensors:
         raise RefusedError("there is no floating tensor in a state dict to average", path=first.path)
     what = f"{counted(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
-    notes = (f"{counted(integers, 'tensor')} of another kind as in the first",) if integers else ()
+    notes = (f"{counted(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, what, notes)]
     sources = [source for other in others for source in other.sources]
     return first.changed(first.graph, changes, added, anew=True, also=sources)
+
+
+def _path_of(checkpoint: Checkpoint, key: str) -> str:
+    return next((entry.path for entry in checkpoint.survey.tensors if entry.tensor.storage == key), "a tensor")
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
@@ -98,7 +116,8 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
         raise TargetError("an average needs two checkpoints or more")
     factors = [1.0] * len(checkpoints) if weights is None else list(weights)
     if len(factors) != len(checkpoints):
-        raise TargetError(f"there are {len(factors)} weights for {len(checkpoints)} checkpoints", next="one for each")
+        what = f"{counted(len(factors), 'weight')} for {counted(len(checkpoints), 'checkpoint')}"
+        raise TargetError(what, next="give one for each: --weights 0.7,0.3")
     total = sum(factors)
     if not all(factor == factor and abs(factor) != float("inf") for factor in factors) or not total:
         raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")

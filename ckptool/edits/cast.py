@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ..checkpoint import Body, Change, Checkpoint
@@ -11,15 +11,16 @@ from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
-from ..objects import mapped_name, mapping
+from ..objects import mapped_name, within
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
 from ..source import Computed
 from ..survey import TensorEntry
 from ..tensors import Tensor
+from .optimizers import optimizers
 from .rewrite import Rewrite
 from .select import selected
-from .storages import Use, repointed, storage_uses, with_plain_ids
+from .storages import Use, is_marked, repointed, storage_uses, with_plain_ids
 
 __all__ = ["Caster", "cast", "check_dtype"]
 
@@ -64,20 +65,28 @@ def cast(
     key: str | None = None,
     only: Globs = EVERY,
     strict: bool = False,
+    everything: bool = False,
 ) -> Checkpoint:
     """Give tensors another dtype: the floating ones, or with patterns in ``only`` just those that match.
 
-    ``key`` is the path of one state dict (default: every tensor of the file). Storages that tensors share stay shared,
-    so what shares one with a chosen tensor is cast too. Quantized tensors stay. The values are computed by ``caster``
-    while the output is written; ``strict`` refuses finite values that would become infinite or NaN, which are counted
-    otherwise. Raises TargetError for an unknown dtype.
+    ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
+    survive a narrower dtype: second moments become 0; ``everything`` casts them, too. Storages that tensors share stay
+    shared, so what shares one with a chosen tensor is cast too. Quantized tensors stay. The values are computed by
+    ``caster`` while the output is written; ``strict`` refuses finite values that would become infinite or NaN, which
+    are counted otherwise. Raises TargetError for an unknown dtype.
     """
     target = check_dtype(dtype)
     checkpoint = with_plain_ids(original)
     survey = checkpoint.survey
     reader = survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    wanted, left = _wanted(checkpoint, target, key, only)
+    if not (target.floating or _complex(target) or only.include):
+        what = f"{target.name} would cut off what is behind the point: a cast is no quantization"
+        raise TargetError(what, path=checkpoint.path, next="name the tensors with --include where that is meant")
+    spared = (
+        () if everything or only.include or key is not None else [item.path for item in optimizers(checkpoint.graph)]
+    )
+    wanted, left = _wanted(checkpoint, target, key, only, spared)
     leaves = {
         part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
     }
@@ -111,7 +120,7 @@ def cast(
         before, after = before + storage.nbytes, after + size
     bare = {
         entry.ref
-        for entry in _chosen(checkpoint, key, only)
+        for entry in _chosen(checkpoint, key, only, spared)
         if not entry.tensor.storage and entry.tensor.kind == "meta" and _casts(entry.tensor, target, only)
     }
     tensors += sum(_recast_meta(rewrite, ref, target) for ref in bare)
@@ -120,6 +129,10 @@ def cast(
         notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
         what = f"{counted(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
         changes.append(Change("cast", key or "", tensors, 0, what, notes))
+    kept = [entry for entry in survey.tensors if _spared(entry, spared) and _casts(entry.tensor, target, only)]
+    if kept:
+        what = f"{counted(len(kept), 'tensor')} of {listed([repr(path) for path in spared])} stay"
+        changes.append(Change("cast", "", 0, len(kept), what, ("--all casts the states of optimizers, too",)))
     if left:
         changes.append(Change("cast", "", 0, len(left), f"not cast: {listed(left, most=3)}"))
     if not tensors:
@@ -128,12 +141,14 @@ def cast(
     return checkpoint.changed(rewrite.done(), changes, added, anew=True, later=(tally.changes,))
 
 
-def _wanted(checkpoint: Checkpoint, target: Dtype, key: str | None, only: Globs) -> tuple[dict[str, str], list[str]]:
+def _wanted(
+    checkpoint: Checkpoint, target: Dtype, key: str | None, only: Globs, spared: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
     """The storages to cast, each with the path of a tensor that wants it; and the paths of tensors that cannot be."""
     survey = checkpoint.survey
     wanted: dict[str, str] = {}
     left: list[str] = []
-    for entry in _chosen(checkpoint, key, only):
+    for entry in _chosen(checkpoint, key, only, spared):
         tensor = entry.tensor
         if not tensor.storage and tensor.kind in _VALUES:
             parts = [part for part in survey.reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
@@ -158,13 +173,17 @@ def _casts(tensor: Tensor, target: Dtype, only: Globs) -> bool:
     return source.floating or (bool(only.include) and tensor.kind in (*_PLAIN, "meta"))
 
 
-def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> Iterator[TensorEntry]:
+def _spared(entry: TensorEntry, paths: Sequence[str]) -> bool:
+    return any(within(entry.path, path) for path in paths)
+
+
+def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs, spared: Sequence[str]) -> Iterator[TensorEntry]:
     survey = checkpoint.survey
     chosen = None if key is None else {item.path for item in selected(checkpoint, key)}
     for entry in survey.tensors:
         if chosen is not None and (entry.state_dict < 0 or survey.state_dicts[entry.state_dict].path not in chosen):
             continue
-        if not only or only.match(entry.key, entry.path):
+        if (not only or only.match(entry.key, entry.path)) and not _spared(entry, spared):
             yield entry
 
 
@@ -228,7 +247,7 @@ def _unfit(rewrite: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
     """Why torch could not load this tensor in another dtype, "" if it can."""
     args = rewrite.graph.nodes[use.args]
     signed = target.storage and _complex(source) == _complex(target) and (target.floating or _complex(target))
-    if type(args) is tuple and len(args) > 6 and mapping(rewrite.graph, args[-1]) and not signed:
+    if is_marked(rewrite.graph, use) and not signed:
         return "it carries a conjugate or negative bit"
     if not target.storage and type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
         # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from math import inf, nan
 from shlex import quote
+from typing import Final
 
 from ..checkpoint import Change, Checkpoint
 from ..errors import RefusedError, TargetError
@@ -11,6 +14,7 @@ from ..human import counted, cut, listed, shown
 from ..names import EVERY, Globs
 from ..objects import class_name, mapping, parse_path, spell_key, within
 from ..pickles.nodes import Dict, Graph, Node, Ref
+from .lookup import lookup
 from .optimizers import prune_optimizers
 from .places import Place, place, resolve
 from .prune import used_storages
@@ -27,9 +31,9 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
 
     Raises TargetError when there is nothing at ``key``.
     """
-    found = resolve(checkpoint, key)
+    found = lookup(checkpoint, key)
     graph = checkpoint.graph
-    kind = class_name(graph, found.ref)
+    kind = _kind(checkpoint, found.ref)
     change = Change("extract", key, 1, 0, f"{kind} taken out as a checkpoint of its own")
     if found.ref == graph.root:
         return checkpoint.changed(graph, [change._replace(number=0, kept=1, what="it is the whole file already")])
@@ -62,6 +66,7 @@ def drop(
     optimizers, too. Raises RefusedError for a pattern that nothing matches, or where nobody can tell which state is
     whose.
     """
+    globs = [globs] if isinstance(globs, str) else globs
     matched = dict.fromkeys(globs, 0)
     compiled = [(glob, Globs([glob])) for glob in globs]
 
@@ -100,6 +105,7 @@ def keep(
     if key is not None:
         chosen = {item.path for item in selected(checkpoint, key)}
         numbers = {number for number in numbers if survey.state_dicts[number].path in chosen}
+    globs = [globs] if isinstance(globs, str) else globs
     matched = dict.fromkeys(globs, 0)
     entries: set[str] = set()
     keys: set[str] = set()
@@ -126,19 +132,34 @@ def keep(
     return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered, prune_optimizer)
 
 
-def drop_entries(checkpoint: Checkpoint, gone: Collection[Ref], changes: Sequence[Change]) -> Checkpoint:
-    """Take the values ``gone`` out of the root, with the account of it."""
+def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
+    """Take the entries with the keys ``gone`` out of the root, with the account of it.
+
+    By their keys: two entries may hold one object, such as None.
+    """
     rewrite = Rewrite(checkpoint.graph)
+    nodes = checkpoint.graph.nodes
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
-    rewrite.refill(checkpoint.graph.root, [item for item in items if item[1] not in gone])
+    rewrite.refill(checkpoint.graph.root, [item for item in items if nodes[item[0]] not in gone])
     return _slimmer(checkpoint, rewrite.done(), list(changes))
 
 
 def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
-    missing = [repr(glob) for glob, count in matched.items() if not count]
-    if missing:
-        what = f"nothing matches {listed(missing)}"
-        raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all lists all")
+    missing = [glob for glob, count in matched.items() if not count]
+    if not missing:
+        return
+    survey = checkpoint.survey
+    deeper = Globs([f"*.{missing[0]}"])
+    step = f"ckptool inspect {quote(checkpoint.path)} shows the entries, ckptool keys --all the tensors"
+    near = get_close_matches(missing[0], [entry.key for entry in survey.entries], 1)
+    if any(deeper.match(entry.key) for entry in survey.tensors):
+        step = f"keys match {quote('*.' + missing[0])}"
+    elif near:
+        step = f"did you mean {near[0]!r}?"
+    elif any(deeper.match(entry.path) for entry in survey.tensors):
+        step = "patterns match entries and keys of state dicts; ckptool unset takes out what stands elsewhere"
+    what = f"nothing matches {listed([repr(glob) for glob in missing])}"
+    raise RefusedError(what, path=checkpoint.path, next=step)
 
 
 def _filtered(
@@ -204,6 +225,11 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """
     graph = checkpoint.graph
     steps = parse_path(key)
+    if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
+        value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
+    if not (value is None or isinstance(value, bool | int | float | str)):
+        what = f"a {type(value).__name__} is no scalar"
+        raise TargetError(what, path=checkpoint.path, next="a number, a text, True, False or None")
     if not steps:
         raise TargetError("the whole checkpoint cannot be set", path=checkpoint.path, next="name an entry")
     holder = place(graph, steps[:-1])
@@ -218,7 +244,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
             continue
         before = graph.nodes[old]
         if not (before is None or isinstance(before, bool | int | float | str)):
-            what = f"{key!r} is a {class_name(graph, old)}, not a scalar"
+            what = f"{key!r} is a {_kind(checkpoint, old)}, not a scalar"
             raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
         if before == value and type(before) is type(value):
             return checkpoint.changed(graph, [Change("set", key, 0, 1, f"it is {_told(value)} already")])
@@ -228,14 +254,22 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
 
 
+#: How Python spells what JSON spells otherwise.
+_PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
+
+
 def as_scalar(told: str) -> Scalar:
     """A JSON scalar, or the text as it stands; raises TargetError for a list or an object."""
     import json
 
+    if told in _PYTHON:
+        return _PYTHON[told]
     try:
         value = json.loads(told)
-    except ValueError:
+    except json.JSONDecodeError:
         return told
+    except ValueError as error:
+        raise TargetError(f"no number that Python reads: {error}") from error
     if isinstance(value, list | dict):
         raise TargetError(f"{told!r} is no scalar", next="a number, a text, true, false or null")
     return value  # type: ignore[no-any-return]
@@ -243,15 +277,23 @@ def as_scalar(told: str) -> Scalar:
 
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Take out the entry at a path, whatever it is; raises TargetError when there is none."""
-    found = resolve(checkpoint, key)
+    found = resolve(checkpoint, lookup(checkpoint, key).path or ".")
     items = mapping(checkpoint.graph, found.holder) if found.holder >= 0 else None
     if items is None:
         raise TargetError(f"{key!r} is no entry of a mapping", path=checkpoint.path)
     nodes = checkpoint.graph.nodes
     rewrite = Rewrite(checkpoint.graph)
     rewrite.refill(found.holder, [item for item in items if nodes[item[0]] != found.step])
-    change = Change("unset", key, 1, 0, f"dropped, {class_name(checkpoint.graph, found.ref)}")
+    change = Change("unset", key, 1, 0, f"dropped, {_kind(checkpoint, found.ref)}")
     return _slimmer(checkpoint, rewrite.done(), [change])
+
+
+def _kind(checkpoint: Checkpoint, ref: Ref) -> str:
+    """What an entry is, in words: a tensor by its dtype and shape, another object by its class."""
+    tensor = checkpoint.survey.reader.tensor(ref)
+    if tensor is None:
+        return class_name(checkpoint.graph, ref)
+    return f"tensor, {tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 def _told(value: Node) -> str:

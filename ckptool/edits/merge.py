@@ -28,6 +28,7 @@ from ..pickles.nodes import (
     Set,
     children,
 )
+from ..prefixes import without_wrappers
 from ..source import Computed
 from ..survey import StateDict
 from .places import Place, place, resolve
@@ -86,7 +87,7 @@ def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add:
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(ours.items)}
     items = list(ours.items)
     new: list[str] = []
-    replaced = 0
+    replaced = recast = 0
     for name, value in theirs.items:
         text = str(there.graph.nodes[name])
         if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and not add):
@@ -100,6 +101,7 @@ def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add:
         if old is not None and fresh is not None and old.shape != fresh.shape:
             what = f"{shown(text)} has the shape {list(fresh.shape)} there and {list(old.shape)} here"
             raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
+        recast += old is not None and fresh is not None and old.dtype != fresh.dtype
         items[number] = (items[number][0], graft.ref(value))
         replaced += 1
     if not (new or replaced):
@@ -109,7 +111,28 @@ def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add:
     parts = [f"{counted(replaced, 'key')} replaced"] if replaced else []
     parts += [f"{counted(len(new), 'key')} added"] if new else []
     what = f"{' and '.join(parts)} from {there.path}"
-    return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what)
+    notes: tuple[str, ...] = (f"{counted(recast, 'key')} of another dtype now",) if recast else ()
+    notes += _untied(here, ours, items)
+    if not replaced and {without_wrappers(name) for name in places} & {without_wrappers(name) for name in new}:
+        step = f"ckptool match {quote(there.path)} {quote(here.path)}"
+        notes += (f"but for the names of wrappers these keys were there before, and are there twice now: {step}",)
+    return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what, notes)
+
+
+def _untied(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[tuple[Ref, Ref]]) -> tuple[str, ...]:
+    """A remark on keys that were one tensor with another key, and are not any more."""
+    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
+    tied: dict[str, list[tuple[str, bool]]] = {}
+    for (name, old), (_, new) in zip(state_dict.items, items):
+        tensor = reader.tensor(old)
+        if tensor is not None and tensor.storage:
+            tied.setdefault(tensor.storage, []).append((str(nodes[name]), old != new))
+    torn = [name for names in tied.values() if len({moved for _, moved in names}) > 1 for name, moved in names if moved]
+    return (
+        (f"no longer tied to what shared their storage: {listed([repr(name) for name in torn], most=3)}",)
+        if torn
+        else ()
+    )
 
 
 def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
@@ -178,7 +201,9 @@ class _Graft:
     def done(self, changes: Sequence[Change]) -> Checkpoint:
         """The checkpoint with what was copied."""
         graph = self.rewrite.done()
-        return self.checkpoint.changed(graph, changes, self._bodies, anew=True, also=self.foreign.sources)
+        return self.checkpoint.changed(
+            graph, changes, self._bodies, anew=True, also=self.foreign.sources, later=self.foreign.later
+        )
 
     def ref(self, root: Ref) -> Ref:
         """Our reference of one of theirs, copied with all that it leads to."""

@@ -16,6 +16,7 @@ from ..errors import RefusedError
 from ..human import counted
 from ..objects import elements, mapping, spell_key
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
+from ..prefixes import without_wrappers
 from ..survey import StateDict
 from ..tensors import Tensor, TensorReader
 from .rewrite import Rewrite
@@ -92,21 +93,24 @@ def renamed_parameters(
     if all(old == new for old, new in known.items()):
         return []
     staying = [{graph.nodes[name] for name, _ in item.items} for item in others]
+    # The optimizer was given the names of the model inside of its wrappers.
+    plain = {without_wrappers(old): without_wrappers(new) for old, new in known.items()}
     for optimizer in optimizers(graph):
         named = [ref for group in optimizer.groups for ref in (group.params, group.names) if ref >= 0]
         texts = {text for ref in named for part in elements(graph.nodes[ref]) if type(text := graph.nodes[part]) is str}
         states = mapping(graph, optimizer.state) or []
         texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
-        moved = sum(known[text] != text for text in texts if text in known)
-        if not moved or not texts <= known.keys():
+        table = known if texts <= known.keys() else plain
+        moved = sum(table[text] != text for text in texts if text in table)
+        if not moved or not texts <= table.keys():
             continue
         if any(texts <= names for names in staying):
             what = "its parameter names stay: it may belong to another state dict with the same names"
             changes.append(Change("rename-optimizer", optimizer.path, 0, len(texts), what))
             continue
         for ref in named:
-            _renamed_list(rewrite, ref, known)
-        items = [(_renamed(rewrite, name, known), value) for name, value in states]
+            _renamed_list(rewrite, ref, table)
+        items = [(_renamed(rewrite, name, table), value) for name, value in states]
         if items != states:
             rewrite.refill(optimizer.state, items)
         what = f"{counted(moved, 'parameter name')} in the state of the optimizer renamed likewise"
@@ -281,7 +285,9 @@ def _pruned(graph: Graph, rewrite: Rewrite, optimizer: Optimizer, gone: Collecti
         ],
     )
     what = f"the state of {counted(len(gone), 'parameter')} dropped, {len(numbers):,} left, numbered anew"
-    return [Change("prune-optimizer", optimizer.path, len(gone), len(numbers), what)]
+    nameless = all(group.names < 0 for group in optimizer.groups) and all(type(mark) is int for mark in gone)
+    notes = ("it names no parameters: they were taken in the order of the keys",) if nameless else ()
+    return [Change("prune-optimizer", optimizer.path, len(gone), len(numbers), what, notes)]
 
 
 def _numbered(rewrite: Rewrite, ref: Ref, numbers: Mapping[Node, Node]) -> Ref:

@@ -67,7 +67,7 @@ class Finding(NamedTuple):
     new: str | None
 
 
-def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> Checkpoint:
+def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs = EVERY) -> Checkpoint:
     """Take out what ``private_matters`` finds of these kinds.
 
     Of an absolute path its last part stays; users and hosts become "user" and "host", sources empty, and the entries
@@ -77,14 +77,16 @@ def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Glo
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is nothing to redact", next=f"one of {', '.join(KINDS)}")
-    found = [item for item in private_matters(checkpoint, kinds) if only.match(item.path)]
+    found = private_matters(checkpoint, kinds, only=only)
     if not found:
-        return checkpoint.changed(checkpoint.graph, [Change("redact", "", 0, 0, "nothing of the kind is in it")])
-    gone = {finding.ref for finding in found if finding.new is None}
+        nothing = Change("redact", "", 0, 0, f"nothing private is recognised: {', '.join(kinds)}")
+        return _laid_out(checkpoint, checkpoint.graph, [nothing])
     names = [finding.path for finding in found if finding.new is None]
-    if gone:
+    if names:
+        gone = {entry.key for entry in checkpoint.survey.entries if entry.path in names}
         what = f"dropped {listed(names)}"
         checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
+        found = [item for item in found if not any(within(item.path, name) for name in names)]
     rewrite = Rewrite(checkpoint.graph)
     changes = []
     for finding in found:
@@ -96,30 +98,45 @@ def redact(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Glo
         else:
             rewrite.changed[finding.ref] = finding.new.encode() if type(node) is bytes else finding.new
         changes.append(Change(f"redact-{finding.kind}", finding.path, 1, 0, f"{finding.what} -> {cut(finding.new)!r}"))
-    # Bytes between records, other records and comments do not come along. A legacy file has none of these, and may
-    # hold modules, which a zip cannot.
-    return checkpoint.changed(rewrite.done(), changes, anew=checkpoint.format == "torch-zip")
+    return _laid_out(checkpoint, rewrite.done(), changes)
 
 
-def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS) -> list[Finding]:
-    """Everything private of these kinds that is recognised, in the order of the file."""
+def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
+    """Bytes between records, other records, comments, objects that nothing leads to and the name of the folder, often
+    that of a file, do not come along. A legacy file has none of these, and may hold modules, which a zip cannot."""
+    if checkpoint.format != "torch-zip":
+        return checkpoint.changed(graph, changes)
+    return checkpoint.changed(graph, changes, anew=True, root="archive")
+
+
+def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> list[Finding]:
+    """Everything private of these kinds that is recognised, in the order of the file; ``only`` chooses by path.
+
+    A text that stands at several places is one object: it is there if one of its places is chosen.
+    """
     graph = checkpoint.graph
     found: list[Finding] = []
     texts = list(_texts(graph))
     users = {name for _, _, text, _ in texts for name in _HOME.findall(text) if name.lower() not in _COMMON}
     users_form = (
-        re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, sorted(users)))})(?![A-Za-z0-9])") if users else None
+        re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, sorted(users)))})(?![A-Za-z0-9])", re.I)
+        if users
+        else None
     )
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
-        if _ARGUMENTS.match(entry.key) and not any(within(path, entry.path) for path in inside):
+        if (
+            _ARGUMENTS.match(entry.key)
+            and only.match(entry.path)
+            and not any(within(path, entry.path) for path in inside)
+        ):
             kind = class_name(graph, entry.ref)
             found.append(Finding("args", entry.path, f"training arguments, {kind}", entry.ref, None))
     # A text that stands at several places is one object, and changes at all of them.
     seen: set[Ref] = set()
     for path, ref, text, source in texts:
-        told = None if ref in seen else _private(path, text, source, users_form, kinds)
+        told = _private(path, text, source, users_form, kinds) if ref not in seen and only.match(path) else None
         if told is not None:
             seen.add(ref)
             shown = "a module's source" if told[0] == "sources" else repr(cut(text))
@@ -222,7 +239,7 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         for key, value in items:
             inner = spell_key(path, graph.nodes[key])
             text = graph.nodes[key]
-            if type(text) is str and without_paths(text) != text:
+            if type(text) is tuple or (type(text) is str and without_paths(text) != text):
                 yield key, inner
             yield value, inner
     elif isinstance(node, tuple | List | Set | FrozenSet):

@@ -104,7 +104,9 @@ def _renamed(
     if not any(map(matches, names)):
         what = f"no key matches {shown(told)}" if names else "there is no state dict in it"
         raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} lists them")
-    return rename_keys(checkpoint, rename, key=key, only=only, what=f"{told}:", nothing=f"no key matches {shown(told)}")
+    return rename_keys(
+        checkpoint, rename, key=key, only=only, what=f"{told}:", nothing=f"{told}: the names are so already"
+    )
 
 
 def _of_table(table: Mapping[str, str]) -> Callable[[str], str]:

@@ -14,7 +14,6 @@ from ..errors import RefusedError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
 from ..objects import mapping
-from ..pickles.nodes import Ref
 from ..source import Computed, Span
 from ..tensors import Storage, Tensor, extent
 from .entries import drop_entries
@@ -52,7 +51,7 @@ def slim(
     if purpose is not None:
         checkpoint = drop_for(checkpoint, purpose)
     checkpoint = _without_slack(checkpoint, only)
-    return merged_doubles(checkpoint) if dedupe else checkpoint
+    return merged_doubles(checkpoint, only) if dedupe else checkpoint
 
 
 # -- views ----------------------------------------------------------------------------------------------
@@ -183,35 +182,45 @@ def _repoint(rewrite: Rewrite, use: Use, key: str, nbytes: int, begin: int, stor
 # -- doubles --------------------------------------------------------------------------------------------
 
 
-def merged_doubles(original: Checkpoint) -> Checkpoint:
+def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     """Make storages of state dicts with the same bytes, class and device one: their tensors are tied from then on.
 
-    What an optimizer keeps stays apart: it counts steps in tensors that hold the same number and must not be one.
+    ``only`` chooses tensors. Scalars stay apart, and so does what an optimizer keeps: they count, and must not count
+    as one. So do the tensors of different state dicts: a model and its average part ways.
     """
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
     parts = [(entry, part) for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)]
-    apart = {part.storage for entry, part in parts if entry.state_dict < 0}
+    apart = {part.storage for entry, part in parts if entry.state_dict < 0 or part.numel < 2}
+    homes: dict[str, set[int]] = {}
+    for entry, part in parts:
+        homes.setdefault(part.storage, set()).add(entry.state_dict)
+    wanted = _wanted(checkpoint, only)
     alike: dict[object, list[str]] = {}
     for key in uses.tensors:
         storage = reader.storages[key]
         if key in apart or key in uses.pinned or storage.location == "meta" or not storage.nbytes:
             continue
+        if len(homes.get(key, ())) != 1 or (wanted is not None and key not in wanted):
+            continue
         if checkpoint.body(key) is not None:
             crc = None if key in checkpoint.added else crcs.get(key)
-            alike.setdefault((storage.cls, storage.numel, storage.location, crc or None), []).append(key)
+            kind = (storage.cls, storage.numel, storage.location, *homes[key])
+            alike.setdefault((kind, crc or None), []).append(key)
     same = {key: first for keys in _unsummed(alike) if len(keys) > 1 for key, first in _twins(checkpoint, keys)}
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     rewrite = Rewrite(checkpoint.graph)
+    paths = {part.storage: entry.path for entry, part in reversed(parts)}
     for key, first in same.items():
         for use in uses.tensors[key]:
             rewrite.changed[use.args] = repointed(rewrite, use, first, reader.storages[key].numel)
     size = sum(reader.storages[key].nbytes for key in same)
     what = f"{counted(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
-    notes = ("their tensors are tied now",)
+    pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
+    notes = (f"tied now: {listed(pairs, most=3)}",)
     return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], anew=True)
 
 
@@ -220,7 +229,7 @@ def _unsummed(alike: dict[object, list[str]]) -> Iterator[list[str]]:
     kinds: dict[object, list[tuple[object, list[str]]]] = {}
     for mark, keys in alike.items():
         assert isinstance(mark, tuple)
-        kinds.setdefault(mark[:3], []).append((mark[3], keys))
+        kinds.setdefault(mark[0], []).append((mark[1], keys))
     for groups in kinds.values():
         if any(crc is None for crc, _ in groups):
             yield [key for _, keys in groups for key in keys]
@@ -253,27 +262,28 @@ def drop_for(checkpoint: Checkpoint, purpose: Purpose) -> Checkpoint:
     if purpose != "inference":
         raise RefusedError(f"nobody knows what {purpose!r} needs", next="--for inference")
     survey = checkpoint.survey
-    causes: dict[Ref, str] = {}
+    causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
     if any(item.path == "" for item in survey.state_dicts):
         items = []  # the keys of a bare state dict are parameters, whatever they are called
-    for key, value in items:
+    for key, _ in items:
         name = checkpoint.graph.nodes[key]
         cause = next((cause for cause, form in _TRAINING if isinstance(name, str) and form.match(name)), "")
-        if cause:
-            causes[value] = cause
+        if cause and isinstance(name, str):
+            causes[name] = cause
     weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}
     entries = survey.entries
-    if weights and all(entries[number].ref in causes for number in weights):
+    if weights and all(entries[number].key in causes for number in weights):
         # The average is all there is of the model.
-        causes = {ref: cause for ref, cause in causes.items() if cause != "EMA"}
+        causes = {name: cause for name, cause in causes.items() if cause != "EMA"}
     changes = []
     sizes = account(survey).entry_bytes
     for cause in dict.fromkeys(causes.values()):
-        refs = {ref for ref, told in causes.items() if told == cause}
-        names = [entry.key for entry in entries if entry.ref in refs]
-        size = sum(size for entry, size in zip(entries, sizes) if entry.ref in refs)
-        changes.append(Change("drop", "", len(names), 0, f"{cause} dropped: {listed(names)}, {human_bytes(size)}"))
+        names = [name for name, told in causes.items() if told == cause]
+        size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
+        notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
+        what = f"{cause} dropped: {listed(names)}, {human_bytes(size)}"
+        changes.append(Change("drop", "", len(names), 0, what, notes))
     if not changes:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
     return drop_entries(checkpoint, causes, changes)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..objects import mapped_name
+from ..objects import mapped_name, mapping
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 from ..tensors import Tensor, TensorReader
 from .rewrite import Rewrite
 from .views import without_views
 
-__all__ = ["Use", "Uses", "repointed", "storage_uses", "with_plain_ids"]
+__all__ = ["Use", "Uses", "is_marked", "repointed", "storage_uses", "with_plain_ids"]
 
 _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"))
 
@@ -81,6 +81,12 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
     if (storage := reader.storage(graph.root)) is not None:
         pinned.add(storage.key)
     return Uses(found, frozenset(pinned))
+
+
+def is_marked(graph: Graph, use: Use) -> bool:
+    """Does the tensor carry a conjugate or negative bit? They stand in a dict, the last argument."""
+    args = graph.nodes[use.args]
+    return type(args) is tuple and len(args) > 6 and bool(mapping(graph, args[-1]))
 
 
 def repointed(

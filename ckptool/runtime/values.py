@@ -35,10 +35,14 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
 
 
 def _overflowed(torch: Any, values: Any, made: Any) -> int:
-    if not (values.is_floating_point() and made.is_floating_point()):
+    """How many elements were finite and are not any more."""
+    if not (made.is_floating_point() or made.is_complex()):
         return 0
+    values, made = (torch.view_as_real(part) if part.is_complex() else part for part in (values, made))
+    if not values.is_floating_point():
+        values = values.to(torch.float64)
     largest = torch.finfo(made.dtype).max
-    if largest >= torch.finfo(values.dtype).max:
+    if values.is_floating_point() and largest >= torch.finfo(values.dtype).max:
         return 0
     if values.element_size() == 1:
         values = values.to(torch.float32)
@@ -47,7 +51,8 @@ def _overflowed(torch: Any, values: Any, made: Any) -> int:
     if -largest <= float(low) and float(high) <= largest:
         return 0
     wide = made if made.element_size() > 1 else made.to(torch.float32)
-    return int((torch.isfinite(values) & ~torch.isfinite(wide)).sum())
+    lost = torch.isfinite(values) & ~torch.isfinite(wide).reshape(values.shape)
+    return int(lost.sum())
 
 
 def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
@@ -79,7 +84,11 @@ def distances(
     """
     torch = need_torch("comparing values with a tolerance")
     left, right = (_wide(torch, *side) for side in (a, b))
+    unequal = _unequal_integers(torch, a, b)
     size, difference = right.abs(), (left - right).abs_() if not left.is_complex() else (left - right).abs()
+    if unequal is not None:
+        # Large integers may be one number in float64, and are at least 1 apart.
+        difference = torch.where(unequal & (difference < 1), 1.0, difference)
     lost = None
     if not bool(torch.isfinite(difference.sum())):
         equal = (left == right) | (torch.isnan(left) & torch.isnan(right))
@@ -93,6 +102,14 @@ def distances(
         relative = torch.where(torch.isfinite(relative), relative, 0.0)
     numbers = float(difference.max()), float(relative.max()), float(difference.sum())
     return int(far.sum()), 0 if lost is None else int(lost.sum()), *numbers
+
+
+def _unequal_integers(torch: Any, a: tuple[bytearray, str], b: tuple[bytearray, str]) -> Any:
+    """Which integers of one dtype differ, compared exactly; None for other numbers."""
+    if a[1] != b[1] or a[1] not in ("int64", "uint64"):
+        return None
+    left, right = (torch.frombuffer(data, dtype=torch.int64) for data, _ in (a, b))
+    return left != right
 
 
 def _wide(torch: Any, data: bytearray, dtype: str) -> Any:
