@@ -123,7 +123,7 @@ def _kept(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
     if body.size > _KEPT:
         return _sequential(body, key)
     known = checkpoint.kept
-    if known is None or known[0] is not body.piece:
+    if known is None or known[0] != body.piece:
         known = checkpoint.kept = (body.piece, b"".join(_sequential(body, key)))
     return (known[1],)
 
