@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: Bytes looked at in one go.
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 19
 #: Bytes of a view with other strides that are held at once, where it can be read in stretches.
 _WINDOW: Final = 16 << 20
 #: Bytes of a storage that is inflated or computed, and kept for the next view of it.

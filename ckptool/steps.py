@@ -22,7 +22,6 @@ from .errors import TargetError, UnreadableError
 from .matching import named_like, wanted_of
 from .names import EVERY, Globs
 from .opening import open_checkpoint
-from .runtime.need import need_torch
 from .runtime.values import cast_elements
 from .sanitizing import sanitize
 
@@ -132,7 +131,6 @@ def _map(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
 
 
 def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
-    need_torch("casting values", checkpoint.path)
     strict = "strict" in scope.flags
     return cast(checkpoint, dtype, cast_elements, key=scope.key, only=scope.only, strict=strict)
 

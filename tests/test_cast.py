@@ -18,6 +18,7 @@ from torch import nn
 import ckptool
 from ckptool import Globs
 from ckptool.errors import RefusedError, TargetError
+from ckptool.runtime import values as runtime_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -293,3 +294,16 @@ def test_tied_parameters_stay_tied(tmp_path: Path, out: Path) -> None:
         with ckptool.open(path) as checkpoint:
             ckptool.save(everywhere(checkpoint, dtype), out, force=True)
         assert oracle.difference(expected, checked(out, path)) == ""
+
+
+@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), dtype=torch.int32)
+    edges = [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, -0x807FFF, 0x3F808000, 0x3F818000, 0x8000, 0x18000, 1, 0]
+    values = torch.cat([bits, torch.tensor(edges, dtype=torch.int32)]).view(torch.float32)
+    values = values[~torch.isnan(values)].to(getattr(torch, source))
+    data = values.contiguous().view(torch.uint8).numpy().tobytes()
+    fast = runtime_values.cast_elements(data, source, target)
+    monkeypatch.setattr(runtime_values, "_numpy", lambda: None)
+    assert runtime_values.cast_elements(data, source, target) == fast
+    assert (fast[1] > 0) == (target == "bfloat16")

@@ -86,10 +86,8 @@ def cast(
     on sharing it. ``strict`` lets ``save`` raise RefusedError where a finite value would become infinite or NaN.
     """
     from ..edits.cast import cast as casted
-    from ..runtime.need import need_torch
     from ..runtime.values import cast_elements
 
-    need_torch("casting values", checkpoint.path)
     return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict, everything=everything)
 
 

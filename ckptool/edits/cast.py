@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ..checkpoint import Body, Change, Checkpoint
 from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
-from ..errors import RefusedError, TargetError
+from ..errors import CkptoolError, RefusedError, TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
 from ..objects import mapped_name, within
@@ -226,7 +226,11 @@ def _casting(
     def chunks() -> Iterator[bytes]:
         tally.found[key] = 0
         for data in whole_chunks(stored_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
-            made, overflowed = caster(swapped(data, source) if big else data, source.name, target.name)
+            try:
+                made, overflowed = caster(swapped(data, source) if big else data, source.name, target.name)
+            except CkptoolError as error:
+                error.path = error.path or checkpoint.path
+                raise
             if overflowed:
                 tally.add(key, target, overflowed)
             yield swapped(made, target) if big else made

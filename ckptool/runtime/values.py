@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from .need import need_torch
 
@@ -26,12 +26,61 @@ def count_nonfinite(data: bytes, dtype: str) -> tuple[int, int]:
 
 
 def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
-    """Little-endian elements in another dtype, as ``Tensor.to`` has them, and how many finite values are none now."""
+    """Little-endian elements in another dtype, as ``Tensor.to`` has them, and how many finite values are none now.
+
+    Between float32 and bfloat16, which is the upper half of it, integers do; NumPy starts ten times as fast as torch.
+    """
+    numpy = _numpy() if (dtype, target) in _HALVES else None
+    if numpy is not None:
+        return _lower_halves(numpy, data) if target == "float32" else _upper_halves(numpy, data)
     torch = need_torch("casting values")
     values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
     out, made = _room(torch, values.numel(), getattr(torch, target))
     made.copy_(values)
     return bytes(out), _overflowed(torch, values, made)
+
+
+#: Casts that cut the bits of a number or fill them up.
+_HALVES: Final = frozenset((("float32", "bfloat16"), ("bfloat16", "float32")))
+#: Magnitudes of float32, as bits: from here on bfloat16 rounds to infinity, infinity itself, and NaN of bfloat16
+#: (c10/util/BFloat16.h, ``round_to_nearest_even``; vectorised code of torch gives other NaNs).
+_ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0x7FC0
+
+
+def _numpy() -> Any:
+    """The module numpy, None where it is not installed: torch does without it."""
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _upper_halves(numpy: Any, data: bytes) -> tuple[bytes, int]:
+    """float32 to bfloat16: to the nearest, of two equally near ones to the even."""
+    bits = numpy.frombuffer(data, "<u4")
+    if not len(bits):
+        return b"", 0
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    made = rounded.astype("<u2")
+    magnitude = bits & 0x7FFFFFFF
+    if int(magnitude.max()) < _ROUNDS_TO_INFINITY:
+        return bytes(made.tobytes()), 0
+    nans = magnitude > _INFINITY
+    made[nans] = _NAN
+    lost = (magnitude >= _ROUNDS_TO_INFINITY) & (magnitude < _INFINITY)
+    return bytes(made.tobytes()), int(lost.sum())
+
+
+def _lower_halves(numpy: Any, data: bytes) -> tuple[bytes, int]:
+    """bfloat16 to float32, which has all of its values."""
+    wide = numpy.frombuffer(data, "<u2").astype("<u4")
+    wide <<= 16
+    return bytes(wide.tobytes()), 0
 
 
 def _overflowed(torch: Any, values: Any, made: Any) -> int:
