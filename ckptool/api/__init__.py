@@ -14,9 +14,9 @@ from ..tensors import Tensor
 
 if TYPE_CHECKING:
     from ..checks.policy import Policy
-    from ..edits.devices import DeviceMap, remap_devices
+    from ..edits.devices import DeviceMap, remap, remap_devices
     from ..edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
-    from ..edits.keys import add_prefix, strip_prefix, strip_wrappers
+    from ..edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
     from ..getting import ObjectValue, TensorValue
     from ..salvaging import Lost, Salvaged, salvage
     from ..write import Written
@@ -40,6 +40,7 @@ __all__ = [
     "TensorEntry",
     "TensorValue",
     "Written",
+    "add_module",
     "add_prefix",
     "average",
     "cast",
@@ -58,6 +59,7 @@ __all__ = [
     "merge",
     "open",
     "redact",
+    "remap",
     "remap_devices",
     "rename",
     "salvage",
@@ -66,6 +68,7 @@ __all__ = [
     "set_entry",
     "slim",
     "stats",
+    "strip_module",
     "strip_prefix",
     "strip_wrappers",
     "unset",
@@ -79,9 +82,9 @@ open = open_checkpoint
 #: Names whose modules are imported when they are first asked for: a command needs one or two of them.
 _LATE: Final = {
     **dict.fromkeys(("Policy",), "checks.policy"),
-    **dict.fromkeys(("DeviceMap", "remap_devices"), "edits.devices"),
+    **dict.fromkeys(("DeviceMap", "remap", "remap_devices"), "edits.devices"),
     **dict.fromkeys(("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"), "edits.entries"),
-    **dict.fromkeys(("add_prefix", "strip_prefix", "strip_wrappers"), "edits.keys"),
+    **dict.fromkeys(("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"), "edits.keys"),
     **dict.fromkeys(("ObjectValue", "TensorValue"), "getting"),
     **dict.fromkeys(("Lost", "Salvaged", "salvage"), "salvaging"),
     **dict.fromkeys(("Written",), "write"),

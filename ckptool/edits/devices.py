@@ -16,7 +16,7 @@ from ..pickles.nodes import Call, Global, Persistent, Ref
 from .rewrite import Rewrite
 from .select import selected
 
-__all__ = ["DeviceMap", "device_pairs", "remap_devices"]
+__all__ = ["DeviceMap", "device_pairs", "remap", "remap_devices"]
 
 
 class DeviceMap(NamedTuple):
@@ -229,3 +229,7 @@ def _move_argument(rewrite: Rewrite, node: Call, devices: DeviceMap) -> int:
         return 0
     rewrite.changed[node.args] = (*args[:2], rewrite.text(args[2], devices(old)), *args[3:])
     return 1
+
+
+#: The edit by the name of its command.
+remap = remap_devices

@@ -17,7 +17,16 @@ from .optimizers import renamed_parameters
 from .rewrite import Rewrite
 from .select import selected
 
-__all__ = ["add_prefix", "rename_keys", "renamed_modules", "strip_prefix", "strip_wrappers", "stripping"]
+__all__ = [
+    "add_module",
+    "add_prefix",
+    "rename_keys",
+    "renamed_modules",
+    "strip_module",
+    "strip_prefix",
+    "strip_wrappers",
+    "stripping",
+]
 
 Rename = Callable[[str], str]
 
@@ -236,3 +245,7 @@ def _segments(prefix: str) -> str:
     if head == ".":
         raise TargetError("the prefix is empty", next="give a prefix such as 'module.'")
     return head
+
+
+#: The edits by the names of their commands.
+strip_module, add_module = strip_prefix, add_prefix
