@@ -21,7 +21,7 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 	@BIN=$(BIN) sh fixtures/demo.sh
 
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (half an hour; needs strace)
 	$(BIN)/python tests/torture/run.py
