@@ -131,8 +131,8 @@ def _map(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
 
 
 def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
-    strict = "strict" in scope.flags
-    return cast(checkpoint, dtype, cast_elements, key=scope.key, only=scope.only, strict=strict)
+    strict, everything = "strict" in scope.flags, "all" in scope.flags
+    return cast(checkpoint, dtype, cast_elements, key=scope.key, only=scope.only, strict=strict, everything=everything)
 
 
 def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
@@ -149,9 +149,7 @@ def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
 
 
 def _for(checkpoint: Checkpoint, purpose: str, _: Scope) -> Checkpoint:
-    if purpose != "inference":
-        raise TargetError(f"nobody knows what {purpose!r} needs", next="--for inference")
-    return drop_for(checkpoint, "inference")
+    return drop_for(checkpoint, purpose)
 
 
 def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
@@ -203,6 +201,7 @@ MODIFIERS: Final[Mapping[str, str]] = {
     "by-order": "With --like: one by one, in their order.",
     "prune-optimizer": "With --drop and --keep: the optimizer loses the states of dropped parameters.",
     "strict": "With --cast: refuse finite values that would become infinite.",
+    "all": "With --cast: also the states of optimizers.",
 }
 
 

@@ -82,8 +82,8 @@ def cast(
     """Give floating tensors another dtype, as ``Tensor.to`` does; the values are computed while ``save`` writes.
 
     The states of optimizers stay, but with ``everything``. With patterns to include in ``only`` just what matches is
-    cast, whatever its dtype. Tensors that share a storage go
-    on sharing it. ``strict`` lets ``save`` raise RefusedError where a finite value would become infinite or NaN.
+    cast, whatever its dtype. Tensors that share a storage go on sharing it. ``strict`` lets ``save`` raise RefusedError
+    where a finite value would become infinite or NaN.
     """
     from ..edits.cast import cast as casted
     from ..runtime.values import cast_elements

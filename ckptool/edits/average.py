@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from ..checkpoint import Body, Change, Checkpoint
 from ..dtypes import BY_NAME, DTYPES, Dtype
-from ..elements import stored_bytes, swapped, whole_chunks
+from ..elements import stored_bytes, swapped
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
@@ -172,7 +172,7 @@ def _averaging(
 
     def chunks() -> Iterator[bytes]:
         streams = [
-            _even(whole_chunks(stored_bytes(checkpoint, key, 0, nbytes), dtype.itemsize), dtype.itemsize)
+            _even(stored_bytes(checkpoint, key, 0, nbytes), dtype.itemsize)
             for checkpoint, key in zip(checkpoints, keys)
         ]
         while True:
@@ -193,7 +193,7 @@ _STEP = 1 << 20
 
 
 def _even(chunks: Iterator[bytes], width: int) -> Iterator[bytes]:
-    """The same bytes in pieces of one size, so that those of several files go together."""
+    """The same bytes in pieces of one size, whole elements, so that those of several files go together."""
     step = _STEP - _STEP % width
     rest = bytearray()
     for data in chunks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from shlex import quote
 
 from ..checkpoint import Body, Change, Checkpoint
@@ -31,7 +31,8 @@ from ..pickles.nodes import (
 from ..prefixes import without_wrappers
 from ..source import Computed
 from ..survey import StateDict
-from .places import Place, place, resolve
+from .lookup import lookup
+from .places import Place, place
 from .rewrite import Rewrite
 from .select import selected
 from .storages import with_plain_ids
@@ -144,7 +145,7 @@ def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tup
     graft = _Graft(checkpoint, foreign)
     changes = []
     for origin, target in entries:
-        found = resolve(foreign, origin)
+        found = lookup(foreign, origin)
         steps = parse_path(target)
         holder = place(checkpoint.graph, steps[:-1]) if steps else ""
         items = mapping(checkpoint.graph, holder.ref) if isinstance(holder, Place) else None
@@ -196,6 +197,7 @@ class _Graft:
         self._copies: dict[Ref, Ref] = {}
         self._bodies: dict[str, Body] = {}
         self._keys: dict[str, str] = {}
+        self._taken = {*checkpoint.survey.reader.storages, *checkpoint.added}
         self._crcs = {record.key: record.crc for record in foreign.container.records() if record.key}
 
     def done(self, changes: Sequence[Change]) -> Checkpoint:
@@ -244,10 +246,10 @@ class _Graft:
         known = self._keys.get(key)
         if known is not None:
             return known
-        taken: Collection[str] = {*self.checkpoint.survey.reader.storages, *self.checkpoint.added, *self._bodies}
         name = f"merged.{key}"
-        while name in taken:
+        while name in self._taken:
             name = f"merged.{name}"
+        self._taken.add(name)
         self._keys[key] = name
         body = self.foreign.body(key)
         if body is not None:

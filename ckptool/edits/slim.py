@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from ..accounting import account
 from ..checkpoint import Body, Change, Checkpoint
 from ..dtypes import BY_NAME, Dtype
 from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
-from ..errors import RefusedError
+from ..errors import TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
 from ..objects import mapping
@@ -32,7 +32,7 @@ _TRAINING: Final = (
     ("optimizer", re.compile(r"(?:.*[_\-. ])?[Oo](?:pt|ptim|ptimi[sz]er)s?(?:[_\-. A-Z0-9].*)?\Z")),
     (
         "scheduler",
-        re.compile(r"(?:.*_)?(?:lr_?)?(?:scheduler|scheduler_state|sched)s?(?:_.*|\d+)?\Z|lr_.*sched.*\Z", re.I),
+        re.compile(r"(?:.*_)?(?:lr_?)?sched(?:uler)?s?(?:_.*|\d+)?\Z|lr_.*sched.*\Z", re.I),
     ),
     ("EMA", re.compile(r"(?:.*[_\-.])?ema(?:[_\-.\d].*)?\Z", re.I)),
     ("gradient scaler", re.compile(r"(?:grad_?|amp_?|loss_?)?scaler(?:_.*)?\Z|amp(?:_state.*)?\Z", re.I)),
@@ -198,7 +198,7 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
     wanted = _wanted(checkpoint, only)
-    alike: dict[object, list[str]] = {}
+    alike: dict[object, dict[int | None, list[str]]] = {}
     for key in uses.tensors:
         storage = reader.storages[key]
         if key in apart or key in uses.pinned or storage.location == "meta" or not storage.nbytes:
@@ -208,8 +208,8 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
         if checkpoint.body(key) is not None:
             crc = None if key in checkpoint.added else crcs.get(key)
             kind = (storage.cls, storage.numel, storage.location, *homes[key])
-            alike.setdefault((kind, crc or None), []).append(key)
-    same = {key: first for keys in _unsummed(alike) if len(keys) > 1 for key, first in _twins(checkpoint, keys)}
+            alike.setdefault(kind, {}).setdefault(crc or None, []).append(key)
+    same = {key: first for keys in _candidates(alike.values()) for key, first in _twins(checkpoint, keys)}
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     rewrite = Rewrite(checkpoint.graph)
@@ -224,17 +224,11 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], anew=True)
 
 
-def _unsummed(alike: dict[object, list[str]]) -> Iterator[list[str]]:
-    """The groups; storages without a checksum on record may be like any other of their kind."""
-    kinds: dict[object, list[tuple[object, list[str]]]] = {}
-    for mark, keys in alike.items():
-        assert isinstance(mark, tuple)
-        kinds.setdefault(mark[0], []).append((mark[1], keys))
-    for groups in kinds.values():
-        if any(crc is None for crc, _ in groups):
-            yield [key for _, keys in groups for key in keys]
-        else:
-            yield from (keys for _, keys in groups)
+def _candidates(kinds: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
+    """Storages of one kind that may hold the same bytes: of one checksum, or any where one has none on record."""
+    for by_crc in kinds:
+        groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()
+        yield from (keys for keys in groups if len(keys) > 1)
 
 
 def _twins(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -254,13 +248,13 @@ def _twins(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, s
 # -- entries --------------------------------------------------------------------------------------------
 
 
-def drop_for(checkpoint: Checkpoint, purpose: Purpose) -> Checkpoint:
+def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     """Drop the top-level entries that ``purpose`` does not need; the last state dict always stays.
 
-    Raises RefusedError where there would be nothing left.
+    Raises TargetError for another purpose than "inference".
     """
     if purpose != "inference":
-        raise RefusedError(f"nobody knows what {purpose!r} needs", next="--for inference")
+        raise TargetError(f"nobody knows what {purpose!r} needs", next="--for inference")
     survey = checkpoint.survey
     causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
