@@ -26,6 +26,7 @@ __all__ = [
     "dtype_of",
     "elements",
     "holds_rows",
+    "reblocked",
     "stored_bytes",
     "swapped",
     "tensor_size",
@@ -147,6 +148,20 @@ def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
             yield data[:whole] if rest else data
     if rest:
         yield rest
+
+
+def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of ``size``; the last one may be shorter."""
+    rest = bytearray()
+    for data in chunks:
+        rest += data
+        whole = len(rest) - len(rest) % size
+        if whole:
+            ready = bytes(memoryview(rest)[:whole])
+            rest = rest[whole:]
+            yield from (ready[at : at + size] for at in range(0, whole, size))
+    if rest:
+        yield bytes(rest)
 
 
 def swapped(data: bytes, dtype: Dtype) -> bytes:

@@ -20,12 +20,14 @@ from .edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex, 
 from .edits.slim import drop_for, merged_doubles, slim
 from .errors import TargetError, UnreadableError
 from .matching import named_like, wanted_of
+from .matching.comparison import Shape
+from .matching.steps import Step as Fix
 from .names import EVERY, Globs
 from .opening import open_checkpoint
 from .runtime.values import cast_elements
 from .sanitizing import sanitize
 
-__all__ = ["MODIFIERS", "STEPS", "Step", "StepKind", "edit", "read_table"]
+__all__ = ["MODIFIERS", "STEPS", "Step", "StepKind", "edit", "fitted", "read_table"]
 
 #: An option without its dashes, and its text; True for a flag.
 Step: TypeAlias = "tuple[str, str | bool]"
@@ -81,6 +83,26 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
             checkpoint, used = STEPS[name].run(checkpoint, text, scope), True
         else:
             raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help lists them")
+    return checkpoint
+
+
+def fitted(
+    checkpoint: Checkpoint, steps: Iterable[Fix], wanted: Mapping[str, Shape], *, key: str | None = None
+) -> Checkpoint:
+    """The checkpoint after the steps that ``match`` found; ``key`` is the state dict whose names they change.
+
+    ``wanted`` are the names and shapes that "like" and "by-order" take: the target may be a model, which no option
+    names. Raises what the edits raise.
+    """
+    for step in steps:
+        if step.option in ("like", "by-order"):
+            by_order = step.option == "by-order"
+            checkpoint = named_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
+            continue
+        scope: list[Step] = [] if key is None else [("key", key)]
+        checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])
+        if step.option == "extract":
+            key = None  # what was there is now the whole
     return checkpoint
 
 

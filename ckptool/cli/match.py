@@ -10,7 +10,7 @@ from .. import api
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError
 from ..human import counted, cut, listed
-from ..matching import Match, Wanted, apply, match_checkpoint, wanted_of
+from ..matching import Match, Wanted, match_checkpoint, wanted_of
 from .editing import Job, edit_all
 from .options import format_option, one_path
 from .render import clean, emit, emit_json, say, say_problems, table
@@ -121,6 +121,8 @@ def match(
 
 def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
     """Match, and do what was found; the report of the match is part of that of the edit."""
+    from ..steps import fitted  # with all edits there are: for --apply only
+
     reports: list[dict[str, Any]] = []
     shapes = {name: value.shape for name, value in wanted.tensors.items()}
 
@@ -131,7 +133,7 @@ def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
         if found.steps is None:
             what = f"no edit makes it fit {wanted.source}; nothing is written"
             raise RefusedError(what, path=checkpoint.path, next=found.report["next"])
-        return apply(checkpoint, found.steps, shapes, key=found.key)
+        return fitted(checkpoint, found.steps, shapes, key=found.key)
 
     def more(edited: Checkpoint) -> dict[str, Any]:
         return {name: value for name, value in reports[-1].items() if name not in ("schema", "path")}

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
 from ..checkpoint import Checkpoint
-from ..elements import dtype_of, elements, holds_rows, tensor_size
+from ..elements import dtype_of, elements, holds_rows, reblocked, tensor_size
 from ..source import FileSource, Span
 from ..tensors import Tensor
 
-__all__ = ["BLOCK", "Mark", "Raw", "in_threads", "mark_of", "raw_of", "reblocked"]
+__all__ = ["BLOCK", "Mark", "Raw", "in_threads", "mark_of", "raw_of"]
 
 #: Bytes read in one go: two of them stay in the cache of a core.
 BLOCK: Final = 1 << 20
@@ -64,20 +64,6 @@ def raw_of(checkpoint: Checkpoint, tensor: Tensor) -> Raw | None:
 def has_values(tensor: Tensor) -> bool:
     """Has it elements of its own in the file?"""
     return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
-
-
-def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of ``size``; the last one may be shorter."""
-    rest = bytearray()
-    for data in chunks:
-        rest += data
-        whole = len(rest) - len(rest) % size
-        if whole:
-            ready = bytes(memoryview(rest)[:whole])
-            rest = rest[whole:]
-            yield from (ready[at : at + size] for at in range(0, whole, size))
-    if rest:
-        yield bytes(rest)
 
 
 def blocks_of(checkpoint: Checkpoint, tensor: Tensor, size: int = BLOCK) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from ..checkpoint import Body, Change, Checkpoint
 from ..dtypes import BY_NAME, DTYPES, Dtype
-from ..elements import stored_bytes, swapped
+from ..elements import reblocked, stored_bytes, swapped
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
@@ -24,6 +24,9 @@ __all__ = ["Averager", "average"]
 
 #: What has a mean: floating numbers, one to an element.
 _DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.name != "float4_e2m1fn_x2")
+
+#: Bytes of each checkpoint that are averaged in one go.
+_STEP = 1 << 20
 
 #: Gives the weighted mean of little-endian elements of one dtype: (parts, weights, dtype, dtype to sum in).
 Averager: TypeAlias = "Callable[[Sequence[bytes], Sequence[float], str, str], bytes]"
@@ -172,7 +175,7 @@ def _averaging(
 
     def chunks() -> Iterator[bytes]:
         streams = [
-            _even(stored_bytes(checkpoint, key, 0, nbytes), dtype.itemsize)
+            reblocked(stored_bytes(checkpoint, key, 0, nbytes), _STEP - _STEP % dtype.itemsize)
             for checkpoint, key in zip(checkpoints, keys)
         ]
         while True:
@@ -186,20 +189,3 @@ def _averaging(
             yield swapped(made, dtype) if big[0] else made
 
     return chunks
-
-
-#: Bytes of each checkpoint that are averaged in one go.
-_STEP = 1 << 20
-
-
-def _even(chunks: Iterator[bytes], width: int) -> Iterator[bytes]:
-    """The same bytes in pieces of one size, whole elements, so that those of several files go together."""
-    step = _STEP - _STEP % width
-    rest = bytearray()
-    for data in chunks:
-        rest += data
-        while len(rest) >= step:
-            yield bytes(rest[:step])
-            del rest[:step]
-    if rest:
-        yield bytes(rest)

@@ -6,7 +6,7 @@ and builds the model that is named to it.
 
 from __future__ import annotations
 
-from .applying import apply, named_like
+from .applying import named_like
 from .pairing import in_order, paired
 from .result import Match, match_checkpoint
 from .targets import wanted_of
@@ -16,7 +16,6 @@ __all__ = [
     "Match",
     "Shaped",
     "Wanted",
-    "apply",
     "in_order",
     "match_checkpoint",
     "named_like",

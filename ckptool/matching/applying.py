@@ -1,56 +1,20 @@
-"""The steps of a fix, done to a checkpoint. The only place that knows how a step becomes an edit."""
+"""Giving a checkpoint the names of another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from shlex import quote
 
 from ..checkpoint import Checkpoint
-from ..edits import add_prefix, strip_prefix, strip_wrappers
-from ..edits.entries import drop, extract, wrap
-from ..edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex
+from ..edits.rename import by_table
 from ..errors import RefusedError, TargetError
 from ..human import listed
 from ..names import EVERY, Globs
 from .comparison import Shape
 from .pairing import in_order, paired
-from .steps import Step
 from .wanted import chosen_of, names_of
 
-__all__ = ["apply", "named_like"]
-
-
-def apply(
-    checkpoint: Checkpoint, steps: Sequence[Step], wanted: Mapping[str, Shape], *, key: str | None = None
-) -> Checkpoint:
-    """The checkpoint after the steps, in order; ``key`` is the state dict whose names they change.
-
-    ``wanted`` are the names and shapes that "like" and "by-order" take. Raises what the edits raise: RefusedError where
-    two keys would become one.
-    """
-    for step in steps:
-        if step.option == "extract":
-            # What was at ``key`` is now the whole.
-            checkpoint, key = extract(checkpoint, step.value), None
-        elif step.option == "wrap":
-            checkpoint = wrap(checkpoint, step.value)
-        elif step.option == "drop":
-            checkpoint = drop(checkpoint, [step.value], key=key)
-        elif step.option in ("strip-module", "strip-prefix"):
-            checkpoint = strip_prefix(checkpoint, step.value or "module.", key=key)
-        elif step.option == "wrappers":
-            checkpoint = strip_wrappers(checkpoint, key=key)
-        elif step.option == "add-prefix":
-            checkpoint = add_prefix(checkpoint, step.value, key=key)
-        elif step.option == "rename":
-            checkpoint = by_glob(checkpoint, *parse_glob(step.value), key=key)
-        elif step.option == "rename-regex":
-            pattern, new, count = parse_regex(step.value)
-            checkpoint = by_regex(checkpoint, pattern, new, count=count, key=key)
-        else:
-            by_order = step.option == "by-order"
-            checkpoint = named_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
-    return checkpoint
+__all__ = ["named_like"]
 
 
 def named_like(

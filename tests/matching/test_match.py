@@ -18,8 +18,9 @@ from torch import nn
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import MalformedError, RefusedError, TargetError
-from ckptool.matching import apply, match_checkpoint, wanted_of
+from ckptool.matching import match_checkpoint, wanted_of
 from ckptool.objects import parse_path
+from ckptool.steps import fitted
 
 
 def saved(made: Any, path: Path) -> Path:
@@ -43,7 +44,7 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
         found = match_checkpoint(checkpoint, wanted, **how)
         assert found.steps is not None, found.report
         shapes = {name: value.shape for name, value in wanted.tensors.items()}
-        ckptool.save(apply(checkpoint, found.steps, shapes, key=found.key), out)
+        ckptool.save(fitted(checkpoint, found.steps, shapes, key=found.key), out)
     if found.report["fix"]:
         printed = out.with_name("printed.pth")
         assert typed(found.report["fix"]["command"], printed) == 0
