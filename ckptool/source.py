@@ -12,6 +12,7 @@ from .errors import ChangedError, UnreadableError
 
 __all__ = [
     "BLOCK",
+    "Appending",
     "BytesSource",
     "Computed",
     "FileSource",
@@ -52,6 +53,8 @@ class FileSource:
         self.size = status.st_size
         self.mode = stat.S_IMODE(status.st_mode)
         self.identity = (status.st_dev, status.st_ino)
+        #: How many names it has.
+        self.links = status.st_nlink
         self._mtime = status.st_mtime_ns
         #: May it have holes? Fewer blocks (of 512 bytes) than it has bytes; compression makes such files, too.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
@@ -256,6 +259,24 @@ class Plan(NamedTuple):
     @property
     def size(self) -> int:
         return sum(map(size_of, self.pieces))
+
+
+class Appending(NamedTuple):
+    """A new version of a file behind its ``at`` bytes, as data: only ``write`` executes it.
+
+    ``body`` follows what is there. The file then ends with ``holding``, the last bytes of which (as many as
+    ``ending`` has) lead readers to the former version until ``ending`` takes their place.
+    """
+
+    at: int
+    body: bytes
+    holding: bytes
+    ending: bytes
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file afterwards."""
+        return self.at + len(self.body) + len(self.holding)
 
 
 def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:

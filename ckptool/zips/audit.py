@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+from ..errors import MalformedError
 from ..human import counted, shown
-from ..source import FileSource, Source
-from .read import FULL32, LOCAL, Archive, Oddity, Record, extras
+from ..source import FileSource, SliceSource, Source
+from .read import FULL32, LOCAL, Archive, Oddity, Record, extras, read_archive
+from .versions import versions
 
 __all__ = ["Audit", "audit", "signatures"]
 
@@ -35,6 +37,8 @@ class Audit:
     def __init__(self) -> None:
         self.oddities: list[Oddity] = []
         self.hidden: list[int] = []
+        #: Records of former versions that this one does not have, each with its archive.
+        self.former: list[tuple[Archive, Record]] = []
         self.padded: bool | None = None
 
 
@@ -69,16 +73,18 @@ def _names(archive: Archive) -> Iterator[Oddity]:
 def _stretches(archive: Archive, found: Audit) -> None:
     """Walk the records in the order of the file: no byte between them, none in two of them."""
     note = found.oddities.append
+    listed = [_Stretch(record.header, record.entry, record) for record in archive.records]
     at = 0
     name = ""
-    for record in sorted(archive.records, key=lambda record: (record.header, record.entry)):
-        name = record.name
-        if record.header > at:
-            _between(archive.source, at, record.header, f"before the record {shown(name)}", found)
-        elif record.header < at:
+    for begin, last, record in sorted([*listed, *_former(archive, found)], key=lambda stretch: stretch[:2]):
+        name = record.name if record else name
+        if begin > at:
+            place = f"before the record {shown(record.name)}" if record else "before a former version"
+            _between(archive.source, at, begin, place, found)
+        elif record and begin < at:
             what = f"the record {shown(name)} begins within the one before it"
-            note(Oddity("overlap", what, True, where=name, offset=record.header))
-        at = max(at, _local(archive, record, found))
+            note(Oddity("overlap", what, True, where=name, offset=begin))
+        at = max(at, _local(archive, record, found) if record else last)
     end = archive.end
     if at > end.directory:
         what = "the last record reaches into the directory"
@@ -86,6 +92,33 @@ def _stretches(archive: Archive, found: Audit) -> None:
     elif at < end.directory:
         _between(archive.source, at, end.directory, "before the directory", found)
     found.hidden.extend(signatures(archive.source, end.directory + end.size, end.begin))
+
+
+class _Stretch(NamedTuple):
+    """Bytes that belong to something: to a record, which says itself where it ends, or up to ``last`` to a former
+    version."""
+
+    begin: int
+    last: int
+    record: Record | None = None
+
+
+def _former(archive: Archive, found: Audit) -> list[_Stretch]:
+    """What only the former versions of a file that was edited in place list. Their pickles are looked at, too."""
+    seen = {record.header for record in archive.records}
+    stretches = []
+    for version in versions(archive.source)[1:]:
+        try:
+            older = read_archive(SliceSource(archive.source, 0, version.size))
+        except MalformedError:
+            break  # then its bytes belong to nothing
+        for record in older.records:
+            if record.header not in seen:
+                seen.add(record.header)
+                found.former.append((older, record))
+                stretches.append(_Stretch(record.header, _local(older, record, Audit())))
+        stretches.append(_Stretch(older.end.directory, version.size))
+    return stretches
 
 
 def _between(source: Source, begin: int, end: int, place: str, found: Audit) -> None:

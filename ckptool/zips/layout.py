@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from ..errors import RefusedError
 from ..source import BLOCK, Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL, Archive, Record, extras
+from .versions import without_note
 
 __all__ = ["alignment", "ending", "layout_holds", "rewritten"]
 
@@ -211,14 +212,16 @@ def _directory(archive: Archive, layout: _Layout) -> bytes:
         if shift:
             for record in records:
                 _put_u32(raw, record.entry - base + _HEADER_AT, record.header + shift)
+    changed = {new.record.entry: _entry(archive, new) for new in layout.moved}
+    kept = bytes(raw[last.entry - base :])
+    changed[last.entry] = without_note(changed.get(last.entry, kept))
+    ends = {new.record.entry: new.record.entry + new.record.entry_size for new in layout.moved}
     parts: list[bytes] = []
-    at = 0
-    for new in sorted(layout.moved, key=lambda new: new.record.entry):
-        begin = new.record.entry - base
-        end = begin + new.record.entry_size
-        parts += [bytes(raw[at:begin]), _entry(bytes(raw[begin:end]), new)]
-        at = end
-    return b"".join([*parts, bytes(raw[at:])])
+    at = base
+    for entry in sorted(changed):
+        parts += [bytes(raw[at - base : entry - base]), changed[entry]]
+        at = ends.get(entry, base + len(raw))
+    return b"".join(parts)
 
 
 def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
@@ -355,9 +358,10 @@ def _field(kind: int, data: bytes) -> bytes:
     return _u16(kind) + _u16(len(data)) + data
 
 
-def _entry(raw: bytes, new: _Moved) -> bytes:
+def _entry(archive: Archive, new: _Moved) -> bytes:
     """The directory entry of a moved record: the old one with what changed, zip64 where needed."""
     record = new.record
+    raw = archive.source.read(record.entry, record.entry_size)
     if (new.header, new.crc, new.size, new.method) == (record.header, record.crc, record.size, record.method):
         return raw
     name_size = int.from_bytes(raw[28:30], "little")
@@ -378,13 +382,13 @@ def _entry(raw: bytes, new: _Moved) -> bytes:
     return bytes(fixed) + raw[46:extra_at] + extra + raw[extra_at + extra_size :]
 
 
-def ending(archive: Archive, count: int, directory: int, size: int) -> bytes:
+def ending(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
     """The end records for ``count`` entries, with the directory of ``size`` bytes at ``directory``.
 
-    With zip64 where the archive has it or the offsets need it; the length of the comment as before.
+    With zip64 where the archive has it, the offsets need it or ``wide`` says so; the length of the comment as before.
     """
     parts = b""
-    if archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
+    if wide or archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
         if archive.end.zip64 >= 0:
             head = archive.source.read(archive.end.zip64, 24)
         else:

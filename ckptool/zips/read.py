@@ -17,6 +17,7 @@ from ..errors import MalformedError
 from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
+from .versions import versions
 
 __all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
 
@@ -331,12 +332,15 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
     between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
     signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
-    if signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
+    if (gap or between) and not versions(archive.source)[0].finished:
+        what = "an edit in place was not finished: torch reads the version before it"
+        note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
+    elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
         note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
     elif gap or between:
         what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
         note(Oddity("directory-gap", what, gap < 0 or between < 0))
     if archive.records:
         first = min(record.header for record in archive.records)
-        if first > 0:
+        if first > 0 and len(versions(archive.source)) == 1:  # else a former version stands there
             note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
