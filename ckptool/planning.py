@@ -17,7 +17,7 @@ from .source import Appending, Computed, Plan
 from .tensors import TensorReader
 from .zips import Content, Sum, fresh, summed
 
-__all__ = ["appending_of", "plan_of"]
+__all__ = ["InPlace", "in_place_of", "plan_of"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -48,21 +48,32 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     return checkpoint.container.plan(data), exact
 
 
-def appending_of(checkpoint: Checkpoint, edit: str, time: int) -> tuple[Appending | None, bool]:
-    """The edited checkpoint as a new version behind its own file, None where nothing changed; and as in ``plan_of``.
+class InPlace(NamedTuple):
+    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``; ``unused_bytes`` are those
+    of the storages that the edit left out, which stay in the file."""
+
+    appending: Appending | None
+    exact: bool = True
+    unused_bytes: int = 0
+
+
+def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
+    """The edited checkpoint as a new version behind its own file.
 
     ``edit`` says what was done and ``time`` when, in seconds since 1970. Raises RefusedError where that takes new bytes
     of tensors, or the format has no room for it.
     """
     if not checkpoint.edited:
-        return None, True
+        return InPlace(None)
     _refuse_damage(checkpoint)
     if checkpoint.added or checkpoint.also:
         what = "the edit makes new bytes of tensors, which only a new file holds"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
-    used, before = used_storages(checkpoint.graph), used_storages(checkpoint.container.graph)
+    used, before = used_storages(checkpoint.graph), TensorReader(checkpoint.container.graph).storages
+    gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)
-    return checkpoint.container.append(data, list(used), before.keys() - used.keys(), edit, time), exact
+    appending = checkpoint.container.append(data, list(used), gone, edit, time)
+    return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
 
 
 def _refuse_damage(checkpoint: Checkpoint) -> None:

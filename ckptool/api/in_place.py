@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
 from ..human import cut
-from ..source import Appending, FileSource, SliceSource, open_source
+from ..source import FileSource, SliceSource, open_source
 from ..zips import Version, read_archive, versions
 
-__all__ = ["appending_to", "history", "save_in_place", "undo"]
+__all__ = ["history", "in_place", "save_in_place", "undo"]
+
+if TYPE_CHECKING:
+    from ..planning import InPlace
 
 Path = str | os.PathLike[str]
 
@@ -29,7 +32,7 @@ def save_in_place(checkpoint: Checkpoint) -> int:
     """
     from ..write import append
 
-    appending, _ = appending_to(checkpoint)
+    appending = in_place(checkpoint).appending
     if appending is None:
         return 0
     assert isinstance(checkpoint.source, FileSource)
@@ -37,9 +40,9 @@ def save_in_place(checkpoint: Checkpoint) -> int:
     return appending.size - appending.at
 
 
-def appending_to(checkpoint: Checkpoint, command: str = "") -> tuple[Appending | None, bool]:
-    """What ``save_in_place`` appends, None where nothing changed, and whether its pickle is proven byte-exact."""
-    from ..planning import appending_of
+def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
+    """What ``save_in_place`` appends."""
+    from ..planning import in_place_of
 
     if not isinstance(checkpoint.source, FileSource):
         raise RefusedError("only a file can be edited in place", path=checkpoint.path)
@@ -47,7 +50,7 @@ def appending_to(checkpoint: Checkpoint, command: str = "") -> tuple[Appending |
     edit = cut(f"{command}: {words}" if command else words, _WORDS)
     # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return appending_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+    return in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
 
 
 def history(path: Path) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import click
 
 from .. import api
-from ..api.in_place import appending_to
+from ..api.in_place import in_place
 from ..checkpoint import Change, Checkpoint, file_mode
 from ..checks.findings import command
-from ..edits.prune import used_storages
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, undo_step
 from ..planning import plan_of
@@ -167,20 +166,14 @@ def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any
 
 def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
     """Append the edit to its own file, and say what came of it."""
-    appending, exact = appending_to(edited, job.command)
+    found = in_place(edited, job.command)
     source = edited.source
     assert isinstance(source, FileSource)
-    if appending is not None and not how.dry_run:
-        append(appending, source)
-    size = appending.size if appending else source.size
-    outcome = {"output": source.name, "output_bytes": size, "exact": exact}
-    return outcome | {"names": source.links, "unused_bytes": _unused(edited)}
-
-
-def _unused(edited: Checkpoint) -> int:
-    """Bytes of storages that the edit left out: in place they stay in the file."""
-    before, after = used_storages(edited.container.graph), used_storages(edited.graph)
-    return sum(storage.nbytes for key, storage in before.items() if key not in after)
+    if found.appending is not None and not how.dry_run:
+        append(found.appending, source)
+    size = found.appending.size if found.appending else source.size
+    outcome = {"output": source.name, "output_bytes": size, "exact": found.exact}
+    return outcome | {"names": source.links, "unused_bytes": found.unused_bytes}
 
 
 def _refuse_inputs(job: Job, target: str) -> None:
