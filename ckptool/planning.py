@@ -49,8 +49,10 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
 
 
 class InPlace(NamedTuple):
-    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``; ``unused_bytes`` are those
-    of the storages that the edit left out, which stay in the file."""
+    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``.
+
+    ``unused_bytes`` are those of the storages that the edit left out: they stay in the file.
+    """
 
     appending: Appending | None
     exact: bool = True
