@@ -1,0 +1,163 @@
+"""The header of a safetensors file: which tensors, of what dtype and shape, where.
+
+    u64 N | N bytes of JSON | the bytes of all tensors
+
+Source: the format as huggingface/safetensors describes it, and the parser of safetensors 0.8 where that is stricter.
+Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may stand there once
+only, while the library takes the last.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ..errors import MalformedError
+from ..human import counted, shown
+from ..source import Source
+
+__all__ = ["BITS", "MOST_HEADER", "Entry", "Header", "read_header"]
+
+#: Bits of one element. The tensors of 4 and 6 bits are packed, and end on a byte.
+BITS: Final = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+#: Bytes of a header that the library reads.
+MOST_HEADER: Final = 100_000_000
+_METADATA: Final = "__metadata__"
+_MOST_SIZE: Final = 1 << 64
+
+
+class Entry(NamedTuple):
+    """A tensor: ``dtype`` as the format spells it, ``begin`` and ``end`` in bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """The tensors in the order of the JSON, the texts beside them, and where the bytes begin.
+
+    ``odd`` are remarks on what the library takes and its own writer never writes.
+    """
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    data: int
+    odd: tuple[str, ...] = ()
+
+
+class _Doubled(Exception):
+    """A JSON object has a name twice."""
+
+
+def read_header(source: Source) -> Header:
+    """Read and check the header; raises MalformedError with the rule that the file breaks."""
+    if source.size < 8:
+        raise _broken(source, "it has fewer than the 8 bytes that say how long the header is")
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > MOST_HEADER:
+        raise _broken(source, f"the header is said to have {size:,} bytes, {MOST_HEADER:,} are the most")
+    if 8 + size > source.size:
+        raise _broken(source, f"the header is said to have {size:,} bytes, the file ends after {source.size - 8:,}")
+    raw = source.read(8, size)
+    fields = _parsed(source, raw)
+    odd = [] if raw[:1] == b"{" else ["the header begins with blanks"]
+    metadata = fields.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
+        raise _broken(source, f"{_METADATA} must be an object whose values are all strings")
+    data = 8 + size
+    entries = tuple(_entry(source, name, value, data) for name, value in fields.items())
+    _check_tiling(source, entries, data)
+    return Header(entries, metadata, data, tuple(odd))
+
+
+def _broken(source: Source, rule: str, where: str = "") -> MalformedError:
+    return MalformedError(f"no valid safetensors file: {rule}", path=source.name, where=where)
+
+
+def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _broken(source, f"the header is not UTF-8 at byte {8 + error.start:,}") from None
+    if not text.lstrip(" \t\r\n").startswith("{"):
+        raise _broken(source, "the header must begin with '{'")
+    try:
+        fields = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except _Doubled as error:
+        raise _broken(source, f"the name {shown(str(error))} stands in the header twice") from None
+    except (ValueError, RecursionError) as error:
+        raise _broken(source, f"the header is no JSON: {error}") from None
+    assert isinstance(fields, dict)
+    return fields
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        raise _Doubled(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
+    def broken(rule: str) -> MalformedError:
+        return _broken(source, f"tensor {shown(name)}: {rule}", name)
+
+    if not isinstance(value, dict):
+        raise broken("its entry must be an object with dtype, shape and data_offsets")
+    missing = [field for field in ("dtype", "shape", "data_offsets") if field not in value]
+    if missing:
+        raise broken(f"{missing[0]} is missing")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if type(dtype) is not str or dtype not in BITS:
+        raise broken(f"the dtype {shown(str(dtype))} is unknown")
+    if type(shape) is not list or not all(_is_size(size) for size in shape):
+        raise broken("its shape must be a list of integers from 0 on")
+    if type(offsets) is not list or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise broken("its data_offsets must be two integers from 0 on")
+    begin, end = offsets
+    if begin > end:
+        raise broken(f"its data_offsets are the wrong way round: {begin:,} and {end:,}")
+    bits = prod(shape) * BITS[dtype]
+    if bits >= _MOST_SIZE:
+        raise broken("its shape has more elements than can be counted")
+    if bits % 8:
+        raise broken(f"{counted(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte")
+    if bits // 8 != end - begin:
+        raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
+    return Entry(name, dtype, tuple(shape), data + begin, data + end)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST_SIZE
+
+
+def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int) -> None:
+    """The tensors must fill the file from the header to its end, without a hole and without sharing a byte."""
+    at = data
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin > at:
+            raise _broken(source, f"a hole of {entry.begin - at:,} bytes before tensor {shown(entry.name)}", entry.name)
+        if entry.begin < at:
+            raise _broken(source, f"tensor {shown(entry.name)} overlaps the one before it", entry.name)
+        at = entry.end
+    if at > source.size:
+        what = f"the tensors take {at:,} bytes, the file has {source.size:,}: it is cut"
+        raise _broken(source, what)
+    if at < source.size:
+        raise _broken(source, f"{source.size - at:,} bytes stand behind the last tensor")
