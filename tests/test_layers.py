@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ckptool"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
-    frozenset({"pickles"}),  # knows nothing of torch
+    frozenset({"pickles", "threads"}),  # knows nothing of torch
     frozenset({"objects", "zips"}),
     frozenset({"tensors"}),
     frozenset({"survey"}),
