@@ -119,12 +119,15 @@ def _at_once(
                     workers.append(worker)
                 worker.tasks.append(task)
                 _send(worker, task[1])
+            before = at
             while at in done:
                 yield done.pop(at)
                 at += 1
             busy = {worker.pipe: worker for worker in workers if worker.tasks}
-            if not busy:
-                return  # nobody works, although everything was handed out
+            if not busy and at == before:
+                return  # there is nothing to do, and nobody does anything
+            if at > before:
+                continue  # there is room for more
             for pipe in wait(list(busy)):
                 worker = busy[pipe]
                 number, path = worker.tasks.popleft()
