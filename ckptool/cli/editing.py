@@ -18,11 +18,9 @@ from ..source import Plan
 from ..write import check_output, rehearse, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
+from .streams import progress_bar
 
 __all__ = ["Job", "account", "edit_all"]
-
-#: Below this an output takes no noticeable time, and a progress bar would only flicker.
-_PROGRESS_FROM = 200_000_000
 
 #: Commands that leave mappings of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
@@ -156,11 +154,8 @@ def _refuse_inputs(job: Job, target: str) -> None:
 def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> str:
     """Write the output and return its name, which its content may have decided."""
     sources, mode = edited.sources, file_mode(edited.source)
-    if not bar or plan.size < _PROGRESS_FROM:
-        return write_plan(plan, target, sources, force=force, mode=mode).path
-    label = clean(os.path.basename(target))
-    with click.progressbar(length=plan.size, label=label, file=sys.stderr) as progress:
-        return write_plan(plan, target, sources, force=force, mode=mode, progress=progress.update).path
+    with progress_bar(plan.size, os.path.basename(target), bar) as moving:
+        return write_plan(plan, target, sources, force=force, mode=mode, progress=moving).path
 
 
 def _head(report: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def validate(
     files: Iterator[str | UnreadableError] = (
         item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
     )
-    if not (quiet or no_progress or style == "github") and sys.stderr.isatty():
+    if not (quick or quiet or no_progress or style == "github") and sys.stderr.isatty():
         files = iter(list(files))  # a bar knows its end
         bar = True
     else:
@@ -114,7 +114,7 @@ def validate(
     tally = _Tally()
     reports = Reports(style, not one)
     whole: list[dict[str, Any]] = []
-    with closing(_told(work, chain(first, files), jobs, how, bar and not quick)) as told:
+    with closing(_told(work, chain(first, files), jobs, how, bar)) as told:
         for item in told:
             tally.add(item)
             if style in ("json", "jsonl"):
