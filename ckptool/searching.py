@@ -78,7 +78,9 @@ def _behind(path: str) -> Iterator[Target]:
 
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise UnreadableError("no file matches this pattern", path=path, next="name the folder to search all of it")
+            # Brackets are part of many a name that is just not there.
+            what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
+            raise UnreadableError(what, path=path, next="name the folder to search all of it")
         for match in matches:
             yield from _behind(match)
     else:
