@@ -46,10 +46,11 @@ def names_one_file(paths: Sequence[str]) -> bool:
 
 
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
-    """The files behind the paths as they are found, in a stable order, each once; an error for a path without any.
+    """The files behind the paths as they are found, in a stable order; an error for a path without any.
 
     A folder is searched for checkpoints, hidden folders and symbolic links to folders left out; a path that does
-    not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file comes out whatever it is.
+    not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file comes out whatever it is,
+    and as often as it is named; another one once.
     """
     seen: set[str] = set()
     for path in paths:
@@ -57,7 +58,7 @@ def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
         try:
             for target in _behind(path):
                 nothing = False
-                if target.path not in seen:
+                if target.path == path or target.path not in seen:
                     seen.add(target.path)
                     yield target
             if nothing:

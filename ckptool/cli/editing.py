@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..source import Plan
 from ..write import check_output, rehearse, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
-from .streams import progress_bar
+from .streams import progress_bar, watched
 
 __all__ = ["Job", "account", "edit_all"]
 
@@ -66,7 +65,7 @@ def edit_all(
     reports = []
     codes = []
     for path, target in zip(paths, targets):
-        bar = not (quiet or no_progress) and sys.stderr.isatty()
+        bar = not (quiet or no_progress) and watched()
         try:
             report = _edit_one(job, path, target, force=force, dry_run=dry_run, bar=bar)
         except CkptoolError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from ..searching import find_targets, names_one_file
 from .jobs import answers, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
-from .streams import Reports, Rows, progress_bar, report_text
+from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
 
 __all__ = ["inspect", "keys"]
 
@@ -59,7 +58,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
     found: Iterator[str | UnreadableError] = (
         item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
     )
-    if not (bar and sys.stderr.isatty()) or names_one_file(paths):
+    if not (bar and watched()) or names_one_file(paths):
         yield found, None
         return
     every = list(found)
@@ -101,7 +100,7 @@ def inspect(
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview is one line a file: not with --verbose, --tree or --load.")
     location = parse_map_location(map_location)
-    bar = not no_progress and (style == "json" or not sys.stdout.isatty())
+    bar = not no_progress and (style == "json" or not on_terminal())
     with _files(paths, bar) as (files, moving):
         if style == "table" and not (overview or verbose or tree or load):
             first = list(islice(files, 2))
@@ -260,7 +259,7 @@ def keys(
     """
     several = not names_one_file(paths)
     how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}
-    bar = not no_progress and (style in ("json", "markdown", "plain") or not sys.stdout.isatty())
+    bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
     with _files(paths, bar) as (files, moving):
         work = partial(_listed, how=how, names=names, several=several, style=style)
         with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as told:

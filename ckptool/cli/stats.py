@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
 import click
@@ -15,7 +14,7 @@ from ..names import Globs
 from ..report import listed_entries
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
-from .streams import progress_bar
+from .streams import progress_bar, watched
 
 __all__ = ["stats"]
 
@@ -66,7 +65,7 @@ def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> 
     codes = []
     for number, path in enumerate(paths):
         try:
-            report = _report(path, bar=not no_progress and sys.stderr.isatty(), **how)
+            report = _report(path, bar=not no_progress and watched(), **how)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)

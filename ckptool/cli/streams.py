@@ -11,7 +11,7 @@ import click
 
 from .render import clean, emit, emit_part, flush, to_json
 
-__all__ = ["Reports", "Rows", "progress_bar", "report_text"]
+__all__ = ["Reports", "Rows", "on_terminal", "progress_bar", "report_text", "watched"]
 
 #: From so many bytes on reading them is felt.
 _BYTES_FELT: Final = 200_000_000
@@ -24,7 +24,7 @@ def progress_bar(
     total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT
 ) -> Iterator[Callable[[int], None] | None]:
     """A bar on stderr, as a function that takes what was done; None where nobody looks, or below ``least``."""
-    if not wanted or total < least or not sys.stderr.isatty():
+    if not wanted or total < least or not watched():
         yield None
         return
     with click.progressbar(length=total, label=clean(label), file=sys.stderr) as bar:
@@ -34,6 +34,16 @@ def progress_bar(
 def report_text(report: dict[str, Any], style: str) -> str:
     """A report as JSON: one line for ``jsonl``, else indented."""
     return to_json(report, None if style == "jsonl" else 2)
+
+
+def on_terminal() -> bool:
+    """Does somebody watch the answers come?"""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def watched() -> bool:
+    """Does somebody see a bar?"""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Reports:

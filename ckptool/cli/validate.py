@@ -20,7 +20,7 @@ from ..validating import check_policy, unreadable_report, validation_report
 from .jobs import answers, jobs_option
 from .options import paths, worst
 from .render import emit, emit_lines, flush, say_error
-from .streams import Reports, progress_bar, report_text
+from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
 __all__ = ["validate"]
@@ -103,7 +103,7 @@ def validate(
     files: Iterator[str | UnreadableError] = (
         item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
     )
-    if not (quick or quiet or no_progress or style == "github") and sys.stderr.isatty():
+    if not (quick or quiet or no_progress or style == "github") and watched():
         files = iter(list(files))  # a bar knows its end
         bar = True
     else:
@@ -187,13 +187,13 @@ def _told(
         return
     every = list(files)
     sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in every]
-    if jobs == 1 and how.style in ("table", "jsonl") and sys.stdout.isatty():
+    if jobs == 1 and how.style in ("table", "jsonl") and on_terminal():
         for file, size in zip(every, sizes):
             with progress_bar(size, os.path.basename(str(file))) as moving:
                 answer = work(file, progress=moving) if isinstance(file, str) else lost(file.path, file)
             yield answer
         return
-    with progress_bar(sum(sizes), "validating", jobs == 1 or not sys.stdout.isatty()) as moving:
+    with progress_bar(sum(sizes), "validating", jobs == 1 or not on_terminal()) as moving:
         if jobs == 1:
             yield from answers(partial(work, progress=moving), every, 1, lost)
             return
