@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
@@ -28,6 +28,8 @@ _WAITING: Final = 64
 #: A forked process starts in 2 ms, one that imports everything anew in 100. What makes forking unsafe on macOS
 #: (threads of its libraries) makes it unsafe there only.
 _START: Final = "fork" if sys.platform.startswith("linux") else "spawn"
+#: Files after which what is left in cycles is collected.
+_TIDY: Final = 1000
 #: Seconds for a process to end once it was told to.
 _PATIENCE: Final = 2.0
 
@@ -57,8 +59,15 @@ def answers(
     if len(first) == 2:
         yield from _at_once(work, chain(first, rest), jobs, lost)
         return
-    for file in chain(first, rest):
+    for number, file in enumerate(chain(first, rest), 1):
+        _tidy(number)
         yield work(file) if isinstance(file, str) else lost(file.path, file)
+
+
+def _tidy(number: int) -> None:
+    """Python's collector is off (see ``main``), and json leaves a few cycles behind for each indented report."""
+    if number % _TIDY == 0:
+        gc.collect()
 
 
 def _cores() -> int:
@@ -184,7 +193,8 @@ def _serve(work: Callable[[str], Any], pipe: Any) -> None:
     _hold(signal.SIG_UNBLOCK)
     gc.disable()  # as in the parent: see ``main``
     try:
-        while True:
+        for number in count(1):
+            _tidy(number)
             path = pipe.recv()
             try:
                 told = (True, work(path))
