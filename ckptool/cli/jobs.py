@@ -36,8 +36,8 @@ _PATIENCE: Final = 2.0
 
 def jobs_option(command: Command) -> Command:
     # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
-    # tensors: 2.2 and 1.2 s; three files: 0.07 and 0.11 s. So the few files of a usual call are done before a second
-    # process has begun, and a tool that takes every core of a shared machine unasked is not liked there: one.
+    # tensors: 2.2 and 1.2 s. A usual call has a few files, and a tool that takes every core of a shared machine unasked
+    # is not liked there: one.
     text = "Files at once; 0: one a core."
     return click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True, help=text)(command)
 
