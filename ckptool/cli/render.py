@@ -7,13 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint import CUT, Checkpoint
 from ..errors import CkptoolError
-from ..human import salvage_step
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 __all__ = [
     "StdoutError",
@@ -21,9 +22,11 @@ __all__ = [
     "draws",
     "emit",
     "emit_json",
+    "emit_part",
     "failure",
     "flush",
     "pairs",
+    "problem_lines",
     "say",
     "say_error",
     "say_problems",
@@ -68,6 +71,11 @@ def draws(text: str) -> bool:
 def emit(text: str) -> None:
     """Write text, already clean, to stdout."""
     _write(text + "\n")
+
+
+def emit_part(text: str) -> None:
+    """Write text, already clean, to stdout, and leave its last line open."""
+    _write(text)
 
 
 def _write(text: str) -> None:
@@ -203,11 +211,22 @@ def tell(text: str) -> None:
 
 def say_problems(checkpoint: Checkpoint) -> None:
     """What is wrong with the file itself, on stderr, for commands that go on all the same."""
+    for line in problem_lines(checkpoint):
+        tell(line)
+
+
+def problem_lines(checkpoint: Checkpoint) -> list[str]:
+    """What ``say_problems`` says."""
+    from ..checkpoint import CUT
+    from ..human import salvage_step
+
+    lines = []
     for problem in checkpoint.container.problems:
         if problem.level == "error":
-            say(f"warning: {checkpoint.path}: {problem.message}")
+            lines.append(f"ckptool: warning: {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            tell(f"  -> {salvage_step(checkpoint.path)}")
+            lines.append(f"  -> {salvage_step(checkpoint.path)}")
+    return lines
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:

@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import chain, islice
+from shlex import quote
+from typing import Any, Final, NamedTuple
 
 import click
 
 from .. import api
-from ..errors import CkptoolError
-from ..human import counted, human_bytes
-from ..locations import parse_map_location
+from ..errors import CkptoolError, UnreadableError
+from ..human import counted, cut, human_bytes
+from ..locations import MapLocation, parse_map_location
 from ..names import Globs
 from ..report import key_listing
+from ..searching import find_targets, names_one_file
+from .jobs import answers, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
-from .render import clean, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
+from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
+from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
 
 __all__ = ["inspect", "keys"]
+
+#: From so many files on a bar is worth looking at.
+_MANY: Final = 500
+#: Errors that are told one by one below the overview of many files.
+_EACH: Final = 5
 
 INSPECT_EPILOG = """\b
 Examples:
   ckptool inspect model.pth
   ckptool inspect model.pth --tree --depth 2
   ckptool inspect model.pth --map-location cuda:1=cuda:0
-  ckptool inspect *.pth --format jsonl
+  ckptool inspect runs/
+  ckptool inspect runs/ --format jsonl --jobs 4
 """
+
+
+class _Told(NamedTuple):
+    """What a file gave: exit code, text for stdout, line of the overview and bytes, lines for stderr, error, rows."""
+
+    code: int
+    text: str = ""
+    row: tuple[str, ...] = ()
+    size: int = 0
+    remarks: tuple[str, ...] = ()
+    error: CkptoolError | None = None
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+@contextmanager
+def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Any]]:
+    """The files behind the paths, or what is wrong with one; and a function to be called with 1 for each."""
+    found: Iterator[str | UnreadableError] = (
+        item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
+    )
+    if not (bar and watched()) or names_one_file(paths):
+        yield found, None
+        return
+    every = list(found)
+    with progress_bar(len(every), "reading", least=_MANY) as moving:
+        yield iter(every), moving
 
 
 @click.command(epilog=INSPECT_EPILOG)
@@ -34,45 +74,146 @@ Examples:
     "--map-location", metavar="SPEC", help="Say where each tag would land: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
 @click.option("--load", is_flag=True, help="Really load it with torch.load(weights_only=True).")
+@jobs_option
 @format_option()
-@click.pass_context
+@click.option("-v", "--verbose", is_flag=True, help="All about every file, also for folders and globs.")
+@click.option("--overview", is_flag=True, help="One line a file, also for files that are named.")
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
 def inspect(
-    ctx: click.Context, paths: tuple[str, ...], tree: bool, depth: int, map_location: str | None, load: bool, style: str
+    paths: tuple[str, ...],
+    tree: bool,
+    depth: int,
+    map_location: str | None,
+    load: bool,
+    jobs: int,
+    style: str,
+    verbose: bool,
+    overview: bool,
+    no_progress: bool,
 ) -> int:
     """Say what a checkpoint is, what is in it, and what to do about it.
 
-    Reads the metadata only: nothing in the file is run, torch is not imported (but with --load).
+    Takes files, folders (searched for checkpoints by content) and globs; several files from a folder come as a table
+    with a line each. Reads the metadata only: nothing in the file is run, torch is not imported (but with --load).
+    JSON is an object for one named file, else a list.
     """
-    from ..report import inspection
-    from .summary import summary
-
+    if overview and (verbose or tree or load):
+        raise click.UsageError("--overview is one line a file: not with --verbose, --tree or --load.")
     location = parse_map_location(map_location)
-    reports: list[dict[str, Any]] = []
-    codes = []
-    for path in paths:
-        try:
-            with api.open(path) as checkpoint:
-                report = inspection(checkpoint, location)
-                if tree:
-                    from ..tree import tree_of
+    bar = not no_progress and (style == "json" or not on_terminal())
+    with _files(paths, bar) as (files, moving):
+        if style == "table" and not (overview or verbose or tree or load):
+            first = list(islice(files, 2))
+            files = chain(first, files)
+            overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
+        work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, style=style)
+        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as told:
+            if style != "table":
+                return _json(told, Reports(style, not names_one_file(paths)), moving)
+            return _overview(told, moving) if overview else _summaries(told, moving)
 
-                    report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
-            if load:
-                from ..loading import load_report
 
-                report["load"] = load_report(path, location)
-                codes.append(0 if report["load"]["ok"] else 1)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("inspect", path, error))
-            continue
-        codes.append(0)
-        reports.append(report)
-        if style == "table":
-            emit(("\n" if any("error" not in item for item in reports[:-1]) else "") + summary(report))
+def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Told:
+    from ..report import inspection
+    from .summary import overview_row, summary
+
+    code = 0
+    try:
+        with api.open(path) as checkpoint:
+            report = inspection(checkpoint, location)
+            if depth:
+                from ..tree import tree_of
+
+                report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
+        if load:
+            from ..loading import load_report
+
+            report["load"] = load_report(path, location)
+            code = 0 if report["load"]["ok"] else 1
+    except CkptoolError as error:
+        return _not_read("inspect", style, path, error)
     if style != "table":
-        emit_json(reports, style, len(paths) > 1)
+        return _Told(code, report_text(report, style))
+    return _Told(code, summary(report), overview_row(report), report["bytes"])
+
+
+def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Told:
+    text = report_text(failure(command, path, error), style) if style in ("json", "jsonl") else ""
+    row = (path, "", getattr(error, "kind", ""), "", "", "", "", f"error: {cut(error.what, 60)}")
+    return _Told(error.exit_code, text, row, error=error)
+
+
+def _json(told: Iterator[_Told], reports: Reports, moving: Any) -> int:
+    codes = set()
+    kept: list[_Told] = []
+    for item in told:
+        reports.add(item.text)
+        codes.add(item.code)
+        if reports.style == "json":
+            kept += [item._replace(text="")] if item.error or item.remarks else []  # not into the middle of a list
+        else:
+            _say(item)
+        if moving:
+            moving(1)
+    reports.close()
+    for item in kept:
+        _say(item)
+    return worst(codes)
+
+
+def _say(item: _Told) -> None:
+    if item.error is not None:
+        say_error(item.error)
+    for line in item.remarks:
+        tell(line)
+
+
+def _summaries(told: Iterator[_Told], moving: Any) -> int:
+    """All about each file."""
+    codes = set()
+    any_told = False
+    for item in told:
+        _say(item)
+        if item.text:
+            emit(("\n" if any_told else "") + item.text)
+            flush()
+            any_told = True
+        codes.add(item.code)
+        if moving:
+            moving(1)
+    return worst(codes)
+
+
+def _overview(told: Iterator[_Told], moving: Any) -> int:
+    """A line for each file, and what could not be read."""
+    from .summary import OVERVIEW
+
+    rows = Rows(OVERVIEW, right=(1, 4))
+    codes = set()
+    errors: list[CkptoolError] = []
+    files = size = bad = 0
+    remarkable = ""
+    for item in told:
+        rows.add(item.row)
+        codes.add(item.code)
+        files += 1
+        size += item.size
+        if item.error is not None:
+            bad += 1
+            errors += [item.error] if bad <= _EACH else []
+        elif item.row[-1] and not remarkable:
+            remarkable = item.row[0]
+        if moving:
+            moving(1)
+    rows.close()
+    emit(f"\n{counted(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
+    if remarkable:
+        emit(clean(f"  -> ckptool inspect {quote(remarkable)} says all about it"))
+    flush()
+    for error in errors:
+        say_error(error)
+    if bad > len(errors):
+        say(f"{bad - len(errors):,} more could not be read: --format jsonl says why")
     return worst(codes)
 
 
@@ -82,6 +223,7 @@ Examples:
   ckptool keys model.pth --names --include '*.weight'
   ckptool keys model.pth --all --sort bytes
   ckptool keys model.pth --format json
+  ckptool keys runs/ --format csv > keys.csv
 """
 
 
@@ -95,7 +237,9 @@ Examples:
     "--sort", type=click.Choice(("file", "name", "bytes")), default="file", show_default=True, help="Order of the keys."
 )
 @key_option
+@jobs_option
 @format_option(ALL_FORMATS)
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
 def keys(
     paths: tuple[str, ...],
     names: bool,
@@ -104,41 +248,78 @@ def keys(
     exclude: tuple[str, ...],
     sort: str,
     key: str | None,
+    jobs: int,
     style: str,
+    no_progress: bool,
 ) -> int:
-    """List the keys of the state dicts: name, dtype, shape, device, bytes."""
-    globs = Globs(include, exclude)
-    several = len(paths) > 1
-    reports: list[dict[str, Any]] = []
-    rows: list[tuple[str, ...]] = []
-    codes = []
-    for number, path in enumerate(paths):
-        try:
-            with api.open(path) as checkpoint:
-                report = key_listing(checkpoint, key=key, everything=everything, globs=globs, sort=sort)
-                say_problems(checkpoint)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("keys", path, error))
-            continue
-        codes.append(0)
-        reports.append(report)
-        if globs and not report["tensors"]:
-            say(f"{path}: no key matches")
-        if style in ("json", "jsonl"):
-            continue
-        if names:
-            emit_lines(_labels(report))
-        elif style == "table":
-            title = [clean(path)] if several else []
-            emit("\n".join(([""] if number else []) + title + [_sections(report, everything)]))
-        else:
-            rows += [((path,) if several else ()) + _cells(entry) for entry in report["tensors"]]
+    """List the keys of the state dicts: name, dtype, shape, device, bytes.
+
+    Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file, else a
+    list.
+    """
+    several = not names_one_file(paths)
+    how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}
+    bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
+    with _files(paths, bar) as (files, moving):
+        work = partial(_listed, how=how, names=names, several=several, style=style)
+        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as told:
+            if style in ("json", "jsonl"):
+                return _json(told, Reports(style, several), moving)
+            return _keys(told, style, names, several, moving)
+
+
+#: The columns for machines, behind "file" where there are several.
+_COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
+
+
+def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Told:
+    try:
+        with api.open(path) as checkpoint:
+            report = key_listing(checkpoint, **how)
+            remarks = problem_lines(checkpoint)
+    except CkptoolError as error:
+        return _not_read("keys", style, path, error)
+    if how["globs"] and not report["tensors"]:
+        remarks.append(f"ckptool: {path}: no key matches")
+    text, rows = "", []
     if style in ("json", "jsonl"):
-        emit_json(reports, style, several)
-    elif style != "table" and not names:
-        headers = (("file",) if several else ()) + ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
+        text = report_text(report, style)
+    elif names:
+        text = "\n".join(_labels(report))
+    elif style == "table":
+        text = "\n".join([clean(path)] * several + [_sections(report, how["everything"])])
+    else:
+        rows = [((path,) if several else ()) + _cells(entry) for entry in report["tensors"]]
+        if style == "csv" and rows:
+            text, rows = table(_headers(several), rows, style), []
+    return _Told(0, text, remarks=tuple(remarks), rows=tuple(rows))
+
+
+def _headers(several: bool) -> tuple[str, ...]:
+    return (("file",) if several else ()) + _COLUMNS
+
+
+def _keys(told: Iterator[_Told], style: str, names: bool, several: bool, moving: Any) -> int:
+    codes = set()
+    rows: list[tuple[str, ...]] = []
+    begun = False
+    for number, item in enumerate(told):
+        _say(item)
+        codes.add(item.code)
+        text = item.text
+        if text and not names and style == "table" and number:
+            text = "\n" + text
+        elif text and not names and style == "csv" and begun:
+            text = text.partition("\n")[2]
+        if text:
+            emit(text)
+            flush()
+            begun = True
+        rows += item.rows  # their columns are as wide as the widest of all
+        if moving:
+            moving(1)
+    if not names and (style in ("markdown", "plain") or (style == "csv" and not begun)):
+        headers = _headers(several)
         emit(table(headers, rows, style, right=(len(headers) - 1,)))
     return worst(codes)
 
