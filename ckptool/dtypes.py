@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["BY_NAME", "BY_STORAGE", "DTYPES", "Dtype", "storage_dtype"]
+__all__ = ["BY_NAME", "BY_SAFETENSORS", "BY_STORAGE", "DTYPES", "Dtype", "storage_dtype"]
 
 
 class Dtype(NamedTuple):
@@ -81,6 +81,8 @@ BY_NAME.update(
     }
 )
 BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
+
+BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 
 _UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")
 _UNKNOWN: Final = Dtype("unknown", 1, "", "")

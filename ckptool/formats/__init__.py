@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import Source
-from . import identify, torch_legacy, torch_zip
+from . import identify, safetensors, torch_legacy, torch_zip
 
 __all__ = ["FORMATS", "Format", "read_container"]
 
@@ -24,6 +24,7 @@ class Format(NamedTuple):
 FORMATS: Final[tuple[Format, ...]] = (
     Format("torch-zip", torch_zip.WORDS, torch_zip.sniff, torch_zip.read),
     Format("torch-legacy", torch_legacy.WORDS, torch_legacy.sniff, torch_legacy.read),
+    Format("safetensors", safetensors.WORDS, safetensors.sniff, safetensors.read),
 )
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.

@@ -1,0 +1,115 @@
+"""safetensors files: a header in JSON, and the bytes of contiguous tensors. Nothing in them can be run.
+
+Source: the format as huggingface/safetensors describes it; see ``safetensors_header`` for its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from ..building import Builder, contiguous
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..dtypes import BY_SAFETENSORS
+from ..errors import MalformedError, RefusedError
+from ..pickles import encode
+from ..pickles.nodes import Graph
+from ..source import Appending, Plan, Source, Span, merged
+from .safetensors_header import MOST_HEADER, Entry, read_header
+
+__all__ = ["Safetensors", "read", "sniff"]
+
+WORDS = "safetensors"
+#: Elements of a torch dtype for each of the format, where they are not one.
+_TWO = 2
+
+
+class Safetensors:
+    """A safetensors file: a dict of tensors. ``metadata`` are the texts of its header."""
+
+    format = "safetensors"
+    root = ""
+    byteorder = "little"
+    others: Sequence[Graph] = ()
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        header = read_header(source)
+        self.metadata: Mapping[str, str] = header.metadata
+        self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
+        self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
+        keys = {entry.name: key for key, entry in self.entries.items()}
+        builder = Builder()
+        items = []
+        for entry in header.entries:
+            dtype = BY_SAFETENSORS.get(entry.dtype)
+            if dtype is None:
+                what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
+                raise MalformedError(what, path=source.name, where=entry.name)
+            shape = entry.shape
+            if entry.dtype == "F4":
+                # A torch element is a byte of two values, and the format counts values.
+                shape = (*shape[:-1], shape[-1] // _TWO) if shape else ()
+            items.append((entry.name, builder.tensor(contiguous(dtype, shape, keys[entry.name]))))
+        self.graph = builder.graph(builder.mapping(items))
+        kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
+        self.writer = (
+            f"safetensors for {kind.get(self.metadata['format'], self.metadata['format'])}"
+            if ("format" in self.metadata)
+            else "safetensors"
+        )
+
+    @property
+    def pickle(self) -> bytes:
+        """There is none: what ``torch.save`` would write for the same dict."""
+        return encode(self.graph)
+
+    def stored_size(self, key: str) -> int | None:
+        entry = self.entries.get(key)
+        return None if entry is None else entry.end - entry.begin
+
+    def stored(self, key: str) -> StoredBytes:
+        entry = self.entries.get(key)
+        if entry is None:
+            return StoredBytes(None, 0)
+        size = entry.end - entry.begin
+        return StoredBytes(Span(self.source, entry.begin, size), size)
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, entry in self.entries.items():
+            size = entry.end - entry.begin
+            yield StoredRecord(entry.name, Span(self.source, entry.begin, size), size, None, False, key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        return []
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        return iter(())
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        if pickle is not None:
+            raise AssertionError("a safetensors file has no pickle to replace")
+        return Plan(merged([Span(self.source, 0, self.source.size)]))
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        what = "a safetensors file must end with its last tensor, so nothing can be appended to it"
+        raise RefusedError(what, path=self.source.name, next="write a new file with -o")
+
+
+def _in_file(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    """Nothing marks the format: a length, and JSON behind it. By its name a damaged one is told as well."""
+    if len(head) < 9:
+        return source.name.endswith(".safetensors") and bool(head.strip(b"\0"))
+    size = int.from_bytes(head[:8], "little")
+    text = head[8:].lstrip(b" \t\r\n")
+    if text[:1] == b"{" and size <= MOST_HEADER and (text[1:2] in (b'"', b"}", b" ", b"\n", b"\t") or len(text) == 1):
+        return True
+    return source.name.endswith(".safetensors") and not head.startswith((b"PK\x03\x04", b"\x80", b"<", b"version"))
+
+
+def read(source: Source) -> Safetensors:
+    """Read the header; raises MalformedError with the rule of the format that the file breaks."""
+    return Safetensors(source)
