@@ -92,7 +92,7 @@ class Builder:
         return self.add(List(list(refs)))
 
     def tensor(self, tensor: PlainTensor) -> Ref:
-        """``_rebuild_tensor_v2``, and v3 for dtypes without a storage class (torch/_tensor.py, ``_reduce_ex_internal``)."""
+        """``_rebuild_tensor_v2``, and v3 for dtypes without a storage class (torch/_tensor.py)."""
         dtype = tensor.dtype
         storage = self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage")
         parts = (

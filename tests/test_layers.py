@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"contents", "readings"}),
     frozenset({"npy", "tensor_text"}),
     frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
+    frozenset({"outputs"}),
     frozenset({"entry_json", "entry_text", "getting", "planning", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
