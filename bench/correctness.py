@@ -30,17 +30,28 @@ def _load(path: str) -> tuple[dict[str, Any], set[str]]:
     return state, tags
 
 
+def _load_metadata(path: str) -> tuple[dict[str, Any], set[str]]:
+    """The same without the values, for files that are too large to be mapped: fake tensors on the file's devices."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        state: dict[str, Any] = torch.load(path)
+    return state, {str(tensor.device) for tensor in state.values()}
+
+
 def check(edit: str, source: str, output: str) -> str:
     """What is wrong with `output`, as a sentence; empty if nothing is."""
     if edit == "same":
         return _same(source, output)
     if edit == "safetensors":
         return _safetensors(source, output)
-    found, tags = _load(output)
+    edit, _, meta = edit.partition("-")
+    load = _load_metadata if meta else _load
+    found, tags = load(output)
     if edit == "loads":
         return "" if found else "there is nothing in it"
-    expected, _ = _load(source)
-    edit, _, meta = edit.partition("-")
+    expected, _ = load(source)
     wanted_tags = {"cpu"} if edit in ("remap", "five") else {TAG}
     if tags != wanted_tags:
         return f"the location tags are {sorted(tags)}, not {sorted(wanted_tags)}"

@@ -89,10 +89,10 @@ def made(make: Callable[[Path], None], path: Path) -> Callable[[], None]:
 
 
 def copy_of(source: Path) -> Callable[[Path], None]:
-    """A maker of a whole copy."""
+    """A maker of a whole copy; holes stay holes."""
 
     def copy(path: Path) -> None:
-        shutil.copyfile(source, path)
+        subprocess.run(["cp", str(source), str(path)], check=True)
 
     return copy
 
@@ -176,7 +176,7 @@ def _write_sparse(path: Path, tensors: int, rows: int, columns: int) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        state = OrderedDict((name, torch.empty(rows, columns)) for name in tensor_names(tensors))
+        state = OrderedDict((name, torch.empty(rows, columns, device=TAG)) for name in tensor_names(tensors))
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             _save(state, path)
 

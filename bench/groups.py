@@ -163,7 +163,9 @@ def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
         jobs += [whole, start]
         per_file = Each(start.name, count - 1)
         if not options:
-            rows.append(Row(whole.name, each.name, Target(each=0.002), per_file, reader=True))
+            rows.append(
+                Row(whole.name, each.name, Target(each=0.002) if count >= 1000 else None, per_file, reader=True)
+            )
         if name == "validate":
             rows.append(Row(whole.name, scan.name, each=per_file, reader=True))
     return Group("many files", f"{count:,} small files", (*jobs, each, scan), tuple(rows), (make, evil))

@@ -62,8 +62,7 @@ def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
     """Edits of a file in place, and undo; each run starts from the file as it was."""
     original, path, output = work / spec.name, work / f"in-place-{spec.name}", work / "output.pt"
     make = made(lambda unfinished: files.make(spec, unfinished), original)
-    # Sparse files are made twice: a copy would read through all their holes.
-    twin = made((lambda unfinished: files.make(spec, unfinished)) if spec.sparse else files.copy_of(original), path)
+    twin = made(files.copy_of(original), path)
     back = _back(path)
     edit = (*tool, "strip-module", "--in-place", str(path))
     check = Check("strip-meta" if spec.sparse else "strip", original, path)

@@ -71,7 +71,7 @@ def run_once(command: Sequence[str], log: Path, expected: int = 0) -> Sample:
     seconds, cpu_seconds, kibibytes, code = answer.stdout.split()
     if int(code) != expected:
         tail = log.read_text(errors="replace")[-2000:].strip()
-        raise JobError(f"exit code {code} from: {' '.join(command)}\n{tail}")
+        raise JobError(f"{tail or 'no word of why'}\nexit code {code} from: {' '.join(command)}")
     return Sample(float(seconds), float(cpu_seconds), int(kibibytes) * 1024)
 
 
@@ -83,9 +83,10 @@ def peak_floor(log: Path) -> int:
 def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -> dict[str, Result]:
     """Let the jobs of a group take turns; the results by the names of the jobs.
 
-    First comes the warm-up: its outputs are checked and its times thrown away. Then `repeat` rounds are kept. Each
-    round starts one job further on, so that no job always runs behind the same other one. `tell` is called with the
-    time of each run. Raises JobError if a job that must not fail does, or writes something wrong.
+    First comes the warm-up: its outputs are checked and its times thrown away, unless `repeat` is 0. Then `repeat`
+    rounds are kept. Each round starts one job further on, so that no job always runs behind the same other one.
+    `tell` is called with the time of each run. Raises JobError if a job that must not fail does, or writes
+    something wrong.
     """
     results = {job.name: _warm_up(job, log, group.disk, tell) for job in group.jobs}
     jobs = [job for job in group.jobs if not results[job.name].fails]
@@ -99,7 +100,7 @@ def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -
                 samples[job.name].append(sample)
     for job in jobs:
         _remove(job.writes)
-        if job.most:  # else the warm-up is all there is
+        if job.most and repeat:  # else the warm-up is all there is
             results[job.name] = results[job.name]._replace(samples=tuple(samples[job.name]))
     return results
 
@@ -109,7 +110,7 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
     try:
         wrong = job.proof()
         if wrong:
-            raise JobError(f"{job.name}: {wrong}")
+            raise JobError(wrong)
         _settle(job)
         place = job.writes.parent if job.writes and disk else None
         before = images.free(place) if place else 0
@@ -122,8 +123,10 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
     except JobError as error:
         if not job.may_fail:
             raise
-        reason = str(error).strip().splitlines()[-1]
-        tell(f"{job.name}: {reason}")
+        reason = str(error).strip().splitlines()[0]
+        for path in (*job.reads, *(Path(word) for word in job.words if word.startswith("/"))):
+            reason = reason.replace(str(path), path.name)  # figures are published
+        tell(f"{job.name} fails: {reason}")
         return Result(job.name, fails=reason)
     return Result(job.name, (sample,), disk=used, shared=shared)
 

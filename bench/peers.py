@@ -63,7 +63,7 @@ PEERS = (
 EVIL = "hostile.pth"
 _FICKLING = (
     "import sys, fickling; found = fickling.scan_zip_archive(sys.argv[1]); "
-    "print(*(f'{name}: {result.severity.name}' for name, result in found.items())); "
+    "print(*(result.severity.name for result in found.values())); "
     "sys.exit(not found or not all(found.values()))"
 )
 
@@ -116,14 +116,14 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
             job("ckptkit", "ckptkit info --json", ("info", "--json", str(path)), path, listing),
             job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(_shows, [names[0][-6:]])),
         ),
-        (Row(keys.name, "ckptkit info --json", reader=True), Row(keys.name, "sft tree (.safetensors)", reader=True)),
+        (Row(keys.name, "ckptkit info --json", reader=heavy), Row(keys.name, "sft tree (.safetensors)", reader=heavy)),
         (make, convert), () if heavy else (same,),
     )  # fmt: skip
     scans = scanning(tool, work, path, evil)
     quick = scans[0].name
     scan = Group(
         "peers: look for dangerous imports", spec.label, scans,
-        tuple(Row(quick, other.name, reader=True) for other in scans[1:]),
+        tuple(Row(quick, other.name, reader=heavy) for other in scans[1:]),
         (make, made(files.hostile, evil)), (evil,),
     )  # fmt: skip
     if not heavy:
@@ -133,7 +133,7 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     words = ("rename", str(same), "--sub", "^module\\.", "--sub", "", "-o", str(output))
     renaming = job("sft-cli", rename, words, same)._replace(writes=output, check=Check("safetensors", path, output))
     strips = Group(
-        "peers: take the prefix off", spec.label, (strip, renaming), (Row(strip.name, rename, reader=True),),
+        "peers: take the prefix off", spec.label, (strip, renaming), (Row(strip.name, rename, reader=heavy),),
         (make, convert),
     )  # fmt: skip
     # Minutes of arithmetic: one timed round says enough.
@@ -147,7 +147,7 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     computing = Group(
         "peers: numbers of every tensor", spec.label,
         (stats._replace(proof=listing(stats.words)), *(other._replace(most=1) for other in others)),
-        tuple(Row(stats.name, other.name, reader=True) for other in others), (make, convert), (same,),
+        tuple(Row(stats.name, other.name, reader=heavy) for other in others), (make, convert), (same,),
     )  # fmt: skip
     return lists, scan, strips, computing
 
@@ -205,9 +205,9 @@ def _shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
     def proof() -> str:
         code, text = answers(*words)
         if code:
-            return f"exit code {code}"
+            return _first(text) or f"exit code {code}"
         missing = [name for name in wanted if name not in text]
-        return f"it does not show {missing[0]!r}" if missing else ""
+        return f"does not show {missing[0]!r}" if missing else ""
 
     return proof
 
@@ -218,12 +218,13 @@ def _tells_apart(good: Path, evil: Path, words: tuple[str, ...]) -> Callable[[],
     def proof() -> str:
         code, text = answers(*words, str(good))
         if code:
-            return f"it says of a harmless file: {_last(text) or f'exit code {code}'}"
-        return "" if answers(*words, str(evil))[0] else "it passes a file that runs a command"
+            return f"says of a harmless file: {_first(text) or f'exit code {code}'}"
+        return "" if answers(*words, str(evil))[0] else "passes a file that runs a command"
 
     return proof
 
 
-def _last(text: str) -> str:
+def _first(text: str) -> str:
+    """The first line, which names the reason; tools add advice in later ones."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    return lines[0].strip() if lines else ""

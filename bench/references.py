@@ -94,9 +94,9 @@ def load_each(folder: Path) -> Job:
 
 
 def answers(*words: str) -> tuple[int, str]:
-    """The exit code and the stdout of a command, run in the repository's root."""
+    """The exit code of a command, run in the repository's root, and what it prints: stdout, then stderr."""
     done = subprocess.run(words, cwd=files.ROOT, env=child_environment(), capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 def understands(tool: list[str], name: str, option: str = "") -> bool:

@@ -42,18 +42,20 @@ def parse(arguments: Sequence[str]) -> Options:
     """Read the command line; ends the process on a usage error, as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
-    parser.add_argument("--quick", action="store_true", help="small files and one round: does it work?")
+    parser.add_argument("--quick", action="store_true", help="small files, one run each: does it work?")
     parser.add_argument("--large", action="store_true", help="also a file of 200,000 tensors (a quarter of an hour)")
-    parser.add_argument("--repeat", type=int, metavar="N", help="timed rounds (default 5; at most 3 for torch)")
+    parser.add_argument(
+        "--repeat", type=int, metavar="N", help="timed rounds after the warm-up (default 5; at most 3 for torch)"
+    )
     parser.add_argument("--exe", nargs="?", const="ckptool", help="measure this console script, not python -m ckptool")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--only", default="", metavar="TEXT", help="only groups with TEXT in their name, file or jobs")
     parser.add_argument("--list", action="store_true", help="print the groups and their jobs, and do nothing else")
     parser.add_argument("--clean", action="store_true", help="remove the files of earlier runs, and do nothing else")
     given = parser.parse_args(arguments)
-    repeat = given.repeat if given.repeat is not None else 1 if given.quick else 5
-    if repeat < 1:
-        parser.error("--repeat must be at least 1")
+    repeat = given.repeat if given.repeat is not None else 0 if given.quick else 5
+    if repeat < 0:
+        parser.error("--repeat must be at least 0")
     tool = [sys.executable, "-m", "ckptool"]
     if given.exe is not None:
         found = shutil.which(given.exe)
@@ -176,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     except JobError as error:
         sys.exit(str(error))
     tool = "console script" if options.tool[0] != sys.executable else "python -m ckptool"
-    facts.append(f"ckptool as: {tool}; {options.repeat} rounds after a warm-up, fewer for what takes long")
+    facts.append(f"ckptool as: {tool}; {options.repeat or 'no'} rounds after a warm-up, fewer for what takes long")
     folder = options.work / "peers"
     others = [
         {"package": peer.package, "version": peers.version(peer, folder), "does": peer.does} for peer in peers.PEERS

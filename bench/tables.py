@@ -10,7 +10,8 @@ from tabulate import tabulate
 NOTES = """\
 Seconds are medians of wall time, ~ where the slowest run took over 1.5 times as long as the fastest. Peaks are the
 largest ru_maxrss, which counts mapped file pages; 1 MB = 10^6 bytes. A ratio is ckptool's time by the other's: below 1
-ckptool is faster. ckptool and cp leave the output on the disk, torch.save leaves it to be written back later."""
+ckptool is faster. A peak is "small" where it is below what the start of a process shows. ckptool and cp leave the
+output on the disk, torch.save leaves it to be written back later."""
 
 PEAKS = "peaks"
 # Groups by the first words of their names, and the heading that they stand under.
@@ -56,7 +57,7 @@ def summary(document: Figures) -> str:
         if under:
             lines.append((f"**{heading}**", "", "", "", "", ""))
         lines += [
-            (_code(row["job"]), f"{row['file']}; {row['filesystem']}", _both(row), *_short(row), _target(row))
+            (_code(row["job"]), f"{row['file']}; {_filesystem(row)}", _both(row), *_short(row), _target(row))
             for row in under
         ]
     return _github(lines, ("what", "file", "ckptool", "against", "ratio", "target"))
@@ -85,6 +86,18 @@ def sections(document: Figures) -> str:
     return "\n\n".join([*parts, *(["Left out in this run:\n\n" + "\n".join(left)] if left else [])])
 
 
+def peak(document: Figures) -> str:
+    """The largest peak of the commands that compute nothing, as a sentence; empty if it was not measured."""
+    rows = [row for row in document["rows"] if row["group"] == PEAKS and not row["torch"] and row["peak"]]
+    if not rows:
+        return ""
+    most = max(rows, key=lambda row: float(row["peak"]))
+    return (
+        f"Of the {len(rows)} commands that compute no values, run on {_file_of(document)}, "
+        f"`{most['job']}` takes the most memory: {most['peak'] / 1e6:.0f} MB."
+    )
+
+
 def machine(document: Figures) -> str:
     """The facts about the machine and the run, a line each."""
     return "\n".join(document["machine"])
@@ -107,7 +120,9 @@ def _file_of(document: Figures) -> str:
 
 def _peaks(document: Figures) -> str:
     rows = [row for row in document["rows"] if row["group"] == PEAKS]
-    lines = [(_code(row["job"]), *_cost(row), "computes (torch or NumPy)" if row["torch"] else _target(row)) for row in rows]
+    lines = [
+        (_code(row["job"]), *_cost(row), "computes (torch or NumPy)" if row["torch"] else _target(row)) for row in rows
+    ]
     return _github(lines, ("command", "s", "peak MB", "target")) if rows else ""
 
 
@@ -116,7 +131,11 @@ def _heading(row: Figures) -> str:
 
 
 def _place(row: Figures) -> str:
-    return f"{row['filesystem']}, {row['cache']}"
+    return f"{_filesystem(row)}, {row['cache']}"
+
+
+def _filesystem(row: Figures) -> str:
+    return {"xfs": "XFS"}.get(row["filesystem"], str(row["filesystem"]))
 
 
 def _cost(job: Figures) -> tuple[str, str]:
@@ -137,7 +156,11 @@ def _other(row: Figures) -> tuple[str, str, str, str]:
 
 def _both(row: Figures) -> str:
     seconds, peak = _cost(row)
-    return seconds if "fails" in row else f"{seconds.replace(' (', ' s (')}{'' if '(' in seconds else ' s'}, {peak} MB"
+    if "fails" in row:
+        return seconds
+    number, _, rest = seconds.partition(" ")
+    disk = "" if row["disk"] is None else f", {max(row['disk'], 0) / 1e6:,.1f} MB of disk"
+    return f"{number} s{' ' if rest else ''}{rest}, {peak} MB{disk}"
 
 
 def _short(row: Figures) -> tuple[str, str]:
