@@ -37,7 +37,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 docs: $(READY) ## Generate the documentation anew
 	$(BIN)/cog -r -I . $(GENERATED)
 
-bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 9 GB of disk; BENCH='--quick')
+bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)
 
 fixtures: $(READY) ## Make the fixtures anew

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import files, references
@@ -25,7 +26,7 @@ _KEYS, _STRIP, _REMAP, _CAST = (
 def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
     """Every group of one checkpoint."""
     path = work / spec.name
-    make = made(lambda unfinished: files.make(spec, unfinished), path)
+    make = _making(spec, path)
     ready = [_reading(tool, spec, path), _writing(tool, spec, path)]
     if spec != files.LARGE:
         ready += [_checking(tool, spec, path), _casting(tool, spec, path), _editing(tool, spec, path)]
@@ -43,7 +44,13 @@ def linear(tool: list[str], work: Path, output: Path) -> Group:
             pair.append(job._replace(name=f"{name}, {spec.label}", most=references.SLOW))
         jobs += pair
         rows.append(Row(pair[0].name, pair[1].name, Target(ratio=11), reader=True))
-    return Group("linear", "200,000 against 20,000 tensors", tuple(jobs), tuple(rows))
+    setup = tuple(_making(spec, work / spec.name) for spec in (files.LARGE, files.MANY))
+    return Group("linear", "200,000 against 20,000 tensors", tuple(jobs), tuple(rows), setup)
+
+
+def _making(spec: Spec, path: Path) -> Callable[[], None]:
+    """The step that makes a checkpoint."""
+    return made(lambda unfinished: files.make(spec, unfinished), path)
 
 
 def _reading(tool: list[str], spec: Spec, path: Path) -> Group:

@@ -17,6 +17,7 @@ from bench.jobs import Group, Job
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE = Path(__file__).resolve().with_name("probe.py")
 _BLOCK = 1 << 22
+_REASON = 80  # characters of a reason that go into a table
 
 
 class JobError(Exception):
@@ -126,6 +127,7 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
         reason = str(error).strip().splitlines()[0]
         for path in (*job.reads, *(Path(word) for word in job.words if word.startswith("/"))):
             reason = reason.replace(str(path), path.name)  # figures are published
+        reason = reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
         tell(f"{job.name} fails: {reason}")
         return Result(job.name, fails=reason)
     return Result(job.name, (sample,), disk=used, shared=shared)

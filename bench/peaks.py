@@ -14,7 +14,7 @@ NAME = "peaks"
 _LIMIT = Target(peak=64)
 _GLOB = f"{files.PREFIX}layers.1.*"
 _KEY = f"{files.PREFIX}layers.1.mlp.weight"
-_SAME = "{same}"  # stands for the file itself, as the second of two
+_TWIN = "{twin}"  # stands for a copy of the file, as the second of two
 
 
 class Command(NamedTuple):
@@ -34,14 +34,14 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("inspect", out=""), Command("keys", out=""), Command("get", (_KEY,), out="--npy"),
     Command("validate", out=""), Command("hash", out=""), Command("lock --content"),
-    Command("diff", (_SAME,), out=""), Command("match", (_SAME,), out=""), Command("redact", out=""),
+    Command("diff", (_TWIN,), out=""), Command("match", (_TWIN,), out=""), Command("redact", out=""),
     Command("strip-module"), Command("add-module"), Command("remap --to cpu"),
     Command("rename", ("--glob", "module.*=net.*")), Command("wrap", ("state_dict",)),
     Command("extract", ("state_dict",), on=".wrapped"), Command("drop", (_GLOB,)), Command("keep", (_GLOB,)),
     Command("set", ("epoch=3",)), Command("unset", ("epoch",), on=".wrapped"),
-    Command("edit --strip-module --to cpu"), Command("merge", (_SAME,)), Command("slim"),
+    Command("edit --strip-module --to cpu"), Command("merge", (_TWIN,)), Command("slim"),
     Command("slim --dedupe"), Command("redact --all"), Command("sanitize"), Command("salvage", on=".cut", code=1),
-    Command("cast --dtype bfloat16", torch=True), Command("average", (_SAME,), torch=True),
+    Command("cast --dtype bfloat16", torch=True), Command("average", (_TWIN,), torch=True),
     Command("stats", out="", torch=True), Command("validate --finite", out="", torch=True),
 )  # fmt: skip
 
@@ -49,7 +49,7 @@ COMMANDS = (
 def group(tool: list[str], spec: Spec, work: Path) -> Group:
     """Every command on one checkpoint."""
     path = work / spec.name
-    wrapped, cut = path.with_suffix(".wrapped"), path.with_suffix(".cut")
+    wrapped, cut, twin = (path.with_suffix(suffix) for suffix in (".wrapped", ".cut", ".twin"))
 
     def wrap(unfinished: Path) -> None:
         edits = ("--wrap", "state_dict", "--set", "epoch=2")
@@ -60,16 +60,16 @@ def group(tool: list[str], spec: Spec, work: Path) -> Group:
     rows = tuple(Row(each.name, target=None if each.torch else target, torch=each.torch) for each in COMMANDS)
     setup = (
         made(lambda unfinished: files.make(spec, unfinished), path), made(wrap, wrapped),
-        made(files.half_of(path), cut),
+        made(files.half_of(path), cut), made(files.copy_of(path), twin),
     )  # fmt: skip
-    return Group(NAME, spec.label, jobs, rows, setup, (wrapped, cut))
+    return Group(NAME, spec.label, jobs, rows, setup, (wrapped, cut, twin))
 
 
 def _job(tool: list[str], given: Command, path: Path) -> Job:
     source = path.with_suffix(given.on) if given.on else path
     output = path.with_name("output.pt") if given.out else None
     name, *options = given.name.split()
-    rest = (word if word != _SAME else str(path) for word in given.words)
+    rest = (word if word != _TWIN else str(path.with_suffix(".twin")) for word in given.words)
     words = (*tool, name, str(source), *options, *rest, *((given.out, str(output)) if output else ()))
     check = Check("loads", source, output) if output and name not in ("lock", "get") else None
     return Job(given.name, words, (source,), output, check, most=0, code=given.code)

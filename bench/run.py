@@ -110,8 +110,8 @@ def check_room(options: Options, wanted: Sequence[Group]) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     used = [spec for spec in files.EVERY_SPEC if any(spec.label == group.file for group in wanted)]
     missing = [spec for spec in used if not (options.work / spec.name).exists()]
-    # An output and two more copies at a time; the image of a filesystem holds three.
-    need = sum(spec.size for spec in missing) + 3 * max((spec.size for spec in used), default=0)
+    # An output and three more copies at a time.
+    need = sum(spec.size for spec in missing) + 4 * max((spec.size for spec in used), default=0)
     free = shutil.disk_usage(options.work).free
     tell(f"{options.work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
     if free < need:
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     except JobError as error:
         sys.exit(str(error))
     tool = "console script" if options.tool[0] != sys.executable else "python -m ckptool"
-    facts.append(f"ckptool as: {tool}; {options.repeat or 'no'} rounds after a warm-up, fewer for what takes long")
+    facts.append(f"ckptool as: {tool}; rounds after the warm-up: {options.repeat}, fewer of what takes long")
     folder = options.work / "peers"
     others = [
         {"package": peer.package, "version": peers.version(peer, folder), "does": peer.does} for peer in peers.PEERS

@@ -190,7 +190,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
 def _code(name: str) -> str:
