@@ -31,6 +31,10 @@ def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
     if spec != files.LARGE:
         ready += [_checking(tool, spec, path), _casting(tool, spec, path), _editing(tool, spec, path)]
         ready += [_comparing(tool, spec, path), _matching(tool, spec, path)]
+    else:
+        ready = [
+            group._replace(jobs=tuple(job._replace(most=references.SLOW) for job in group.jobs)) for group in ready
+        ]
     return tuple(group._replace(setup=(make, *group.setup)) for group in ready)
 
 
