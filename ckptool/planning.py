@@ -13,7 +13,7 @@ from .outputs.proof import codec_is_exact, verified_pickle
 from .source import Appending, Plan
 from .tensors import TensorReader
 
-__all__ = ["InPlace", "in_place_of", "plan_of"]
+__all__ = ["InPlace", "in_place_of", "plan_of", "refuse_damage"]
 
 
 def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
@@ -23,7 +23,7 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     """
     if not checkpoint.edited and not checkpoint.changes:
         return checkpoint.container.plan(None), True
-    _refuse_damage(checkpoint)
+    refuse_damage(checkpoint)
     if checkpoint.anew:
         return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
     if not checkpoint.edited:
@@ -51,7 +51,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     """
     if not checkpoint.edited:
         return InPlace(None)
-    _refuse_damage(checkpoint)
+    refuse_damage(checkpoint)
     if checkpoint.added or checkpoint.also:
         what = "the edit makes new bytes of tensors, which only a new file holds"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
@@ -62,7 +62,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
 
 
-def _refuse_damage(checkpoint: Checkpoint) -> None:
+def refuse_damage(checkpoint: Checkpoint) -> None:
     # An edit that changed nothing has looked at what may not be what torch reads, too.
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:

@@ -1,0 +1,42 @@
+"""What a format cannot hold of a checkpoint, as data: found before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+from ..errors import RefusedError
+from ..human import listed
+
+__all__ = ["KINDS", "Loss", "refuse"]
+
+#: Every kind of loss, and what it means.
+KINDS: Final = {
+    "entries": "what is no tensor of the state dict",
+    "strides": "the order of the elements of tensors that are not contiguous",
+    "sharing": "that tensors share memory",
+    "dtypes": "tensors of dtypes that the format lacks",
+    "requires-grad": "that tensors require gradients, or are Parameters",
+    "devices": "the devices that tensors were on",
+}
+
+
+class Loss(NamedTuple):
+    """Something that would not be in the output: its kind, and where (paths or names)."""
+
+    kind: str
+    where: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """The loss in words."""
+        return f"{KINDS[self.kind]}: {listed([place or '(the whole file)' for place in self.where], most=3)}"
+
+
+def refuse(losses: Sequence[Loss], allowed: Collection[str], path: str, target: str) -> None:
+    """Raise RefusedError unless every loss is of an allowed kind; the error names all that are not."""
+    left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
+    if left:
+        what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
+        step = " ".join(f"--allow-loss {loss.kind}" for loss in left)
+        raise RefusedError(what, path=path, next=f"if that may be lost: {step}")

@@ -1,0 +1,166 @@
+"""A safetensors file of one state dict: byte for byte what ``safetensors.torch.save_file`` writes.
+
+The library sorts tensors by the size of their elements, largest first, then by name, and pads the header with blanks
+to a multiple of 8 bytes (``safetensors/src/tensor.rs``, ``prepare``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Final, Literal, NamedTuple
+
+from ..checkpoint import Checkpoint
+from ..dtypes import BY_NAME
+from ..elements import elements, holds_rows, tensor_size
+from ..errors import RefusedError, TargetError
+from ..human import counted, salvage_step
+from ..source import Computed, Piece, Plan, Span, merged
+from ..survey import StateDict, TensorEntry
+from ..tensors import Tensor
+from .losses import Loss
+
+__all__ = ["Tied", "losses", "plan"]
+
+Tied = Literal["", "keep-first", "clone"]
+
+#: Values in an element of torch where the format counts values.
+_PAIRS: Final = "float4_e2m1fn_x2"
+_ALIGNMENT: Final = 8
+
+
+class _Named(NamedTuple):
+    """A tensor under its name."""
+
+    name: str
+    tensor: Tensor
+
+
+class _Chosen(NamedTuple):
+    """What goes into the file: tensors, and other names of those that are in it under one."""
+
+    tensors: list[_Named]
+    names: dict[str, str]
+
+
+def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
+    """What the file would lack, kind by kind. ``tied`` says what becomes of tensors that share memory."""
+    inside = [entry for entry in checkpoint.survey.tensors if _is_in(checkpoint, entry, state_dict)]
+    dense = [entry for entry in inside if _is_plain(entry.tensor)]
+    found = [
+        Loss("entries", tuple(_outside(checkpoint, state_dict))),
+        Loss("dtypes", tuple(entry.key for entry in inside if not _is_plain(entry.tensor))),
+        Loss("strides", tuple(entry.key for entry in dense if not holds_rows(entry.tensor))),
+        Loss("sharing", () if tied else tuple(_sharing(dense))),
+        Loss("requires-grad", tuple(entry.key for entry in inside if entry.tensor.requires_grad or entry.tensor.cls)),
+        Loss(
+            "devices", tuple(dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"))
+        ),
+    ]
+    return [loss for loss in found if loss.where]
+
+
+def plan(
+    checkpoint: Checkpoint, state_dict: StateDict, *, tied: Tied = "", metadata: Mapping[str, str] | None = None
+) -> Plan:
+    """The file, without what ``losses`` tells. ``metadata`` are the texts of its header.
+
+    Names of tensors that are left out for another one that they are tied to go there, too, as ``save_model`` has it:
+    name -> kept name. Raises RefusedError where bytes of a tensor are missing.
+    """
+    chosen = _chosen(checkpoint, state_dict, tied)
+    texts = {**chosen.names, **(metadata or {})}
+    header: dict[str, object] = {"__metadata__": texts} if texts else {}
+    pieces: list[Piece] = []
+    at = 0
+    for name, tensor in sorted(chosen.tensors, key=lambda named: (-_width(named.tensor), named.name.encode())):
+        size = tensor_size(tensor)
+        if name == "__metadata__":
+            raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
+        header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
+        pieces.append(_body(checkpoint, name, tensor, size))
+        at += size
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
+
+
+def _is_in(checkpoint: Checkpoint, entry: TensorEntry, state_dict: StateDict) -> bool:
+    return entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == state_dict.path
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dtype = BY_NAME.get(tensor.dtype)
+    return tensor.kind == "dense" and bool(tensor.storage) and dtype is not None and bool(dtype.safetensors)
+
+
+def _outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
+    """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
+    found = checkpoint.survey
+    inside = {entry.key for entry in found.tensors if _is_in(checkpoint, entry, state_dict)}
+    others = [
+        str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items if checkpoint.graph.nodes[key] not in inside
+    ]
+    if state_dict.path == "":
+        return others
+    holder = state_dict.path
+    return [entry.path for entry in found.entries if entry.path != holder] + others
+
+
+def _sharing(entries: list[TensorEntry]) -> list[str]:
+    users: dict[str, list[str]] = {}
+    for entry in entries:
+        if tensor_size(entry.tensor):
+            users.setdefault(entry.tensor.storage, []).append(entry.key)
+    return [name for names in users.values() if len(names) > 1 for name in names]
+
+
+def _chosen(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> _Chosen:
+    chosen = _Chosen([], {})
+    kept: dict[object, str] = {}
+    for entry in checkpoint.survey.tensors:
+        tensor = entry.tensor
+        if not _is_in(checkpoint, entry, state_dict) or not _is_plain(tensor):
+            continue
+        same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
+        if tied == "keep-first" and tensor_size(tensor) and same in kept:
+            chosen.names[entry.key] = kept[same]
+            continue
+        kept[same] = entry.key
+        chosen.tensors.append(_Named(entry.key, tensor))
+    return chosen
+
+
+def _body(checkpoint: Checkpoint, name: str, tensor: Tensor, size: int) -> Piece:
+    """The bytes of a tensor: a stretch of the input where they stand there as they must."""
+    if not size:
+        return b""
+    body = checkpoint.body(tensor.storage)
+    dtype = BY_NAME[tensor.dtype]
+    begin = tensor.offset * dtype.itemsize
+    if body is None or tensor.location == "meta" or (holds_rows(tensor) and begin + size > body.size):
+        what = f"the bytes of {name!r} are not in the file"
+        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+    swapped = checkpoint.container.byteorder == "big" and dtype.itemsize > 1
+    if isinstance(body.piece, Span) and not body.compressed and holds_rows(tensor) and not swapped:
+        return Span(body.piece.source, body.piece.offset + begin, size)
+    return Computed(size, partial(elements, checkpoint, tensor))
+
+
+def _width(tensor: Tensor) -> int:
+    """Bits of an element, by which the library sorts."""
+    return 4 if tensor.dtype == _PAIRS else BY_NAME[tensor.dtype].itemsize * 8
+
+
+def _dtype(tensor: Tensor) -> str:
+    return BY_NAME[tensor.dtype].safetensors
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    shape = list(tensor.shape)
+    if tensor.dtype == _PAIRS:
+        if not shape:
+            raise TargetError(f"{counted(1, 'scalar')} of {tensor.dtype} has no last dimension to count values in")
+        shape[-1] *= 2
+    return shape
