@@ -1,7 +1,7 @@
 """A safetensors file of one state dict: byte for byte what ``safetensors.torch.save_file`` writes.
 
-The library sorts tensors by the size of their elements, largest first, then by name, and pads the header with blanks
-to a multiple of 8 bytes (``safetensors/src/tensor.rs``, ``prepare``).
+The library sorts tensors by dtype, the widest first, then by name, and pads the header with blanks to a multiple of 8
+bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by experiment with safetensors 0.8).
 """
 
 from __future__ import annotations
@@ -28,6 +28,26 @@ Tied = Literal["", "keep-first", "clone"]
 #: Values in an element of torch where the format counts values.
 _PAIRS: Final = "float4_e2m1fn_x2"
 _ALIGNMENT: Final = 8
+#: The order of dtypes in a file, last to first.
+_ORDER: Final = (
+    *(
+        "BOOL",
+        "F4",
+        "U8",
+        "I8",
+        "F8_E5M2",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F8_E4M3FNUZ",
+        "F8_E5M2FNUZ",
+        "I16",
+        "U16",
+        "F16",
+        "BF16",
+    ),
+    *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+)
+_RANK: Final = {name: number for number, name in enumerate(_ORDER)}
 
 
 class _Named(NamedTuple):
@@ -74,7 +94,7 @@ def plan(
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0
-    for name, tensor in sorted(chosen.tensors, key=lambda named: (-_width(named.tensor), named.name.encode())):
+    for name, tensor in sorted(chosen.tensors, key=_place):
         size = tensor_size(tensor)
         if name == "__metadata__":
             raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
@@ -148,9 +168,8 @@ def _body(checkpoint: Checkpoint, name: str, tensor: Tensor, size: int) -> Piece
     return Computed(size, partial(elements, checkpoint, tensor))
 
 
-def _width(tensor: Tensor) -> int:
-    """Bits of an element, by which the library sorts."""
-    return 4 if tensor.dtype == _PAIRS else BY_NAME[tensor.dtype].itemsize * 8
+def _place(named: _Named) -> tuple[int, bytes]:
+    return -_RANK[_dtype(named.tensor)], named.name.encode("utf-8", "surrogatepass")
 
 
 def _dtype(tensor: Tensor) -> str:
