@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
 
 from .human import counted
 from .objects import class_name, mapping
@@ -25,6 +26,7 @@ __all__ = [
     "Problem",
     "StoredBytes",
     "StoredRecord",
+    "Target",
     "file_mode",
     "layout_of",
 ]
@@ -132,6 +134,11 @@ class Container(Protocol):
         ...
 
     @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts that the format keeps beside the tensors: ``__metadata__`` of safetensors."""
+        ...
+
+    @property
     def others(self) -> Sequence[Graph]:
         """The other pickles that torch loads with it: four in a legacy file."""
         ...
@@ -213,6 +220,16 @@ class Change(NamedTuple):
 Later = Callable[[], Sequence[Change]]
 
 
+class Target(NamedTuple):
+    """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
+    share memory ("", "keep-first", "clone"), and texts beside the tensors."""
+
+    format: str
+    key: str = ""
+    tied: Literal["", "keep-first", "clone"] = ""
+    metadata: Mapping[str, str] = MappingProxyType({})
+
+
 class Checkpoint:
     """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
 
@@ -234,6 +251,7 @@ class Checkpoint:
         also: tuple[Source, ...] = (),
         later: tuple[Later, ...] = (),
         root: str = "",
+        target: Target | None = None,
     ) -> None:
         self.path = path
         self.source = source
@@ -247,6 +265,8 @@ class Checkpoint:
         self.later = later
         #: The folder of the records when the file is laid out anew.
         self.root = root or container.root
+        #: The format to write it in; None for that of its file.
+        self.target = target
         self._survey: Survey | None = None
         #: The storage whose bytes were inflated or computed last: (where they come from, the bytes).
         self.kept: tuple[object, bytes] | None = None
@@ -262,7 +282,7 @@ class Checkpoint:
     @property
     def edited(self) -> bool:
         """Does it differ from its file?"""
-        return self.anew or self.graph is not self.container.graph
+        return self.anew or self.target is not None or self.graph is not self.container.graph
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -291,6 +311,7 @@ class Checkpoint:
         also: Sequence[Source] = (),
         later: Sequence[Later] = (),
         root: str = "",
+        target: Target | None = None,
     ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
@@ -301,7 +322,10 @@ class Checkpoint:
         anew = self.anew or anew or bool(storages)
         told = (*self.later, *later)
         root = root or self.root
-        return Checkpoint(self.path, self.source, self.container, graph, done, storages, anew, sources, told, root)
+        target = target or self.target
+        return Checkpoint(
+            self.path, self.source, self.container, graph, done, storages, anew, sources, told, root, target
+        )
 
     def body(self, key: str) -> Body | None:
         """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""

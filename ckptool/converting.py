@@ -1,23 +1,21 @@
-"""From one format to another: which target is meant, what it cannot hold, and the plan of its files."""
+"""From one format to another: which target is meant, and what it cannot hold."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Final, NamedTuple
+from shlex import quote
+from typing import Final
 
-from .checkpoint import Checkpoint
+from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import listed
-from .outputs import safetensors, torch_zip
-from .outputs.losses import Loss, refuse
+from .outputs import safetensors
+from .outputs.losses import KINDS, refuse
 from .outputs.safetensors import Tied
-from .planning import refuse_damage
-from .source import Plan
-from .survey import StateDict
 
-__all__ = ["TARGETS", "Converted", "convert", "target_of"]
+__all__ = ["TARGETS", "convert", "target_of"]
 
 #: The formats that are written, and the suffixes that mean them.
 TARGETS: Final = {
@@ -26,21 +24,8 @@ TARGETS: Final = {
 }
 
 
-class Converted(NamedTuple):
-    """The output as data: its plan, the format, and what it does not hold."""
-
-    plan: Plan
-    target: str
-    losses: tuple[Loss, ...]
-
-
-def target_of(path: str, target: str = "") -> str:
-    """The format that an output is written in: ``target`` if it is given, else what the suffix of the path says.
-
-    Raises TargetError where neither tells.
-    """
-    if target:
-        return target
+def target_of(path: str) -> str:
+    """The format that the suffix of an output says; raises TargetError where it says none."""
     suffix = os.path.splitext(path)[1].lower()
     found = next((name for name, suffixes in TARGETS.items() if suffix in suffixes), "")
     if not found:
@@ -57,33 +42,44 @@ def convert(
     tied: Tied = "",
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
-) -> Converted:
-    """The checkpoint in another format.
+) -> Checkpoint:
+    """The checkpoint in another format, "torch" or "safetensors", when it is saved.
 
-    ``key`` names the state dict for formats that hold one only. Raises RefusedError where the format cannot hold
-    something whose kind is not in ``allow``, and for damaged files.
+    ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
+    memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
+    texts for the header of safetensors. Raises RefusedError where the format cannot hold something whose kind
+    (``losses.KINDS``, or "all") is not in ``allow``; TargetError for a format that is not known.
     """
-    refuse_damage(checkpoint)
+    if target not in TARGETS:
+        raise TargetError(f"{target!r} is no format that is written", next=f"one of {listed(list(TARGETS))}")
+    unknown = [kind for kind in allow if kind not in (*KINDS, "all")]
+    if unknown:
+        raise TargetError(f"{unknown[0]!r} is no kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
+    source = checkpoint.format
     if target == "torch":
         if metadata:
-            raise TargetError(
-                "a file of torch.save has no metadata beside its objects", next="ckptool set PATH KEY=VALUE"
-            )
-        return Converted(torch_zip.plan(checkpoint), target, ())
-    state_dict = _one(checkpoint, key)
-    found = safetensors.losses(checkpoint, state_dict, tied)
+            what = "a file of torch.save has no texts beside its objects"
+            raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
+        change = Change("convert", "", 1, 0, f"{source} -> torch-zip")
+        return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
+    path = _one(checkpoint, key)
+    chosen = next(item for item in checkpoint.state_dicts if item.path == path)
+    found = safetensors.losses(checkpoint, chosen, tied)
     refuse(found, allow, checkpoint.path, "safetensors")
-    plan = safetensors.plan(checkpoint, state_dict, tied=tied, metadata={"format": "pt", **(metadata or {})})
-    return Converted(plan, target, tuple(found))
+    notes = tuple(f"without {loss.words}" for loss in found)
+    change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
+    texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
+    return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
 
 
-def _one(checkpoint: Checkpoint, key: str | None) -> StateDict:
+def _one(checkpoint: Checkpoint, key: str | None) -> str:
+    """The path of the one state dict."""
     chosen = selected(checkpoint, key)
     if len(chosen) == 1:
-        return chosen[0]
+        return chosen[0].path
     if not chosen:
-        step = f"ckptool inspect {checkpoint.path} says what is in it"
+        step = f"ckptool inspect {quote(checkpoint.path)} says what is in it"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
-    what = f"there are {len(chosen)} state dicts, and the format holds one"
+    what = f"there are {len(chosen)} state dicts, and safetensors holds one"
     raise TargetError(what, path=checkpoint.path, next=f"choose: --key {listed(places)}")

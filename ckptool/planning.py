@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import NamedTuple
 
-from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
+from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .human import salvage_step
-from .outputs import torch_zip
+from .outputs import safetensors, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
 from .source import Appending, Plan
 from .tensors import TensorReader
@@ -24,12 +25,31 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     if not checkpoint.edited and not checkpoint.changes:
         return checkpoint.container.plan(None), True
     refuse_damage(checkpoint)
+    target = checkpoint.target or Target("safetensors" if checkpoint.format == "safetensors" else "")
+    if checkpoint.edited and target.format == "safetensors":
+        return _safetensors(checkpoint, target), True
     if checkpoint.anew:
         return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
     if not checkpoint.edited:
         return checkpoint.container.plan(None), True
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
+
+
+def _safetensors(checkpoint: Checkpoint, target: Target) -> Plan:
+    """A safetensors file; where that was not asked for, RefusedError for what it cannot hold."""
+    whole = next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+    if checkpoint.target is not None and whole is not None:
+        return safetensors.plan(checkpoint, whole, tied=target.tied, metadata=target.metadata)
+    step = f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
+    if whole is None:
+        what = "a safetensors file holds tensors by their names and nothing else"
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    losses = safetensors.losses(checkpoint, whole)
+    if losses:
+        what = f"a safetensors file cannot hold {losses[0].words}"
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    return safetensors.plan(checkpoint, whole, metadata=checkpoint.container.metadata)
 
 
 class InPlace(NamedTuple):

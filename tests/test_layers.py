@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"comparing", "loading", "matching", "values"}),
-    frozenset({"measuring", "salvaging", "sanitizing", "validating"}),
+    frozenset({"converting", "measuring", "salvaging", "sanitizing", "validating"}),
     frozenset({"steps"}),
     frozenset({"api"}),
     frozenset({"ckptool"}),

@@ -14,6 +14,7 @@ from ..tensors import Tensor
 
 if TYPE_CHECKING:
     from ..checks.policy import Policy
+    from ..converting import convert
     from ..edits.devices import DeviceMap, remap, remap_devices
     from ..edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
     from ..edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
@@ -46,6 +47,7 @@ __all__ = [
     "add_prefix",
     "average",
     "cast",
+    "convert",
     "diff",
     "drop",
     "edit",
@@ -88,6 +90,7 @@ open = open_checkpoint
 #: Names whose modules are imported when they are first asked for: a command needs one or two of them.
 _LATE: Final = {
     **dict.fromkeys(("Policy",), "checks.policy"),
+    **dict.fromkeys(("convert",), "converting"),
     **dict.fromkeys(("DeviceMap", "remap", "remap_devices"), "edits.devices"),
     **dict.fromkeys(("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"), "edits.entries"),
     **dict.fromkeys(("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"), "edits.keys"),

@@ -7,7 +7,8 @@ say the same (``zips.walk``). A legacy file is whole up to where it is cut, and 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
@@ -40,6 +41,7 @@ class Rescued:
     """
 
     others: Sequence[Graph] = ()
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str, format: str = "torch-zip"

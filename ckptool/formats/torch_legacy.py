@@ -5,7 +5,8 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
@@ -32,6 +33,7 @@ class TorchLegacy:
 
     format = "torch-legacy"
     root = ""
+    metadata: Mapping[str, str] = MappingProxyType({})
     byteorder = "little"  # on every host: the writer swaps, and the reader does not look at 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:

@@ -6,7 +6,8 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
@@ -42,6 +43,7 @@ class TorchZip:
 
     format = "torch-zip"
     others: Sequence[Graph] = ()
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.archive = archive

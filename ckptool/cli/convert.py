@@ -1,0 +1,70 @@
+"""``convert``: the same checkpoint in another format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import api
+from ..checkpoint import Checkpoint
+from ..converting import TARGETS, target_of
+from ..outputs.losses import KINDS
+from .editing import Job, edit_all
+from .options import key_option, paths, writing
+
+__all__ = ["convert"]
+
+EPILOG = """\b
+Examples:
+  ckptool convert model.pth -o model.safetensors
+  ckptool convert model.safetensors -o model.pth
+  ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
+  ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
+
+\b
+What may be lost, and is refused unless --allow-loss names it:
+""" + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
+
+
+@click.command(epilog=EPILOG)
+@paths
+@click.option("--to-format", "target", type=click.Choice(tuple(TARGETS)), help="The format.  [default: by the suffix]")
+@click.option(
+    "--allow-loss", "allow", multiple=True, type=click.Choice((*KINDS, "all")), help="Go on without; repeatable."
+)
+@click.option(
+    "--tied",
+    type=click.Choice(("keep-first", "clone")),
+    help="Tensors that share memory: keep the first name, or copy each.",
+)
+@click.option("--metadata", "texts", multiple=True, metavar="KEY=VALUE", help="A text for the header; repeatable.")
+@key_option
+@writing
+def convert(
+    paths: tuple[str, ...],
+    target: str | None,
+    allow: tuple[str, ...],
+    tied: Any,
+    texts: tuple[str, ...],
+    key: str | None,
+    **how: Any,
+) -> int:
+    """Write the same checkpoint in another format: torch or safetensors.
+
+    What the target cannot hold is said before anything is written, and refused unless it may be lost. The bytes of
+    tensors stream from file to file.
+    """
+    wrong = next((text for text in texts if "=" not in text), None)
+    if wrong is not None:
+        raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
+    metadata = dict((name, value) for name, _, value in (text.partition("=") for text in texts))
+    target = target or (target_of(how["output"]) if how["output"] is not None else None)
+    if target is None:
+        raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
+    chosen = target
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return api.convert(checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata)
+
+    return edit_all(Job("convert", edit), paths, **how)
