@@ -58,7 +58,7 @@ def convert(
     wrong = next((text for text in texts if "=" not in text), None)
     if wrong is not None:
         raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
-    metadata = dict((name, value) for name, _, value in (text.partition("=") for text in texts))
+    metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
     target = target or (target_of(how["output"]) if how["output"] is not None else None)
     if target is None:
         raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
