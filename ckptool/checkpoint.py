@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 from .human import counted
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
-from .source import Appending, FileSource, Piece, Plan, Source, Span
+from .source import Appending, FileSource, FolderSource, Piece, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
@@ -287,7 +287,8 @@ class Checkpoint:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files that the output is made of."""
-        return (self.source, *self.also)
+        files = self.source.files if isinstance(self.source, FolderSource) else ()
+        return (self.source, *files, *self.also)
 
     @property
     def survey(self) -> Survey:
@@ -362,5 +363,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def file_mode(source: Source) -> int:
-    """The permission bits of the input, 0o644 for what is not a file."""
+    """The permission bits of the input, of its first file for a folder; 0o644 for what is not a file."""
+    if isinstance(source, FolderSource) and source.files:
+        source = source.files[0]
     return source.mode if isinstance(source, FileSource) else 0o644

@@ -6,7 +6,7 @@ import os
 
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
-from .formats import read_container
+from .formats import read_container, read_folder
 from .human import salvage_step
 from .searching import explain_directory
 from .source import FileSource, open_source
@@ -22,7 +22,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        raise explain_directory(name)
+        found = read_folder(name)
+        if found is None:
+            raise explain_directory(name)
+        return Checkpoint(name, *found)
     return checkpoint_of(open_source(name))
 
 

@@ -11,14 +11,14 @@ from .errors import MalformedError, RefusedError
 from .human import salvage_step
 from .outputs import safetensors, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
-from .source import Appending, Plan
+from .source import Appending, Files, Plan
 from .tensors import TensorReader
 
 __all__ = ["InPlace", "in_place_of", "plan_of", "refuse_damage"]
 
 
-def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
-    """The output file of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
+def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
+    """The output file or folder of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
 
     Raises MalformedError for a damaged file, RefusedError where something would be lost.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from .errors import ChangedError, UnreadableError
@@ -16,6 +18,9 @@ __all__ = [
     "BytesSource",
     "Computed",
     "FileSource",
+    "Files",
+    "FolderSource",
+    "JoinedSource",
     "Piece",
     "Plan",
     "SliceSource",
@@ -126,6 +131,49 @@ class FileSource:
 
     def __del__(self) -> None:
         self.close()
+
+
+class FolderSource:
+    """A folder of files that are one checkpoint: its size is the sum of theirs. It has no bytes of its own."""
+
+    def __init__(self, name: str, files: Sequence[FileSource]) -> None:
+        self.name = name
+        self.files = tuple(files)
+        self.size = sum(file.size for file in files)
+
+    def read(self, offset: int, size: int) -> bytes:
+        raise UnreadableError("it is a folder, not a file", path=self.name)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+class JoinedSource:
+    """Stretches of other sources, one behind the other, as if they were a file: the pieces of a tensor.
+
+    A stretch without a source is zeros.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Source | None, int, int]], name: str) -> None:
+        self.name = name
+        self.pieces = tuple(pieces)
+        self._starts = list(accumulate((size for _, _, size in pieces), initial=0))
+        self.size = self._starts[-1]
+
+    def read(self, offset: int, size: int) -> bytes:
+        parts = []
+        number = bisect_right(self._starts, offset) - 1
+        while size > 0 and number < len(self.pieces):
+            source, begin, length = self.pieces[number]
+            skip = offset - self._starts[number]
+            take = min(length - skip, size)
+            parts.append(bytes(take) if source is None else source.read(begin + skip, take))
+            offset, size, number = offset + take, size - take, number + 1
+        return b"".join(parts)
+
+    def close(self) -> None:
+        pass
 
 
 class BytesSource:
@@ -259,6 +307,16 @@ class Plan(NamedTuple):
     @property
     def size(self) -> int:
         return sum(map(size_of, self.pieces))
+
+
+class Files(NamedTuple):
+    """An output folder as data: the plan of each file by its name, in the order in which they are written."""
+
+    files: tuple[tuple[str, Plan], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(plan.size for _, plan in self.files)
 
 
 class Appending(NamedTuple):

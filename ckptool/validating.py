@@ -85,8 +85,9 @@ def _checked(
         checks.append(_finite(checkpoint, progress))
     if policy.load:
         checks.append(_loads(checkpoint.path, policy.map_location))
-    if isinstance(checkpoint.source, FileSource):
-        checkpoint.source.check_unchanged()
+    for source in checkpoint.sources:
+        if isinstance(source, FileSource):
+            source.check_unchanged()
     report = _summed(checks, found, policy, torch, "")
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):

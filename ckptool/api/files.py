@@ -32,13 +32,17 @@ def save(
     Raises RefusedError when the output exists or is the input, OutputError when it cannot be written.
     """
     from ..planning import plan_of
-    from ..write import check_output, write_plan
+    from ..source import Files
+    from ..write import check_output, write_files, write_plan
 
     name = os.fspath(path)
-    # What cannot be written is said before the work, not after.
-    check_output(name, checkpoint.sources, force=force)
-    plan, _ = plan_of(checkpoint)
     mode = file_mode(checkpoint.source)
+    if not os.path.isdir(name):
+        # What cannot be written is said before the work, not after.
+        check_output(name, checkpoint.sources, force=force)
+    plan, _ = plan_of(checkpoint)
+    if isinstance(plan, Files):
+        return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
     return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
 
 

@@ -15,8 +15,8 @@ from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, undo_step
 from ..planning import plan_of
-from ..source import FileSource, Plan
-from ..write import append, check_output, rehearse, write_plan
+from ..source import Files, FileSource, Plan
+from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
 from .streams import progress_bar, watched
@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
-    other files that it reads, which must not be the output either.
+    other files that it reads, which must not be the output either; ``folder`` says that the output is one.
     """
 
     command: str
@@ -45,6 +45,7 @@ class Job(NamedTuple):
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
+    folder: bool = False
 
 
 def edit_all(
@@ -126,7 +127,8 @@ class _How(NamedTuple):
 def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check_output(target, checkpoint.sources, force=how.force)
+            check = check_folder if job.folder else check_output
+            check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
@@ -179,10 +181,12 @@ def _refuse_inputs(job: Job, target: str) -> None:
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
 
 
-def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> str:
+def _write(edited: Checkpoint, plan: Plan | Files, target: str, *, force: bool, bar: bool) -> str:
     """Write the output and return its name, which its content may have decided."""
     sources, mode = edited.sources, file_mode(edited.source)
     with progress_bar(plan.size, os.path.basename(target), bar) as moving:
+        if isinstance(plan, Files):
+            return write_files(plan, target, sources, force=force, mode=mode, progress=moving).path
         return write_plan(plan, target, sources, force=force, mode=mode, progress=moving).path
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
 from ..checkpoint import Container
-from ..source import Source
+from ..source import FolderSource, Source
 from . import identify, safetensors, torch_legacy, torch_zip
 
-__all__ = ["FORMATS", "Format", "read_container"]
+__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "read_container", "read_folder"]
 
 
 class Format(NamedTuple):
@@ -27,8 +28,34 @@ FORMATS: Final[tuple[Format, ...]] = (
     Format("safetensors", safetensors.WORDS, safetensors.sniff, safetensors.read),
 )
 
+
+class FolderFormat(NamedTuple):
+    """A format of several files in one folder. ``sniff(names)`` looks at the names of the files alone, ``read(path)``
+    opens them; what it opened is closed when it raises."""
+
+    name: str
+    words: str
+    sniff: Callable[[Collection[str]], bool]
+    read: Callable[[str], tuple[FolderSource, Container]]
+
+
+FOLDERS: Final[tuple[FolderFormat, ...]] = ()
+
 #: Enough to tell every format in formats.md: tar has its mark at 257.
 _HEAD = 1024
+
+
+def read_folder(path: str) -> tuple[FolderSource, Container] | None:
+    """Read a folder in the format that the names of its files tell; None where it is no checkpoint as a whole.
+
+    Raises as ``read_container`` does.
+    """
+    try:
+        names = frozenset(os.listdir(path))
+    except OSError:
+        return None
+    found = next((known for known in FOLDERS if known.sniff(names)), None)
+    return None if found is None else found.read(path)
 
 
 def read_container(source: Source) -> Container:

@@ -7,7 +7,18 @@ new one at every instant; ``copying`` moves the bytes of both.
 from __future__ import annotations
 
 from .copying import rehearse
+from .folder import check_folder, write_files
 from .in_place import append, shorten
 from .output import HASH, Written, check_output, write_plan
 
-__all__ = ["HASH", "Written", "append", "check_output", "rehearse", "shorten", "write_plan"]
+__all__ = [
+    "HASH",
+    "Written",
+    "append",
+    "check_folder",
+    "check_output",
+    "rehearse",
+    "shorten",
+    "write_files",
+    "write_plan",
+]

@@ -16,7 +16,7 @@ from queue import Empty, Queue
 from typing import Final, TypeAlias
 
 from ..errors import ChangedError
-from ..source import BLOCK, Computed, FileSource, Piece, Plan, Span
+from ..source import BLOCK, Computed, Files, FileSource, Piece, Plan, Span
 
 __all__ = ["Progress", "produce", "rehearse", "write_all"]
 
@@ -64,10 +64,11 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
             os.ftruncate(fd, at)  # it ends with a hole
 
 
-def rehearse(plan: Plan, progress: Progress | None = None) -> None:
+def rehearse(plan: Plan | Files, progress: Progress | None = None) -> None:
     """Compute what would be computed while the plan is written, and write nothing; raises what that raises."""
-    with _Ahead(plan.pieces) as ahead:
-        for piece in plan.pieces:
+    pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
+    with _Ahead(pieces) as ahead:
+        for piece in pieces:
             for data in ahead.chunks(piece) if isinstance(piece, Computed) else ():
                 if progress:
                     progress(len(data))

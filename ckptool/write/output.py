@@ -24,7 +24,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HASH", "Written", "check_output", "write_plan"]
+__all__ = ["HASH", "Written", "check_output", "leftover_stem", "sync_folder", "write_plan"]
 
 #: Bytes read at once.
 _BUFFER: Final = 4 << 20
@@ -99,7 +99,7 @@ def write_plan(
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
     _remove_leftovers(folder, name)
-    temporary = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
+    temporary = os.path.join(folder, leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
     try:
         # From the first moment on: a signal may come as soon as the file is there.
         _fill(plan, _opened(temporary), mode, sources, progress)
@@ -113,7 +113,7 @@ def write_plan(
             os.replace(temporary, target)
         else:
             _take_name(temporary, target)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         left = _discard(temporary)
         what = f"writing failed: {error.strerror or error}"
@@ -126,7 +126,7 @@ def write_plan(
     return Written(path, plan.size)
 
 
-def _stem(name: str) -> str:
+def leftover_stem(name: str) -> str:
     """What temporary files of this output begin with; names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
@@ -181,7 +181,8 @@ def _take_name(temporary: str, target: str) -> None:
     os.unlink(temporary)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
+    """Bring the names in a folder to the disk, where the system has that."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
@@ -213,7 +214,7 @@ def _remove_leftovers(folder: str, name: str) -> None:
     """Remove what a killed run left for the same output. A run that is alive holds a lock on its file."""
     if fcntl is None:
         return
-    head = _stem(name)
+    head = leftover_stem(name)
     try:
         names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(_SUFFIX)]
     except OSError:
