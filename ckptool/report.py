@@ -20,7 +20,7 @@ from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .survey import StateDict, Survey, TensorEntry
 
-__all__ = ["described", "inspection", "key_listing", "listed_entries"]
+__all__ = ["described", "inspection", "key_listing", "listed_entries", "listing"]
 
 
 def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict[str, Any]:
@@ -198,12 +198,13 @@ def key_listing(
     the file, or all below the path ``key``. Where there is no state dict it is all in any case. ``sort`` is
     "file", "name" or "bytes" (largest first).
     """
+    chosen = listed_entries(checkpoint, key, everything, globs, sort)
+    return listing(checkpoint, chosen)
+
+
+def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, Any]:
+    """The report of ``keys`` on these tensors."""
     survey = checkpoint.survey
-    chosen = listed_entries(checkpoint, key, everything, globs)
-    if sort == "name":
-        chosen = sorted(chosen, key=lambda entry: entry.path if everything else entry.key)
-    elif sort == "bytes":
-        chosen = sorted(chosen, key=lambda entry: -entry.tensor.own_bytes)
     return {
         "schema": "ckptool.keys/1",
         "path": checkpoint.path,
@@ -234,11 +235,21 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
 
 
 def listed_entries(
-    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs()
+    checkpoint: Checkpoint,
+    key: str | None = None,
+    everything: bool = False,
+    globs: Globs = Globs(),
+    sort: str = "file",
 ) -> list[TensorEntry]:
-    """The tensors that ``key_listing`` speaks of, in the order of the file."""
+    """The tensors that ``key_listing`` speaks of, in its order."""
     entries = _listed(checkpoint, checkpoint.survey, key, everything)
-    return [entry for entry in entries if globs.match(entry.key, entry.path)] if globs else entries
+    if globs:
+        entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.path if everything else entry.key)
+    if sort == "bytes":
+        return sorted(entries, key=lambda entry: -entry.tensor.own_bytes)
+    return entries
 
 
 def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from ..human import salvage_step
 __all__ = [
     "StdoutError",
     "clean",
+    "cleaned",
     "draws",
     "emit",
     "emit_json",
@@ -49,6 +51,14 @@ def clean(text: str) -> str:
     if ("#" in text or ":" in text) and "GITHUB_ACTIONS" in os.environ:
         text = _COMMAND.sub(lambda match: f"{match.group()[:-1]}\\x{ord(match.group()[-1]):02x}", text)
     return text
+
+
+def cleaned(texts: Sequence[str]) -> Sequence[str]:
+    """``clean`` for each of many texts: nearly always there is nothing to do, and that is seen in one look at all."""
+    everything = "".join(texts)
+    if everything.isascii() and everything.isprintable() and "GITHUB_ACTIONS" not in os.environ:
+        return texts
+    return [clean(text) for text in texts]
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -134,17 +144,18 @@ def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
 ) -> str:
     """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
-    rows = [[clean(cell) for cell in row] for row in rows]
+    columns = [cleaned(column) for column in zip(*rows, strict=True)]
+    rows = list(zip(*columns))
     if style == "csv":
         return _csv(headers, rows)
     if len(rows) >= _LARGE and style in ("table", "plain"):
-        return _drawn(headers, rows, style, right)
+        return _drawn(headers, columns, style, right)
     from tabulate import tabulate
 
     align = ["right" if number in right else "left" for number in range(len(headers))]
     form = {"table": "simple", "markdown": "github", "plain": "plain"}[style]
     if style == "markdown":
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     text = tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, colalign=align if rows else None)
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
@@ -160,19 +171,22 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _drawn(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> str:
-    """What tabulate draws for the same rows, in one pass."""
-    columns = list(zip(headers, *rows))
+def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> str:
+    """What tabulate draws for the same columns, in one pass."""
     # tabulate keeps two columns more than a header has letters, where there is a rule below it.
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(len(header), *map(len, column)) for header, column in zip(headers, columns)]
     if style == "table":
         widths = [max(width, len(header) + 2) for width, header in zip(widths, headers)]
     form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
     lines = [form % tuple(headers)]
     if style == "table":
         lines.append("  ".join("-" * width for width in widths))
-    lines += [form % tuple(row) for row in rows]
-    return "\n".join([line.rstrip() for line in lines])
+    blocks = ["\n".join([line.rstrip() for line in lines])]
+    rows = zip(*columns)
+    # A line is an object only as long as its block is drawn.
+    count = -(-len(columns[0]) // _LARGE)
+    blocks += ["\n".join([(form % row).rstrip() for row in islice(rows, _LARGE)]) for _ in range(count)]
+    return "\n".join(blocks)
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import click
@@ -11,9 +13,10 @@ from ..errors import CkptoolError
 from ..human import counted, human_bytes
 from ..locations import parse_map_location
 from ..names import Globs
-from ..report import key_listing
+from ..report import listed_entries, listing
+from ..survey import Survey, TensorEntry
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
-from .render import clean, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
+from .render import clean, cleaned, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
 
 __all__ = ["inspect", "keys"]
 
@@ -115,7 +118,10 @@ def keys(
     for number, path in enumerate(paths):
         try:
             with api.open(path) as checkpoint:
-                report = key_listing(checkpoint, key=key, everything=everything, globs=globs, sort=sort)
+                survey = checkpoint.survey
+                entries = listed_entries(checkpoint, key, everything, globs, sort)
+                if style in ("json", "jsonl"):
+                    reports.append(listing(checkpoint, entries))
                 say_problems(checkpoint)
         except CkptoolError as error:
             say_error(error)
@@ -123,18 +129,17 @@ def keys(
             reports.append(failure("keys", path, error))
             continue
         codes.append(0)
-        reports.append(report)
-        if globs and not report["tensors"]:
+        if globs and not entries:
             say(f"{path}: no key matches")
         if style in ("json", "jsonl"):
             continue
         if names:
-            emit_lines(_labels(report))
+            emit_lines(_labels(entries))
         elif style == "table":
             title = [clean(path)] if several else []
-            emit("\n".join(([""] if number else []) + title + [_sections(report, everything)]))
+            emit("\n".join(([""] if number else []) + title + [_sections(survey, entries, everything)]))
         else:
-            rows += [((path,) if several else ()) + _cells(entry) for entry in report["tensors"]]
+            rows += [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
     if style in ("json", "jsonl"):
         emit_json(reports, style, several)
     elif style != "table" and not names:
@@ -143,43 +148,51 @@ def keys(
     return worst(codes)
 
 
-def _labels(report: dict[str, Any]) -> list[str]:
+def _labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
     """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
-    places = {entry["state_dict"] for entry in report["tensors"]}
-    label = "key" if len(places) == 1 and None not in places else "path"
-    return [clean(entry[label] or ".") for entry in report["tensors"]]
+    places = {entry.state_dict for entry in entries}
+    if len(places) == 1 and -1 not in places:
+        return cleaned([entry.key or "." for entry in entries])
+    return cleaned([entry.path or "." for entry in entries])
 
 
-def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
+def _cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
     """A line for machines: always the same columns."""
-    shape = "x".join(map(str, entry["shape"])) or "scalar"
-    where = entry["state_dict"] or ""
-    return where, entry["key"], entry["path"], entry["dtype"], shape, entry["location"], str(entry["bytes"])
+    tensor = entry.tensor
+    where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
+    return where, entry.key, entry.path, tensor.dtype, _shape(tensor.shape), tensor.location, str(tensor.own_bytes)
 
 
-def _sections(report: dict[str, Any], everything: bool) -> str:
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _sections(survey: Survey, listed: Sequence[TensorEntry], everything: bool) -> str:
     """A table for each state dict, one for what is outside, and what is not listed."""
-    groups: dict[str | None, list[dict[str, Any]]] = {}
-    for entry in report["tensors"]:
-        groups.setdefault(entry["state_dict"], []).append(entry)
+    groups: dict[int, list[TensorEntry]] = {}
+    for entry in listed:
+        groups.setdefault(entry.state_dict, []).append(entry)
     parts = []
+    # Many tensors have few shapes and sizes: each is spelled once.
+    shape, size = cache(_shape), cache("{:,}".format)
     for place, entries in groups.items():
-        label = "path" if place is None else "key"
         rows = [
             (
-                entry[label] or ".",
-                entry["dtype"] if entry["kind"] in PLAIN_KINDS else f"{entry['dtype']} ({entry['kind']})",
-                "x".join(map(str, entry["shape"])) or "scalar",
-                entry["location"],
-                f"{entry['bytes']:,}",
+                (path if place < 0 else key) or ".",
+                tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})",
+                shape(tensor.shape),
+                tensor.location,
+                size(tensor.own_bytes),
             )
-            for entry in entries
+            for path, key, _, tensor, _, _ in entries
         ]
+        label = "path" if place < 0 else "key"
         drawn = table((label, "dtype", "shape", "device", "bytes"), rows, right=(4,))
-        where = f" in {place!r}" if place else "" if place is not None or len(groups) == 1 else " outside of them"
-        size = human_bytes(sum(entry["bytes"] for entry in entries))
-        parts.append(f"{drawn}\n\n{counted(len(entries), 'tensor')}{clean(where)}, {size}")
-    rest = report["in_file"] - report["listed"]
+        base = survey.state_dicts[place].path if place >= 0 else None
+        where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
+        total = human_bytes(sum(entry.tensor.own_bytes for entry in entries))
+        parts.append(f"{drawn}\n\n{counted(len(entries), 'tensor')}{clean(where)}, {total}")
+    rest = len(survey.tensors) - len(listed)
     if not parts:
         parts.append("no tensors")
     return "\n\n".join(parts) + (f"; {rest:,} more in the file: --all" if rest and parts and not everything else "")
