@@ -18,8 +18,8 @@ from . import opcodes as op
 from .filling import usual_steps
 from .machine import Machine
 from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
+from .phrase_reading import read
 from .rare import RARE
-from .repeats import read
 
 __all__ = ["Decoded", "decode"]
 

@@ -43,7 +43,7 @@ _UNHASHABLE = (List, Dict, Set, ByteArray)
 
 
 class Kind(NamedTuple):
-    """What many tensors have in common, as references (``repeats``); ``device`` -1: each has a string of its own."""
+    """What many tensors have in common (``phrase_reading``), as references; ``device`` -1 where it is always new."""
 
     word: Ref
     cls: Ref

@@ -1,4 +1,4 @@
-"""Tensors at one go: the instructions that a pickle repeats for each of its tensors, in one step.
+"""Tensors at one go, when a pickle is read: what it repeats for each of its tensors, in one step.
 
 Of a checkpoint of 200,000 tensors nine tenths are one phrase of 30 instructions, said 200,000 times::
 
@@ -6,10 +6,10 @@ Of a checkpoint of 200,000 tensors nine tenths are one phrase of 30 instructions
         offset, shape, strides, flag, (GET class, EMPTY_TUPLE, REDUCE), TUPLE, REDUCE
 
 with a LONG_BINPUT behind all that can be shared. Instruction by instruction that costs a turn of the loop for
-each; here one regular expression reads the phrase (``read``) and one format writes it (``write``). Both do what
-the loops of ``decode`` and ``writer`` do, node for node and byte for byte, or decline: then the loop goes on as
-if nobody had asked. So whatever is in any way unusual (the first tensors, small memo numbers, scalars, other
-protocols, shared shapes, what a hostile file made up) is left to the loops, and they decide what it means.
+each; here one regular expression reads the phrase. ``read`` does what the loop of ``decode`` would have done, node
+for node and number for number, or declines: then the loop goes on as if nobody had asked. So whatever is in any way
+unusual (the first tensors, small memo numbers, scalars, other protocols, what a hostile file made up) is left to
+the loop, which decides what it means. ``phrase_writing`` is the other direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _text(*sizes: int) -> bytes:
 _GET: Final = b"(?:h.|j....)"
 _PUT: Final = b"r(....)"
 _INT: Final = b"(?:K.|M..|J....)"
-#: A tuple of numbers, not empty: a shape or strides.
+#: A tuple of numbers, not empty: a shape or strides. Whether TUPLE1 takes one and TUPLE2 two ``_kind`` looks at.
 _ROW: Final = b"(?:(?:%b){1,3}[\x85-\x87]|\\((?:%b){4,16}t)" % (_INT, _INT)
 #: From the first MARK to the last LONG_BINPUT; the device is a new string or one met before.
 _PHRASE: Final = re.compile(
@@ -112,6 +112,8 @@ def _kind(machine: Machine, mark: tuple[bytes | None, ...]) -> Kind | None:
     """Look up what the words of a phrase stand for; None where one of them is not known yet, or not usual."""
     parts = [[_ref(machine, word) for word in _WORDS(part or b"") if word[0] not in _MAKERS] for part in mark]
     (word, cls), met, (size,), (offset,), shape, strides, (flag, hooks, nothing) = parts
+    if not (_takes_all(mark[4], shape) and _takes_all(mark[5], strides)):
+        return None
     if min(word, cls, *met, size, offset, *shape, *strides, flag, hooks, nothing) < 0:
         return None
     if type(machine.nodes[hooks]) is not Global:
@@ -122,6 +124,11 @@ def _kind(machine: Machine, mark: tuple[bytes | None, ...]) -> Kind | None:
     kind = Kind(word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, nothing)
     machine.kinds[mark] = kind
     return kind
+
+
+def _takes_all(row: bytes | None, refs: list[Ref]) -> bool:
+    """Does the last instruction of a row make one tuple of everything in it?"""
+    return row is not None and (row[:1] == b"(" or row[-1] == 0x84 + len(refs))
 
 
 def _ref(machine: Machine, word: bytes) -> Ref:
