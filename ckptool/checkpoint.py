@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from .human import counted
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
-from .source import FileSource, Piece, Plan, Source, Span
+from .source import Appending, FileSource, Piece, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
@@ -169,6 +170,18 @@ class Container(Protocol):
         """The output file with another pickle, or with None the file as it is."""
         ...
 
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        """The version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the order
+        of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since 1970.
+
+        Raises RefusedError where the format has no room for that.
+        """
+        ...
+
+
+#: Kinds of changes that are told with the number of keys.
+_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
+
 
 class Change(NamedTuple):
     """What one edit did at one place.
@@ -183,6 +196,17 @@ class Change(NamedTuple):
     kept: int
     what: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What was done and where, with the number of keys for edits of keys."""
+        where = f"{self.path}: " if self.path else ""
+        if self.edit not in _OF_KEYS or not self.number:
+            return "; ".join([f"{where}{self.what}", *self.notes])
+        words = f"{where}{self.what} {counted(self.number, 'key')}"
+        if self.kept:
+            words += f", {counted(self.kept, 'other key')} as before"
+        return "; ".join([words, *self.notes])
 
 
 #: What an edit that computes bytes has to say when they were computed: values that overflowed.

@@ -7,7 +7,7 @@ from shlex import quote
 
 from .limits import LIMITS
 
-__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown"]
+__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown", "undo_step"]
 
 
 def human_bytes(size: int) -> str:
@@ -43,6 +43,11 @@ def shown(text: str) -> str:
 def salvage_step(path: str) -> str:
     """The next step for a file of which only a part is whole."""
     return f"ckptool salvage {quote(path)} -o OUT saves what is whole"
+
+
+def undo_step(path: str) -> str:
+    """The next step for a file whose last edit in place is to be taken back."""
+    return f"ckptool undo {quote(path)}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint
+from .edits.prune import used_storages
 from .edits.views import without_views
 from .errors import MalformedError, PickleError, RefusedError
 from .human import salvage_step
 from .pickles import decode, difference, encode
 from .pickles.nodes import Graph, Node, Persistent, Ref
-from .source import Computed, Plan
+from .source import Appending, Computed, Plan
 from .tensors import TensorReader
 from .zips import Content, Sum, fresh, summed
 
-__all__ = ["plan_of"]
+__all__ = ["InPlace", "in_place_of", "plan_of"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -38,6 +39,46 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     """
     if not checkpoint.edited and not checkpoint.changes:
         return checkpoint.container.plan(None), True
+    _refuse_damage(checkpoint)
+    if checkpoint.anew:
+        return _anew(checkpoint), _codec_is_exact(checkpoint)
+    if not checkpoint.edited:
+        return checkpoint.container.plan(None), True
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+class InPlace(NamedTuple):
+    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``.
+
+    ``unused_bytes`` are those of the storages that the edit left out: they stay in the file.
+    """
+
+    appending: Appending | None
+    exact: bool = True
+    unused_bytes: int = 0
+
+
+def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
+    """The edited checkpoint as a new version behind its own file.
+
+    ``edit`` says what was done and ``time`` when, in seconds since 1970. Raises RefusedError where that takes new bytes
+    of tensors, or the format has no room for it.
+    """
+    if not checkpoint.edited:
+        return InPlace(None)
+    _refuse_damage(checkpoint)
+    if checkpoint.added or checkpoint.also:
+        what = "the edit makes new bytes of tensors, which only a new file holds"
+        raise RefusedError(what, path=checkpoint.path, next="write it with -o")
+    used, before = used_storages(checkpoint.graph), TensorReader(checkpoint.container.graph).storages
+    gone = before.keys() - used.keys()
+    data, exact = verified_pickle(checkpoint)
+    appending = checkpoint.container.append(data, list(used), gone, edit, time)
+    return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
+
+
+def _refuse_damage(checkpoint: Checkpoint) -> None:
     # An edit that changed nothing has looked at what may not be what torch reads, too.
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
@@ -48,12 +89,6 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan, bool]:
     ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
     if ambiguous:
         raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)
-    if checkpoint.anew:
-        return _anew(checkpoint), _codec_is_exact(checkpoint)
-    if not checkpoint.edited:
-        return checkpoint.container.plan(None), True
-    data, exact = verified_pickle(checkpoint)
-    return checkpoint.container.plan(data), exact
 
 
 def verified_pickle(checkpoint: Checkpoint) -> Verified:
@@ -106,8 +141,20 @@ def _anew(checkpoint: Checkpoint) -> Plan:
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
     contents = list(_contents(checkpoint, root, data, keys))
+    name = f"{root}/.data/serialization_id"
+    kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
+    if kept:
+        return fresh([*contents, Content(name, kept, zlib.crc32(kept), len(kept))])
     identity = Computed(_ID_DIGITS, lambda: (_identity(contents),))
-    return fresh([*contents, summed(f"{root}/.data/serialization_id", identity)])
+    return fresh([*contents, summed(name, identity)])
+
+
+def _kept_identity(checkpoint: Checkpoint) -> bytes:
+    """The id in the file, for an output that holds the same; b"" where it has none."""
+    for record in checkpoint.container.records():
+        if record.name.endswith("/.data/serialization_id") and not record.compressed and record.size == _ID_DIGITS:
+            return record.span.source.read(record.span.offset, record.size)
+    return b""
 
 
 def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:

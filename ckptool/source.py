@@ -6,11 +6,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from .errors import ChangedError, UnreadableError
 
 __all__ = [
+    "BLOCK",
+    "Appending",
     "BytesSource",
     "Computed",
     "FileSource",
@@ -23,6 +25,10 @@ __all__ = [
     "open_source",
     "size_of",
 ]
+
+
+#: Bytes of a block that filesystems share between files: the page of most systems.
+BLOCK: Final = 4096
 
 
 class Source(Protocol):
@@ -47,7 +53,11 @@ class FileSource:
         self.size = status.st_size
         self.mode = stat.S_IMODE(status.st_mode)
         self.identity = (status.st_dev, status.st_ino)
+        #: How many names it has.
+        self.links = status.st_nlink
         self._mtime = status.st_mtime_ns
+        #: May it have holes? Fewer blocks (of 512 bytes) than it has bytes; compression makes such files, too.
+        self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
 
     def read(self, offset: int, size: int) -> bytes:
         if self.fd < 0:
@@ -87,6 +97,15 @@ class FileSource:
         except OSError as error:
             # ENXIO: nothing but a hole up to the end. Some filesystems cannot tell at all.
             return self.size if error.errno == errno.ENXIO else offset
+
+    def next_hole(self, offset: int) -> int:
+        """The first offset from here on that is in a hole, or the end of the file; the end where nobody can tell."""
+        if not hasattr(os, "SEEK_HOLE"):
+            return self.size
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_HOLE)
+        except OSError:
+            return self.size
 
     def check_unchanged(self) -> None:
         """Raise ChangedError if somebody wrote to the file since it was opened."""
@@ -240,6 +259,24 @@ class Plan(NamedTuple):
     @property
     def size(self) -> int:
         return sum(map(size_of, self.pieces))
+
+
+class Appending(NamedTuple):
+    """A new version of a file behind its ``at`` bytes, as data: only ``write`` executes it.
+
+    ``body`` follows what is there. The file then ends with ``holding``, the last bytes of which (as many as
+    ``ending`` has) lead readers to the former version until ``ending`` takes their place.
+    """
+
+    at: int
+    body: bytes
+    holding: bytes
+    ending: bytes
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file afterwards."""
+        return self.at + len(self.body) + len(self.holding)
 
 
 def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:

@@ -40,7 +40,13 @@ FILES = sorted(TRANSCRIPTS.glob("*.txt"))
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 
 #: What decides how text is laid out, and what a variable of the user's must not change.
-ENVIRONMENT = {"COLUMNS": "80", "NO_COLOR": "1", "LC_ALL": "C.UTF-8", "CKPTOOL_DEBUG": ""}
+ENVIRONMENT = {
+    "COLUMNS": "80",
+    "NO_COLOR": "1",
+    "LC_ALL": "C.UTF-8",
+    "CKPTOOL_DEBUG": "",
+    "SOURCE_DATE_EPOCH": "1700000000",
+}
 
 
 class Step(NamedTuple):

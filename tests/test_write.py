@@ -88,8 +88,8 @@ def moving(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
-    monkeypatch.setattr(write, "_CHUNK", 512)
-    monkeypatch.setattr(write, "_BUFFER", 512)
+    monkeypatch.setattr(write.copying, "_CHUNK", 512)
+    monkeypatch.setattr(write.copying, "_BUFFER", 512)
 
 
 @pytest.fixture
@@ -579,7 +579,7 @@ def test_a_write_back_that_fails_while_more_is_written_is_not_lost(
         failed.set()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(write, "_FLUSH_FROM", 0)
+    monkeypatch.setattr(write.copying, "_FLUSH_FROM", 0)
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
         strip_to(source, out, force=True, progress=lambda _: failed.wait(5) and None)
@@ -707,9 +707,10 @@ KILLER = """
     import os, signal, sys
     import ckptool
     from ckptool import write
+    import ckptool.write.copying
 
     source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
-    write._CHUNK = write._BUFFER = 2048
+    write.copying._CHUNK = write.copying._BUFFER = 2048
     folder = os.path.dirname(out)
     points = ("open", "write", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
 
@@ -832,9 +833,10 @@ SIGNALLED = """
     number, before = int(sys.argv[1]), sys.argv[2]
     if before == "ignored":
         signal.signal(number, signal.SIG_IGN)
+    import ckptool.write.copying
     from ckptool import write
     from ckptool.cli.main import main
-    write._CHUNK = 512
+    write.copying._CHUNK = 512
     real, calls = os.copy_file_range, [0]
     def copy(*args):
         calls[0] += 1

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from ..edits.devices import DeviceMap, remap, remap_devices
     from ..edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
     from ..edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
+    from ..edits.repack import repack
     from ..getting import ObjectValue, TensorValue
     from ..salvaging import Lost, Salvaged, salvage
     from ..write import Written
     from .edits import average, cast, edit, merge, redact, rename, sanitize, slim
     from .files import load, save
+    from .in_place import history, save_in_place, undo
     from .reports import diff, get, hash, inspect, keys, lock, match, stats, validate, write_lock
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "extract",
     "get",
     "hash",
+    "history",
     "inspect",
     "keep",
     "keys",
@@ -62,15 +65,18 @@ __all__ = [
     "remap",
     "remap_devices",
     "rename",
+    "repack",
     "salvage",
     "sanitize",
     "save",
+    "save_in_place",
     "set_entry",
     "slim",
     "stats",
     "strip_module",
     "strip_prefix",
     "strip_wrappers",
+    "undo",
     "unset",
     "validate",
     "wrap",
@@ -85,6 +91,7 @@ _LATE: Final = {
     **dict.fromkeys(("DeviceMap", "remap", "remap_devices"), "edits.devices"),
     **dict.fromkeys(("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"), "edits.entries"),
     **dict.fromkeys(("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"), "edits.keys"),
+    **dict.fromkeys(("repack",), "edits.repack"),
     **dict.fromkeys(("ObjectValue", "TensorValue"), "getting"),
     **dict.fromkeys(("Lost", "Salvaged", "salvage"), "salvaging"),
     **dict.fromkeys(("Written",), "write"),
@@ -93,6 +100,7 @@ _LATE: Final = {
     ),
     **dict.fromkeys(("average", "cast", "edit", "merge", "redact", "rename", "sanitize", "slim"), "api.edits"),
     **dict.fromkeys(("load", "save"), "api.files"),
+    **dict.fromkeys(("history", "save_in_place", "undo"), "api.in_place"),
 }
 
 if not TYPE_CHECKING:

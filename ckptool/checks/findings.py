@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..accounting import Account
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
-from ..human import counted, human_bytes, listed
+from ..human import counted, human_bytes, listed, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
@@ -82,7 +82,13 @@ _NO_EDITS = UNEDITABLE | AMBIGUOUS
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
     container = checkpoint.container
     rescue = command("salvage", checkpoint.path, word="saved")
-    ways = {CUT: rescue, "legacy-untyped": _sanitize(checkpoint), DAMAGED: "get the file again"}
+    ways = {
+        CUT: rescue,
+        "legacy-untyped": _sanitize(checkpoint),
+        DAMAGED: "get the file again",
+        "edited-in-place": command("repack", checkpoint.path, word="clean"),
+        "unfinished-edit": undo_step(checkpoint.path),
+    }
     found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
     flaws: dict[str, list[str]] = {}
     for flaw in all_flaws:

@@ -11,7 +11,7 @@ from ..checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from ..names import Globs
 from .editing import Job, edit_all
-from .options import choosing, key_option, paths, writing
+from .options import choosing, in_place, key_option, paths, writing
 
 __all__ = ["add_module", "remap", "strip_module"]
 
@@ -36,6 +36,7 @@ Examples:
 )
 @key_option
 @choosing
+@in_place
 @writing
 def strip_module(
     paths: tuple[str, ...],
@@ -76,6 +77,7 @@ Examples:
 @click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix: whole segments.")
 @key_option
 @choosing
+@in_place
 @writing
 def add_module(
     paths: tuple[str, ...],
@@ -111,6 +113,7 @@ Examples:
 @click.option("--strings", is_flag=True, help="Change plain strings that name a device, too.")
 @key_option
 @choosing
+@in_place
 @writing
 def remap(
     paths: tuple[str, ...],

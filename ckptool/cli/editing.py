@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint, file_mode
+from ..api.in_place import in_place
+from ..checkpoint import Change, Checkpoint, file_mode
+from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
-from ..human import counted, human_bytes
+from ..human import counted, human_bytes, undo_step
 from ..planning import plan_of
-from ..source import Plan
-from ..write import check_output, rehearse, write_plan
+from ..source import FileSource, Plan
+from ..write import append, check_output, rehearse, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
 
@@ -26,9 +28,6 @@ _PROGRESS_FROM = 200_000_000
 
 #: Commands that leave mappings of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
-
-#: Kinds of changes that are told with the number of keys.
-_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 #: Changes that are named one by one for people; JSON names all.
 _SHOWN = 40
@@ -62,15 +61,19 @@ def edit_all(
     style: str,
     quiet: bool,
     no_progress: bool,
+    in_place: bool = False,
 ) -> int:
     """Edit every input; each output is written, or each failure said, before the worst code is returned."""
-    targets = _targets(paths, output, out_dir, dry_run)
+    if in_place and (output is not None or out_dir is not None or force):
+        raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
+    targets: list[str | None] = [None] * len(paths) if in_place else _targets(paths, output, out_dir, dry_run)
     reports = []
     codes = []
     for path, target in zip(paths, targets):
         bar = not (quiet or no_progress) and sys.stderr.isatty()
         try:
-            report = _edit_one(job, path, target, force=force, dry_run=dry_run, bar=bar)
+            how = _How(force, dry_run, in_place, bar)
+            report = _edit_one(job, path, target, how)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
@@ -114,30 +117,34 @@ def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dr
     return [None] * len(paths)
 
 
-def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: bool, bar: bool) -> dict[str, Any]:
+class _How(NamedTuple):
+    """What the options say of the output; ``bar`` whether progress is shown."""
+
+    force: bool
+    dry_run: bool
+    in_place: bool
+    bar: bool
+
+
+def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
-        if target is not None and (not dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check_output(target, checkpoint.sources, force=force)
+        if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
+            check_output(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
         edited = job.edit(checkpoint)
-        plan, exact = plan_of(edited)
-        if target is not None and not dry_run:
-            target = _write(edited, plan, target, force=force, bar=bar)
-        elif edited.later:
-            rehearse(plan)
+        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
             "schema": f"ckptool.{job.command}/1",
             "path": path,
-            "output": target,
             "bytes": checkpoint.source.size,
-            "output_bytes": plan.size,
-            "dry_run": dry_run,
+            "dry_run": how.dry_run,
+            "in_place": how.in_place,
             "changed": edited.edited,
-            "exact": exact,
+            **outcome,
             "changes": [
                 change._asdict() for change in (*edited.changes, *(c for tell in edited.later for c in tell()))
             ],
@@ -145,6 +152,28 @@ def _edit_one(job: Job, path: str, target: str | None, *, force: bool, dry_run: 
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
         }
+
+
+def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
+    """Write a new file, and say what came of it."""
+    plan, exact = plan_of(edited)
+    if target is not None and not how.dry_run:
+        target = _write(edited, plan, target, force=how.force, bar=how.bar)
+    elif edited.later:
+        rehearse(plan)
+    return {"output": target, "output_bytes": plan.size, "exact": exact}
+
+
+def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
+    """Append the edit to its own file, and say what came of it."""
+    found = in_place(edited, job.command)
+    source = edited.source
+    assert isinstance(source, FileSource)
+    if found.appending is not None and not how.dry_run:
+        append(found.appending, source)
+    size = found.appending.size if found.appending else source.size
+    outcome = {"output": source.name, "output_bytes": size, "exact": found.exact}
+    return outcome | {"names": source.links, "unused_bytes": found.unused_bytes}
 
 
 def _refuse_inputs(job: Job, target: str) -> None:
@@ -165,6 +194,13 @@ def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: boo
 
 def _head(report: dict[str, Any]) -> str:
     """From where to where, and how large."""
+    if report["in_place"]:
+        more = human_bytes(report["output_bytes"] - report["bytes"])
+        if not report["changed"]:
+            return f"{clean(report['path'])}: {human_bytes(report['bytes'])}"
+        if report["dry_run"]:
+            return f"{clean(report['path'])}: nothing is written, {more} would be appended in place"
+        return f"{clean(report['path'])}: edited in place, {human_bytes(report['bytes'])} + {more}"
     if report["dry_run"]:
         size = human_bytes(report["output_bytes"])
         return f"{clean(report['path'])}: nothing is written, the output would be {size}"
@@ -175,7 +211,7 @@ def _head(report: dict[str, Any]) -> str:
 def account(report: dict[str, Any]) -> list[str]:
     """What was done, for people."""
     changes = report["changes"]
-    lines = ["  " + clean(_change_words(change)) for change in changes[:_SHOWN]]
+    lines = ["  " + clean(Change(**change).words) for change in changes[:_SHOWN]]
     if len(changes) > _SHOWN:
         lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
@@ -183,7 +219,8 @@ def account(report: dict[str, Any]) -> list[str]:
             "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
         )
     if not report["changed"]:
-        lines.append("  nothing to do: the output is the input, byte for byte")
+        what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
+        lines.append(f"  nothing to do: {what}")
         lines += [
             f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
@@ -192,15 +229,20 @@ def account(report: dict[str, Any]) -> list[str]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:
         lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays unless --key names it")
+    if report["in_place"] and report["changed"]:
+        lines += _ways_back(report)
     return lines
 
 
-def _change_words(change: dict[str, Any]) -> str:
-    where = f"{change['path']}: " if change["path"] else ""
-    if change["edit"] in _OF_KEYS and change["number"]:
-        words = f"{where}{change['what']} {counted(change['number'], 'key')}"
-        if change["kept"]:
-            words += f", {counted(change['kept'], 'other key')} as before"
-    else:
-        words = f"{where}{change['what']}"
-    return "; ".join([words, *change["notes"]])
+def _ways_back(report: dict[str, Any]) -> list[str]:
+    """What an edit in place leaves in the file, and the commands that deal with it."""
+    path = report["path"]
+    lines = []
+    if report["names"] > 1:
+        lines.append(f"  note: the file has {report['names']:,} names (hard links): it changed under all of them")
+    if report["unused_bytes"]:
+        lines.append(f"  note: the {human_bytes(report['unused_bytes'])} of what was left out stay in the file")
+    if not report["dry_run"]:
+        lines.append(f"  -> {clean(undo_step(path))} takes it back")
+        lines.append(f"  -> {clean(command('repack', path, word='clean'))} leaves the former version out")
+    return lines

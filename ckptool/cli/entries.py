@@ -11,7 +11,7 @@ from ..checkpoint import Checkpoint
 from ..edits.entries import as_scalar
 from ..names import Globs
 from .editing import Job, edit_all
-from .options import choosing, key_option, one_path, writing
+from .options import choosing, in_place, key_option, one_path, writing
 
 __all__ = ["drop", "extract", "keep", "set_entry", "unset", "wrap"]
 
@@ -26,6 +26,7 @@ Examples:
 @click.command(epilog=EXTRACT_EPILOG)
 @one_path
 @click.argument("key")
+@in_place
 @writing
 def extract(path: str, key: str, **how: Any) -> int:
     """Make one entry a checkpoint of its own: a state dict without the training around it.
@@ -44,6 +45,7 @@ Examples:
 @click.command(epilog=WRAP_EPILOG)
 @one_path
 @click.argument("key")
+@in_place
 @writing
 def wrap(path: str, key: str, **how: Any) -> int:
     """Put the whole checkpoint under the KEY of a new dict: the reverse of extract."""
@@ -69,6 +71,7 @@ _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 @_prune
 @key_option
 @choosing
+@in_place
 @writing
 def drop(
     path: str,
@@ -100,6 +103,7 @@ Examples:
 @_prune
 @key_option
 @choosing
+@in_place
 @writing
 def keep(
     path: str,
@@ -131,6 +135,7 @@ A value is JSON (0, 0.5, true, null, "text"); what is no JSON is a text as it st
 @click.command("set", epilog=SET_EPILOG)
 @one_path
 @click.argument("pairs", nargs=-1, required=True, metavar="KEY=VALUE...")
+@in_place
 @writing
 def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
     """Give scalar entries another value, or add them to a dict that is there."""
@@ -160,6 +165,7 @@ Examples:
 @click.command(epilog=UNSET_EPILOG)
 @one_path
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@in_place
 @writing
 def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
     """Take entries out by their exact path, whatever they are."""

@@ -46,6 +46,9 @@ COMMANDS: Final = {
     "merge": ("combining", "merge", "Take tensors or entries of another checkpoint."),
     "average": ("combining", "average", "Average the weights of several checkpoints."),
     "redact": ("combining", "redact", "List what a published file should not tell, and take it out."),
+    "undo": ("versions", "undo", "Take the last edit in place back."),
+    "history": ("versions", "history", "List what was done to a file in place."),
+    "repack": ("versions", "repack", "Write a clean file in torch's own layout."),
     "sanitize": ("sanitize", "sanitize", "Make a file that plain torch.load(path) takes, without running anything."),
     "salvage": ("salvage", "salvage", "Save what is whole in a cut or damaged checkpoint."),
 }

@@ -16,6 +16,7 @@ __all__ = [
     "REPORT_FORMATS",
     "choosing",
     "format_option",
+    "in_place",
     "key_option",
     "one_path",
     "paths",
@@ -80,6 +81,12 @@ def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Comman
         )(command)
 
     return decorate
+
+
+def in_place(command: Command) -> Command:
+    """What commands that change metadata alone take beside ``writing``."""
+    text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
+    return click.option("--in-place", is_flag=True, help=text)(command)
 
 
 def writing(command: Command) -> Command:

@@ -12,7 +12,7 @@ from ..checkpoint import Checkpoint
 from ..names import Globs
 from ..steps import MODIFIERS, STEPS
 from .editing import Job, edit_all
-from .options import choosing, key_option, paths, writing
+from .options import choosing, in_place, key_option, paths, writing
 from .ordered import Ordered, steps_of
 
 __all__ = ["cast", "edit", "rename", "slim"]
@@ -42,6 +42,7 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "lik
 @click.option("--by-order", is_flag=True, help="With --like: one by one in their order; shapes must agree.")
 @key_option
 @choosing
+@in_place
 @writing
 @click.pass_context
 def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, **how: Any) -> int:
@@ -72,7 +73,7 @@ def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
 
 def _writing(how: dict[str, Any]) -> dict[str, Any]:
     """The options of every command that writes."""
-    names = ("output", "out_dir", "force", "dry_run", "style", "quiet", "no_progress")
+    names = ("output", "out_dir", "force", "dry_run", "style", "quiet", "no_progress", "in_place")
     return {name: how[name] for name in names}
 
 
@@ -175,6 +176,7 @@ def _steps(command: Command) -> Command:
 @click.command(cls=Ordered, epilog=EDIT_EPILOG)
 @paths
 @_steps
+@in_place
 @writing
 @click.pass_context
 def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:

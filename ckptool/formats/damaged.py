@@ -16,7 +16,7 @@ from ..human import human_bytes
 from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Graph
-from ..source import Plan, Source, Span
+from ..source import Appending, Plan, Source, Span
 from ..survey import survey
 from ..tensors import Storage, TensorReader
 from ..zips import LOCAL, Archive, Walked, contents, read_archive, walk
@@ -82,6 +82,9 @@ class Rescued:
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise UnreadableError("the file is damaged and cannot be carried over as it is", path=self.source.name)
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        raise UnreadableError("the file is damaged and is not edited in place", path=self.source.name)
 
 
 class _Walk:

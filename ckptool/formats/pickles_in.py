@@ -7,7 +7,7 @@ not list, in an archive within an archive, and in the bytes that another pickle 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from ..checkpoint import FoundPickle
@@ -54,7 +54,7 @@ def pickles_in(source: Source, depth: int = 0) -> Iterator[FoundPickle]:
         except MalformedError:
             yield from _unlisted(source, signatures(source, 0, source.size), "", depth)
         else:
-            yield from zip_pickles(archive, None, audit(archive).hidden, depth)
+            yield from zip_pickles(archive, None, audit(archive).hidden, depth=depth)
     elif head[257:262] == b"ustar" or (len(head) == 512 and head[:1] > b" " and head[156:157] in b"\x000"):
         yield from _tar(source, depth)
     if head[:4] != _HEADER:
@@ -81,13 +81,27 @@ def bare_pickles(source: Source, begin: int, where: str, depth: int = 0) -> Iter
         begin = found.end
 
 
-def zip_pickles(archive: Archive, main: Record | None, hidden: list[int], depth: int = 0) -> Iterator[FoundPickle]:
-    """Every pickle of an archive but the record ``main``; ``hidden`` are offsets of headers that are not listed."""
+def zip_pickles(
+    archive: Archive,
+    main: Record | None,
+    hidden: Sequence[int],
+    former: Sequence[tuple[Archive, Record]] = (),
+    depth: int = 0,
+) -> Iterator[FoundPickle]:
+    """Every pickle of an archive but the record ``main``; ``hidden`` are offsets of headers that are not listed,
+    ``former`` records of versions before an edit in place."""
     for record in archive.records:
         if record is main or not record.size:
             continue
         try:
             yield from _record(archive, record, depth)
+        except MalformedError as error:
+            if _named(record.name):
+                yield _broken(record.name, error)
+    for older, record in former:
+        try:
+            for found in _record(older, record, depth) if record.size else ():
+                yield found._replace(where=f"former version: {found.where}")
         except MalformedError as error:
             if _named(record.name):
                 yield _broken(record.name, error)

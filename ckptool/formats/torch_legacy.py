@@ -5,16 +5,16 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
-from ..errors import MalformedError, PickleError, TruncatedPickleError
+from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ..human import counted, human_bytes
 from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode
 from ..pickles.nodes import Node, Persistent
-from ..source import Plan, Source, Span, merged
+from ..source import Appending, Plan, Source, Span, merged
 from ..tensors import TensorReader
 from .pickles_in import bare_pickles, nested_pickles
 
@@ -84,6 +84,12 @@ class TorchLegacy:
             return Plan(merged([Span(source, 0, source.size)]))
         rest = Span(source, self.end, source.size - self.end)
         return Plan(merged([Span(source, 0, self.begin), pickle, rest]))
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
+        raise RefusedError(
+            what, path=self.source.name, next="write a new file with -o; ckptool repack makes a zip of it"
+        )
 
     def _locate(self) -> None:
         """Storages follow in the order of the key list, each an int64 count of elements and the raw bytes."""

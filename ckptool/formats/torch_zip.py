@@ -15,8 +15,8 @@ from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Graph
-from ..source import BytesSource, Plan, Source
-from ..zips import Archive, Audit, Oddity, Record, audit, layout_holds, read_archive, rewritten
+from ..source import Appending, BytesSource, Plan, Source
+from ..zips import Archive, Audit, Oddity, Record, appended, audit, layout_holds, read_archive, rewritten, versions
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
@@ -66,6 +66,7 @@ class TorchZip:
             what = "data.pkl has another checksum than the one on record: the file is damaged"
             self._note(DAMAGED, "error", what)
         self._check_records()
+        self._check_versions()
         if decoded.end < len(data):
             rest = len(data) - decoded.end
             self._note("after-stop", "warning", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
@@ -113,7 +114,8 @@ class TorchZip:
         if self.end < len(self.pickle):
             data = BytesSource(self.pickle, self.archive.source.name)
             yield from bare_pickles(data, self.end, "data.pkl, behind its end")
-        yield from zip_pickles(self.archive, self.record, self._audit().hidden)
+        found = self._audit()
+        yield from zip_pickles(self.archive, self.record, found.hidden, found.former)
 
     def _audit(self) -> Audit:
         if self._audited is None:
@@ -122,6 +124,15 @@ class TorchZip:
 
     def plan(self, pickle: bytes | None) -> Plan:
         return rewritten(self.archive, {} if pickle is None else {self.record.name: pickle})
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        archive = self.archive
+        dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
+        contract = archive.find(".format_version")
+        if contract and not layout_holds(archive, [key for key in keys if archive.find(f"data/{key}")]):
+            # Without it torch looks every offset up, as it did before torch 2.7.
+            dropped.add(contract.name)
+        return appended(archive, {self.record.name: pickle}, dropped, edit, time)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
         self.problems.append(Problem(code, level, message, refused))
@@ -163,6 +174,12 @@ class TorchZip:
             self._note("trailing-bytes", "warning", f"{counted(rest, 'byte')} stand behind the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
+
+    def _check_versions(self) -> None:
+        found = versions(self.archive.source)
+        if len(found) > 1 and found[0].finished:
+            times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
+            self._note("edited-in-place", "note", f"edited in place {times}: what it was before is still in it")
 
     def _writer(self) -> str:
         archive = self.archive

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .append import appended
 from .audit import Audit, audit, signatures
 from .fresh import Content, Sum, fresh, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
+from .versions import Version, versions
 from .walk import Walked, walk
 
 __all__ = [
@@ -16,7 +18,9 @@ __all__ = [
     "Oddity",
     "Record",
     "Sum",
+    "Version",
     "Walked",
+    "appended",
     "audit",
     "contents",
     "fresh",
@@ -25,5 +29,6 @@ __all__ = [
     "rewritten",
     "signatures",
     "summed",
+    "versions",
     "walk",
 ]

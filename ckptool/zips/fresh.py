@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ..source import Computed, Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL
 
-__all__ = ["Content", "Sum", "fresh", "summed"]
+__all__ = ["Content", "Sum", "around", "fresh", "listed", "summed"]
 
 _GRID: Final = 64
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
@@ -74,17 +74,19 @@ def fresh(contents: Iterable[Content]) -> Plan:
     directory: list[tuple[Content, int]] = []
     at = 0
     for content in contents:
-        header, descriptor = _around(content, at)
+        header, descriptor = around(content, at)
         directory.append((content, at))
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
 
-    def listed() -> bytes:
-        return b"".join([_entry(content, place) for content, place in directory])
+    def directory_bytes() -> bytes:
+        return b"".join([listed(content, place) for content, place in directory])
 
     late = any(isinstance(content.crc, Sum) and content.size for content, _ in directory)
-    size = len(listed())
-    return Plan(merged([*pieces, _late(listed) if late else listed(), _end(len(directory), at, size)]))
+    size = len(directory_bytes())
+    return Plan(
+        merged([*pieces, _late(directory_bytes) if late else directory_bytes(), _end(len(directory), at, size)])
+    )
 
 
 def _late(made: Callable[[], bytes]) -> Computed:
@@ -96,8 +98,8 @@ def _crc(content: Content) -> bytes:
     return _u32(content.crc.value if isinstance(content.crc, Sum) else content.crc)
 
 
-def _around(content: Content, at: int) -> tuple[bytes, Piece]:
-    """The local header with its padding, and the descriptor."""
+def around(content: Content, at: int) -> tuple[bytes, Piece]:
+    """The local header with its padding, and the descriptor, for a record at ``at``."""
     stored = size_of(content.body)
     name = content.name.encode("utf-8")
     wide = b""
@@ -122,7 +124,8 @@ def _around(content: Content, at: int) -> tuple[bytes, Piece]:
     return fixed + name + extra, _late(descriptor) if isinstance(content.crc, Sum) else descriptor()
 
 
-def _entry(content: Content, at: int) -> bytes:
+def listed(content: Content, at: int) -> bytes:
+    """The directory entry of a record at ``at``."""
     name, stored = content.name.encode("utf-8"), size_of(content.body)
     wide = b"".join(_u64(value) for value in (content.size, stored, at) if value >= FULL32)
     if wide:

@@ -4,25 +4,54 @@ A local header written by torch (``PyTorchStreamWriter``, caffe2/serialize/inlin
 an extra field ``FB`` that pads the payload to a multiple of the alignment. When records move, the padding
 of each is made anew by the same rule; where all move by a multiple of the alignment nothing changes, and
 the whole stretch is one span. Headers by other writers are carried over as they are.
+
+Where bytes move by a multiple of a block, a filesystem can share them between input and output. So when torch's own
+layout would move the storages by anything else, the last record before them is padded by as much as is missing; torch
+takes any padding there. That depends on the archive alone: the same input gives the same output everywhere, and the
+reverse edit comes back to torch's own layout, which is a multiple of a block away.
 """
 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import lcm
 from struct import Struct
 from typing import Final, NamedTuple
 
 from ..errors import RefusedError
-from ..source import Piece, Plan, Span, merged, size_of
+from ..source import BLOCK, Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL, Archive, Record, extras
+from .versions import without_note
 
-__all__ = ["alignment", "layout_holds", "rewritten"]
+__all__ = ["alignment", "ending", "layout_holds", "rewritten"]
 
 _PADDING: Final = 0x4246  # "FB"
 _WIDE: Final = 1  # zip64
+_MOST_EXTRA: Final = 0xFFFF
+#: Where a directory entry holds the offset of the local header.
+_HEADER_AT: Final = 42
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
+_put_u32 = Struct("<I").pack_into
+
+
+class _Stretch(NamedTuple):
+    """Records that follow each other up to ``end``: some that lie ``as_torch`` puts them, or one of another kind."""
+
+    records: Sequence[Record]
+    end: int
+    as_torch: bool
+
+
+class _Filler(NamedTuple):
+    """The record that takes the padding before the storages; ``alone`` where no other record has a padding, as in
+    archives by other writers."""
+
+    record: Record | None
+    alone: bool
 
 
 class _Moved(NamedTuple):
@@ -34,6 +63,20 @@ class _Moved(NamedTuple):
     size: int
     compressed: int
     method: int
+
+
+class _Layout(NamedTuple):
+    """The pieces of an archive up to its directory, and where its records went.
+
+    ``shifted`` are runs of records and by how many bytes they moved, ``moved`` all other records; ``carried`` counts
+    the bytes that are carried over by the number of bytes that they moved.
+    """
+
+    pieces: list[Piece]
+    size: int
+    shifted: list[tuple[Sequence[Record], int]]
+    moved: list[_Moved]
+    carried: Counter[int]
 
 
 def alignment(archive: Archive) -> int:
@@ -55,37 +98,130 @@ def rewritten(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     for oddity in archive.oddities:
         if oddity.ambiguous:
             raise RefusedError(f"the archive is ambiguous: {oddity.message}", path=source.name)
-    moved: list[_Moved] = []
-    pieces = list(_records(archive, contents, moved))
-    at = sum(map(size_of, pieces))
-    place = {new.record.entry: new for new in moved}
-    directory = b"".join(_entry(archive, place[record.entry]) for record in archive.records)
-    pieces += [directory, _end(archive, at, len(directory))]
+    grid, filler = alignment(archive), _filler(archive)
+    stretches = list(_stretches(archive, contents, filler, grid))
+    layout = _layout(archive, stretches, contents, grid, filler, 0)
+    missing = _missing(layout, BLOCK if filler.alone else lcm(BLOCK, grid))
+    if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MOST_EXTRA:
+        layout = _layout(archive, stretches, contents, grid, filler, missing)
+    directory = _directory(archive, layout)
+    end = ending(archive, len(archive.records), layout.size, len(directory))
     # The comment, and what stands behind the archive.
-    pieces.append(Span(source, archive.end.tail, source.size - archive.end.tail))
-    return Plan(merged(pieces))
+    rest = Span(source, archive.end.tail, source.size - archive.end.tail)
+    return Plan(merged([*layout.pieces, directory, end, rest]))
 
 
-def _records(archive: Archive, contents: Mapping[str, bytes], moved: list[_Moved]) -> Iterator[Piece]:
-    """Header, payload and descriptor of each record in the order of the file."""
-    source, grid = archive.source, alignment(archive)
+def _filler(archive: Archive) -> _Filler:
+    data = f"{archive.root}/data/"
+    storages = [record for record in archive.records if record.name.startswith(data)]
+    first = min(storages, key=lambda record: record.header, default=None)
+    if first is None:
+        return _Filler(None, False)
+    before = [record for record in archive.records if record.header < first.header]
+    local = archive.local(first)
+    padded = any(kind == _PADDING for kind, _ in extras(local.raw[LOCAL.size + _name_size(local.raw) :]))
+    return _Filler(max(before, key=lambda record: record.header, default=None), not padded)
+
+
+def _stretches(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid: int) -> Iterator[_Stretch]:
+    """All records in the order of the file."""
     ordered = sorted(archive.records, key=lambda record: record.header)
-    at = 0
-    for number, record in enumerate(ordered):
-        limit = ordered[number + 1].header if number + 1 < len(ordered) else archive.end.directory
-        shift = at - record.header
-        size = limit - record.header
-        content = contents.get(record.name)
-        usual = content is None and shift % grid == 0 and size == _torch_size(record, grid) and at < FULL32
-        if usual and _is_usual(archive, record, grid):
-            # Torch's own layout at another place of the same residue: the same bytes.
-            moved.append(_Moved(record, at, record.crc, record.size, record.compressed, record.method))
-            yield Span(source, record.header, size)
-            at += size
+    limits = [record.header for record in ordered[1:]] + [archive.end.directory]
+    run: list[Record] = []
+    for record, limit in zip(ordered, limits):
+        usual = record.name not in contents and record is not filler.record and _is_usual(archive, record, limit, grid)
+        if usual:
+            run.append(record)
             continue
-        for piece in _one(archive, record, limit, at, grid, content, moved):
-            yield piece
-            at += size_of(piece)
+        if run:
+            yield _Stretch(run, record.header, True)
+            run = []
+        yield _Stretch((record,), limit, False)
+    if run:
+        yield _Stretch(run, archive.end.directory, True)
+
+
+def _layout(
+    archive: Archive,
+    stretches: Sequence[_Stretch],
+    contents: Mapping[str, bytes],
+    grid: int,
+    filler: _Filler,
+    padding: int,
+) -> _Layout:
+    """Each stretch behind the one before it; ``padding`` bytes more than needed in the header of the filler."""
+    source = archive.source
+    layout = _Layout([], 0, [], [], Counter())
+    at = 0
+    for stretch in stretches:
+        records = stretch.records
+        while records:
+            shift = at - records[0].header
+            # A header beyond 4 GiB says where it stands; all others can move as they are.
+            many = len(records) if shift <= 0 else bisect_left(records, FULL32 - shift, key=_header_of)
+            end = records[many].header if many < len(records) else stretch.end
+            if stretch.as_torch and shift % grid == 0 and many:
+                size = end - records[0].header
+                layout.pieces.append(Span(source, records[0].header, size))
+                layout.shifted.append((records[:many], shift))
+                layout.carried[shift] += size
+                at += size
+                records = records[many:]
+                continue
+            record, records = records[0], records[1:]
+            limit = records[0].header if records else stretch.end
+            spare = (padding, filler.alone) if record is filler.record else None
+            for piece in _one(archive, record, limit, at, grid, contents.get(record.name), spare, layout.moved):
+                if isinstance(piece, Span):
+                    layout.carried[at - piece.offset] += piece.size
+                layout.pieces.append(piece)
+                at += size_of(piece)
+    return layout._replace(size=at)
+
+
+def _header_of(record: Record) -> int:
+    return record.header
+
+
+def _missing(layout: _Layout, unit: int) -> int:
+    """The bytes by which most of what is carried over would have to move further to have moved by whole units.
+
+    One number for all, but where a header crosses 4 GiB and grows: then what is fewer is copied.
+    """
+    residues: Counter[int] = Counter()
+    for shift, size in layout.carried.items():
+        residues[shift % unit] += size
+    return -residues.most_common(1)[0][0] % unit if residues else 0
+
+
+def _extra_size(archive: Archive, record: Record) -> int:
+    """Bytes of extra fields in the local header, with room for another field and the least padding."""
+    return int.from_bytes(archive.local(record).raw[28:30], "little") + 4 + alignment(archive)
+
+
+def _name_size(raw: bytes) -> int:
+    return int.from_bytes(raw[26:28], "little")
+
+
+def _directory(archive: Archive, layout: _Layout) -> bytes:
+    """The directory with the new places of the records."""
+    base = archive.records[0].entry
+    last = archive.records[-1]
+    raw = bytearray(archive.source.read(base, last.entry + last.entry_size - base))
+    for records, shift in layout.shifted:
+        if shift:
+            for record in records:
+                _put_u32(raw, record.entry - base + _HEADER_AT, record.header + shift)
+    changed = {new.record.entry: _entry(archive, new) for new in layout.moved}
+    kept = bytes(raw[last.entry - base :])
+    changed[last.entry] = without_note(changed.get(last.entry, kept))
+    ends = {new.record.entry: new.record.entry + new.record.entry_size for new in layout.moved}
+    parts: list[bytes] = []
+    at = base
+    for entry in sorted(changed):
+        parts += [bytes(raw[at - base : entry - base]), changed[entry]]
+        at = ends.get(entry, base + len(raw))
+    return b"".join(parts)
 
 
 def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
@@ -105,8 +241,13 @@ def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
     )
 
 
-def _is_usual(archive: Archive, record: Record, grid: int) -> bool:
-    """Does the local header lead to the payload where torch's own layout has it? One flipped bit leads elsewhere."""
+def _is_usual(archive: Archive, record: Record, limit: int, grid: int) -> bool:
+    """Does torch's own layout fill the bytes up to ``limit`` with this record?
+
+    Its local header must lead to the payload as well: one flipped bit leads elsewhere.
+    """
+    if record.header + _torch_size(record, grid) != limit:
+        return False
     raw = archive.source.read(record.header, LOCAL.size)
     name = len(record.name.encode("utf-8", "surrogateescape"))
     extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
@@ -125,8 +266,16 @@ def _torch_size(record: Record, grid: int) -> int:
 
 
 def _one(
-    archive: Archive, record: Record, limit: int, at: int, grid: int, content: bytes | None, moved: list[_Moved]
+    archive: Archive,
+    record: Record,
+    limit: int,
+    at: int,
+    grid: int,
+    content: bytes | None,
+    spare: tuple[int, bool] | None,
+    moved: list[_Moved],
 ) -> Iterator[Piece]:
+    """Header, payload and descriptor of a record; ``spare`` for the filler: its padding, and whether it is alone."""
     local = archive.local(record)
     payload = Span(archive.source, local.payload, record.compressed)
     if payload.offset + payload.size > limit:
@@ -141,7 +290,7 @@ def _one(
         size, packed, method, body = len(content), len(content), 0, content
     new = _Moved(record, at, crc, size, packed, method)
     moved.append(new)
-    header, wide = _header(new, local.raw, grid)
+    header, wide = _header(new, local.raw, grid, content is not None, spare)
     # What did not change is a span, so that it joins the next one.
     yield Span(archive.source, record.header, len(header)) if header == local.raw else header
     yield body
@@ -160,10 +309,13 @@ def _descriptor(record: Record, tail: bytes) -> bytes:
     return tail[:16]
 
 
-def _header(new: _Moved, raw: bytes, grid: int) -> tuple[bytes, bool]:
-    """The local header at the new place, and whether it carries a zip64 field."""
+def _header(new: _Moved, raw: bytes, grid: int, anew: bool, spare: tuple[int, bool] | None) -> tuple[bytes, bool]:
+    """The local header at the new place, and whether it carries a zip64 field.
+
+    The padding is the least one in a record with a new content and in the filler, which has its own on top.
+    """
     record = new.record
-    name_size = int.from_bytes(raw[26:28], "little")
+    name_size = _name_size(raw)
     name = raw[LOCAL.size : LOCAL.size + name_size]
     fields = extras(raw[LOCAL.size + name_size :])
     fixed = bytearray(raw[: LOCAL.size])
@@ -172,8 +324,13 @@ def _header(new: _Moved, raw: bytes, grid: int) -> tuple[bytes, bool]:
         if any(fixed[14:26]):  # this writer puts the sizes here, not only into the descriptor
             fixed[14:26] = _u32(new.crc) + _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
     kinds = [kind for kind, _ in fields]
-    if _PADDING not in kinds:
+    if _PADDING not in kinds or (spare and spare[1]):
         rest = raw[LOCAL.size + name_size :]
+        if spare:
+            rest = b"".join(_field(kind, data) for kind, data in fields if kind != _PADDING)
+            if spare[0]:
+                rest += _field(_PADDING, b"Z" * (spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK))
+            fixed[28:30] = _u16(len(rest))
         return bytes(fixed) + name + rest, _WIDE in kinds
     old_padding = next(data for kind, data in fields if kind == _PADDING)
     wide = b""
@@ -187,8 +344,8 @@ def _header(new: _Moved, raw: bytes, grid: int) -> tuple[bytes, bool]:
     head = len(fixed) + len(name) + len(front) + 4
     old_head = len(raw) - len(old_padding)
     padding = len(old_padding)
-    if padding == -(record.header + old_head) % grid:
-        padding = -(new.header + head) % grid
+    if anew or spare or padding == -(record.header + old_head) % grid:
+        padding = -(new.header + head) % grid + (spare[0] if spare else 0)
     elif (record.header + len(raw)) % grid == 0:
         # More than the least padding, yet aligned: keep it so.
         padding = (padding // grid) * grid + -(new.header + head) % grid
@@ -221,15 +378,17 @@ def _entry(archive: Archive, new: _Moved) -> bytes:
     fixed[16:20] = _u32(new.crc)
     fixed[20:28] = _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
     fixed[30:32] = _u16(len(extra))
-    fixed[42:46] = _u32(min(new.header, FULL32))
+    fixed[_HEADER_AT:46] = _u32(min(new.header, FULL32))
     return bytes(fixed) + raw[46:extra_at] + extra + raw[extra_at + extra_size :]
 
 
-def _end(archive: Archive, directory: int, size: int) -> bytes:
-    """The end records: zip64 where the source has it or the offsets need it."""
-    count = len(archive.records)
+def ending(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
+    """The end records for ``count`` entries, with the directory of ``size`` bytes at ``directory``.
+
+    With zip64 where the archive has it, the offsets need it or ``wide`` says so; the length of the comment as before.
+    """
     parts = b""
-    if archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
+    if wide or archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
         if archive.end.zip64 >= 0:
             head = archive.source.read(archive.end.zip64, 24)
         else:

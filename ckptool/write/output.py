@@ -1,4 +1,4 @@
-"""The only module that opens a file for writing: it runs a plan, whole or not at all.
+"""A plan becomes a new file, whole or not at all.
 
 The output grows in a temporary sibling ``.NAME.<random>.ckptool-tmp``, is brought to the disk, and only
 then takes its name; then the folder is brought to the disk, too. Whatever happens before that, the path
@@ -12,37 +12,26 @@ import os
 import re
 import shlex
 import stat
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from queue import Empty, Queue
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from .errors import ChangedError, CkptoolError, OutputError, RefusedError, TargetError
-from .source import Computed, FileSource, Piece, Plan, Source, Span
+from ..errors import CkptoolError, OutputError, RefusedError, TargetError
+from ..source import FileSource, Plan, Source
+from .copying import Progress, produce
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HASH", "Written", "check_output", "rehearse", "write_plan"]
+__all__ = ["HASH", "Written", "check_output", "write_plan"]
 
-#: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
-_CHUNK: Final = 16 << 20
-#: The buffer where the kernel cannot copy.
+#: Bytes read at once.
 _BUFFER: Final = 4 << 20
-#: Pieces that are computed before they are written, and the bytes from which on that pays.
-_AHEAD: Final = 4
-_AHEAD_FROM: Final = 2 << 20
-#: Outputs from this size on are brought to the disk while they grow.
-_FLUSH_FROM: Final = 64 << 20
 _SUFFIX: Final = ".ckptool-tmp"
 #: In the name of an output: what the content decides.
 HASH: Final = "{hash8}"
 _PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
-
-Progress = Callable[[int], None]
 
 
 class Written(NamedTuple):
@@ -113,7 +102,7 @@ def write_plan(
     temporary = os.path.join(folder, _stem(name) + os.urandom(6).hex() + _SUFFIX)
     try:
         # From the first moment on: a signal may come as soon as the file is there.
-        _produce(plan, _opened(temporary), mode, sources, progress)
+        _fill(plan, _opened(temporary), mode, sources, progress)
         if HASH in name:
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
@@ -137,15 +126,6 @@ def write_plan(
     return Written(path, plan.size)
 
 
-def rehearse(plan: Plan, progress: Progress | None = None) -> None:
-    """Compute what would be computed while the plan is written, and write nothing; raises what that raises."""
-    with _Ahead(plan.pieces) as ahead:
-        for piece in plan.pieces:
-            for data in ahead.chunks(piece) if isinstance(piece, Computed) else ():
-                if progress:
-                    progress(len(data))
-
-
 def _stem(name: str) -> str:
     """What temporary files of this output begin with; names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
@@ -163,14 +143,9 @@ def _opened(path: str) -> int:
     return fd
 
 
-def _produce(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
+def _fill(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
     try:
-        with _Flusher(fd, plan.size), _Ahead(plan.pieces) as ahead:
-            for piece in plan.pieces:
-                if isinstance(piece, Computed):
-                    _compute(piece, ahead.chunks(piece), fd, progress)
-                else:
-                    _copy(piece, fd, progress)
+        produce(plan, fd, progress)
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
         for source in sources:
@@ -190,145 +165,6 @@ def _digest(path: str) -> str:
         while data := file.read(_BUFFER):
             digest.update(data)
     return digest.hexdigest()[:8]
-
-
-class _Flusher:
-    """Brings what is written to the disk while more is written: the disk works from the first byte on.
-
-    A copy that is synced only at its end takes the time of both, one after the other.
-    """
-
-    def __init__(self, fd: int, size: int) -> None:
-        self._fd = fd
-        self._done = threading.Event()
-        self._error: OSError | None = None
-        worth_it = size >= _FLUSH_FROM and hasattr(os, "fdatasync")
-        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
-
-    def __enter__(self) -> None:
-        if self._thread:
-            self._thread.start()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._done.set()
-        if self._thread:
-            self._thread.join()
-        # The kernel reports a failed write-back once: it must not get lost here.
-        if self._error and kind is None:
-            raise self._error
-
-    def _run(self) -> None:
-        while not self._done.wait(0.01):
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                self._error = error
-                return
-
-
-def _copy(piece: bytes | Span, fd: int, progress: Progress | None) -> None:
-    if isinstance(piece, bytes):
-        _write_all(fd, piece)
-        if progress:
-            progress(len(piece))
-        return
-    source = piece.source
-    done = 0
-    if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
-        done = _kernel_copy(piece, source.fd, fd, progress)
-    while done < piece.size:
-        data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
-        if not data:
-            raise ChangedError("the input ends before the bytes that were to be copied")
-        _write_all(fd, data)
-        done += len(data)
-        if progress:
-            progress(len(data))
-
-
-def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progress | None) -> None:
-    left = piece.size
-    for data in chunks:
-        left -= len(data)
-        if left < 0:
-            break
-        _write_all(fd, data)
-        if progress:
-            progress(len(data))
-    if left:
-        raise ChangedError("the input gave another number of bytes than were to be written")
-
-
-class _Ahead:
-    """Computes pieces in one thread of its own while another writes what is there already.
-
-    One thread for all: what torch computes in a new thread makes it start a new pool of threads.
-    """
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = [piece for piece in pieces if isinstance(piece, Computed)]
-        self._ready: Queue[bytes | BaseException | None] = Queue(_AHEAD)
-        self._stopped = threading.Event()
-        worth_it = sum(piece.size for piece in self._pieces) >= _AHEAD_FROM
-        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
-
-    def __enter__(self) -> _Ahead:
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        while self._thread and self._thread.is_alive():
-            with suppress(Empty):
-                self._ready.get(timeout=0.01)  # it may wait for room to put one more
-        if self._thread:
-            self._thread.join()
-
-    def chunks(self, piece: Computed) -> Iterable[bytes]:
-        """The bytes of the next computed piece; to be asked for in the order of the plan."""
-        return self._taken() if self._thread else piece.chunks()
-
-    def _taken(self) -> Iterator[bytes]:
-        while (data := self._ready.get()) is not None:
-            if isinstance(data, BaseException):
-                raise data
-            yield data
-
-    def _run(self) -> None:
-        try:
-            for piece in self._pieces:
-                for data in piece.chunks():
-                    self._ready.put(data)
-                    if self._stopped.is_set():
-                        return
-                self._ready.put(None)
-        except BaseException as error:
-            self._ready.put(error)
-
-
-def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:
-    """Bytes that the kernel copied from file to file; it may not be able to, then the rest is up to the caller."""
-    done = 0
-    while done < piece.size:
-        try:
-            count = os.copy_file_range(source, fd, min(_CHUNK, piece.size - done), piece.offset + done)
-        except OSError as error:
-            if error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF):
-                return done
-            raise
-        if count == 0:
-            return done
-        done += count
-        if progress:
-            progress(count)
-    return done
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _take_name(temporary: str, target: str) -> None:

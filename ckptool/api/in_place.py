@@ -1,0 +1,126 @@
+"""Edits that a file takes on itself, and the way back."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import Checkpoint
+from ..errors import MalformedError, RefusedError
+from ..human import cut
+from ..source import FileSource, SliceSource, open_source
+from ..zips import Version, read_archive, versions
+
+__all__ = ["history", "in_place", "save_in_place", "undo"]
+
+if TYPE_CHECKING:
+    from ..planning import InPlace
+
+Path = str | os.PathLike[str]
+
+#: Characters of what was done that a version keeps.
+_WORDS = 300
+
+
+def save_in_place(checkpoint: Checkpoint) -> int:
+    """Write an edited checkpoint into its own file: the new metadata is appended, no byte of a tensor moves.
+
+    Takes milliseconds whatever the size, is crash-safe at every instant, and ``undo`` takes it back. Returns the number
+    of bytes appended, 0 where nothing changed. Raises RefusedError for legacy files and for edits that make new bytes
+    of tensors (cast, slim, average), OutputError when it cannot be written, and then the file is what it was.
+    """
+    from ..write import append
+
+    appending = in_place(checkpoint).appending
+    if appending is None:
+        return 0
+    assert isinstance(checkpoint.source, FileSource)
+    append(appending, checkpoint.source)
+    return appending.size - appending.at
+
+
+def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
+    """What ``save_in_place`` appends."""
+    from ..planning import in_place_of
+
+    if not isinstance(checkpoint.source, FileSource):
+        raise RefusedError("only a file can be edited in place", path=checkpoint.path)
+    words = "; ".join(change.words for change in checkpoint.changes)
+    edit = cut(f"{command}: {words}" if command else words, _WORDS)
+    # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+
+
+def history(path: Path) -> dict[str, Any]:
+    """The versions in a file that was edited in place, the oldest first.
+
+    Each with its number, its ``bytes``, what was done to get there (``edit``, None for the first), the ``time`` of
+    that in ISO 8601 (UTC), and whether it was ``finished``: torch reads the last one that was.
+    """
+    name = os.fspath(path)
+    source = open_source(name)
+    try:
+        found = versions(source)[::-1]
+    finally:
+        source.close()
+    listed = [{"version": number, **_told(version)} for number, version in enumerate(found)]
+    return {"schema": "ckptool.history/1", "path": name, "bytes": found[-1].size, "versions": listed}
+
+
+def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Take the last edit in place back, or with ``everything`` all of them: the exact former bytes.
+
+    ``undone`` are the edits taken back, the newest first, none where the file was never edited in place. Raises
+    RefusedError where the former version does not read, OutputError when the file cannot be written.
+    """
+    from ..write import shorten
+
+    name = os.fspath(path)
+    source = open_source(name)
+    try:
+        found = versions(source)
+        target = found[-1] if everything else found[min(1, len(found) - 1)]
+        undone = found[: found.index(target)]
+        if undone:
+            _check(source, target)
+            if not dry_run:
+                shorten(source, target.size)
+    finally:
+        source.close()
+    return {
+        "schema": "ckptool.undo/1",
+        "path": name,
+        "bytes": found[0].size,
+        "output_bytes": target.size,
+        "dry_run": dry_run,
+        "undone": [_told(version) for version in undone],
+        "left": len(found) - len(undone) - 1,
+    }
+
+
+def _check(source: FileSource, version: Version) -> None:
+    """Raise RefusedError unless an archive stands where the version ended."""
+    try:
+        read_archive(SliceSource(source, 0, version.size))
+    except MalformedError as error:
+        what = f"the version of {version.size:,} bytes does not read, so nothing is cut off: {error.what}"
+        raise RefusedError(what, path=source.name) from error
+
+
+def _told(version: Version) -> dict[str, Any]:
+    note = version.note
+    return {
+        "bytes": version.size,
+        "edit": note.edit if note else None,
+        "time": _iso(note.time) if note else None,
+        "finished": version.finished,
+    }
+
+
+def _iso(seconds: int) -> str | None:
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return None  # no date: somebody wrote the note by hand

@@ -1,0 +1,138 @@
+"""``undo``, ``history`` and ``repack``: what was edited in place, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import api
+from ..errors import CkptoolError
+from ..human import counted, human_bytes, undo_step
+from .editing import Job, edit_all
+from .options import format_option, paths, worst, writing
+from .render import clean, emit, emit_json, failure, say_error, table
+
+__all__ = ["history", "repack", "undo"]
+
+UNDO_EPILOG = """\b
+Examples:
+  ckptool undo model.pth
+  ckptool undo model.pth --all
+  ckptool undo *.pth --dry-run
+"""
+
+
+@click.command(epilog=UNDO_EPILOG)
+@paths
+@click.option("--all", "everything", is_flag=True, help="All edits in place, back to the file as it first was.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be taken back.")
+@format_option()
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+def undo(paths: tuple[str, ...], everything: bool, dry_run: bool, style: str, quiet: bool) -> int:
+    """Take the last edit in place back: the file has its exact former bytes again.
+
+    As often as there were edits; an edit that was interrupted counts as one. Exit 1: there is none.
+    """
+    reports = []
+    codes = []
+    for path in paths:
+        try:
+            report = api.undo(path, everything=everything, dry_run=dry_run)
+        except CkptoolError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+            reports.append(failure("undo", path, error))
+            continue
+        codes.append(0 if report["undone"] else 1)
+        reports.append(report)
+        if style == "table" and not quiet:
+            emit("\n".join(_undone(report)))
+    if style != "table" and not quiet:
+        emit_json(reports, style, len(paths) > 1)
+    return worst(codes)
+
+
+def _undone(report: dict[str, Any]) -> list[str]:
+    path = clean(report["path"])
+    if not report["undone"]:
+        return [f"{path}: no edit in place to take back"]
+    would = "would be" if report["dry_run"] else "is"
+    size = f"{report['bytes']:,} -> {report['output_bytes']:,} bytes"
+    lines = [f"{path}: the former version {would} back, {size}"]
+    for version in report["undone"]:
+        unfinished = "" if version["finished"] else " (it was not finished)"
+        lines.append(f"  taken back: {clean(version['edit'])}{unfinished}")
+    if report["left"]:
+        lines.append(f"  {counted(report['left'], 'edit')} before it can be taken back as well")
+    return lines
+
+
+HISTORY_EPILOG = """\b
+Examples:
+  ckptool history model.pth
+  ckptool history model.pth --format json
+"""
+
+
+@click.command(epilog=HISTORY_EPILOG)
+@paths
+@format_option()
+def history(paths: tuple[str, ...], style: str) -> int:
+    """List what was done to a file in place, the oldest version first. Times are UTC."""
+    reports = []
+    codes = []
+    for path in paths:
+        try:
+            report = api.history(path)
+        except CkptoolError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+            reports.append(failure("history", path, error))
+            continue
+        codes.append(0)
+        if style == "table":
+            emit(("\n" if reports else "") + "\n".join(_listed(report)))
+        reports.append(report)
+    if style != "table":
+        emit_json(reports, style, len(paths) > 1)
+    return worst(codes)
+
+
+def _listed(report: dict[str, Any]) -> list[str]:
+    path, found = clean(report["path"]), report["versions"]
+    if len(found) == 1:
+        return [f"{path}: never edited in place, {human_bytes(report['bytes'])}"]
+    rows = [
+        (
+            str(version["version"]),
+            (version["time"] or "").replace("T", " ").removesuffix("Z"),
+            f"{version['bytes']:,}",
+            (version["edit"] or "the file as it first was") + ("" if version["finished"] else " (not finished)"),
+        )
+        for version in found
+    ]
+    lines = [f"{path}: edited in place, {counted(len(found), 'version')}", ""]
+    lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
+    step = "takes the unfinished edit back" if not found[-1]["finished"] else "goes back by one version"
+    return [*lines, "", f"  -> {clean(undo_step(report['path']))} {step}"]
+
+
+REPACK_EPILOG = """\b
+Examples:
+  ckptool repack edited.pth -o clean.pth
+  ckptool repack zipped.pth -o mappable.pth
+  ckptool repack *.pth --out-dir clean/
+"""
+
+
+@click.command(epilog=REPACK_EPILOG)
+@paths
+@writing
+def repack(paths: tuple[str, ...], **how: Any) -> int:
+    """Write a clean file in torch's own layout: aligned, nothing compressed, nothing that is not used.
+
+    Former versions and dropped bytes of edits in place stay behind; torch.load(mmap=True) works on the output
+    whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
+    """
+    return edit_all(Job("repack", api.repack), paths, **how)

@@ -1,0 +1,42 @@
+"""The same checkpoint in a clean file, as torch.save lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from ..checkpoint import Body, Change, Checkpoint, StoredRecord
+from ..human import counted, human_bytes
+from ..source import Computed
+from ..zips import contents
+from .prune import used_storages
+
+__all__ = ["repack"]
+
+
+def repack(checkpoint: Checkpoint) -> Checkpoint:
+    """Lay the file out anew: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
+
+    What no tensor uses, former versions and dead bytes stay behind, so that ``torch.load(mmap=True)`` works on every
+    file. A file as torch 2.7 and later write it comes out byte for byte. A legacy file becomes a zip.
+    """
+    records = list(checkpoint.container.records())
+    used = used_storages(checkpoint.graph)
+    inflated = {
+        record.key: Body(Computed(record.size, partial(_plain, record)), record.size, record.crc or None)
+        for record in records
+        if record.compressed and record.key in used
+    }
+    notes = []
+    if inflated:
+        notes.append(f"{counted(len(inflated), 'deflated storage')} inflated")
+    unused = [record for record in records if record.key and record.key not in used]
+    if unused:
+        size = human_bytes(sum(record.span.size for record in unused))
+        notes.append(f"{counted(len(unused), 'storage')} that nothing uses left out, {size}")
+    change = Change("repack", "", 1, 0, "laid out anew, as torch.save does", tuple(notes))
+    return checkpoint.changed(checkpoint.graph, [change], inflated, anew=True)
+
+
+def _plain(record: StoredRecord) -> Iterator[bytes]:
+    return contents(record.span, record.size, True, record.name)

@@ -1,0 +1,13 @@
+"""The only room that opens files for writing: it runs plans.
+
+``output`` makes a new file, whole or not at all; ``in_place`` appends to one, so that it is the old version or the
+new one at every instant; ``copying`` moves the bytes of both.
+"""
+
+from __future__ import annotations
+
+from .copying import rehearse
+from .in_place import append, shorten
+from .output import HASH, Written, check_output, write_plan
+
+__all__ = ["HASH", "Written", "append", "check_output", "rehearse", "shorten", "write_plan"]

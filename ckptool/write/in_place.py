@@ -1,0 +1,101 @@
+"""Edits in place: what is there never changes, a new version is appended behind it and can be taken back.
+
+Three steps, each on the disk before the next one begins: the new end of the file with a copy of the old end records;
+all that comes before it; the new end records in place of the copy, 98 bytes within one sector. Killed, or out of power,
+the file is the former version before the last step and the new one behind it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import OutputError, RefusedError
+from ..human import undo_step
+from ..source import Appending, FileSource
+from .copying import write_all
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["append", "shorten"]
+
+
+def append(appending: Appending, source: FileSource) -> None:
+    """Append a version to the file behind ``source``; readers that have it open or mapped are not disturbed.
+
+    Raises OutputError when it cannot be written, RefusedError when another process edits it, ChangedError when it
+    changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
+    """
+    with _opened(source) as fd:
+        try:
+            end = appending.size
+            _put(fd, end - len(appending.holding), appending.holding)
+            os.fsync(fd)
+            _put(fd, appending.at, appending.body)
+            os.fsync(fd)
+            _put(fd, end - len(appending.ending), appending.ending)
+            os.fsync(fd)
+        except BaseException:
+            _take_back(fd, appending.at, source.name)
+            raise
+
+
+def shorten(source: FileSource, size: int) -> None:
+    """Cut the file behind ``source`` to its first ``size`` bytes: the version that ended there is back.
+
+    Raises as ``append`` does.
+    """
+    with _opened(source) as fd:
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+
+
+@contextmanager
+def _opened(source: FileSource) -> Iterator[int]:
+    """The file behind a source for writing, locked; OSErrors become OutputErrors."""
+    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(source.name, flags)
+    except OSError as error:
+        raise OutputError(f"it cannot be edited: {error.strerror or error}", path=source.name) from error
+    try:
+        _lock(fd, source.name)
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != source.identity:
+            raise RefusedError("another file has its name now", path=source.name, next="try again")
+        source.check_unchanged()
+        yield fd
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: str) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise RefusedError("another process edits it in place", path=path, next="try again later") from error
+        # A filesystem without locks.
+
+
+def _put(fd: int, at: int, data: bytes) -> None:
+    os.lseek(fd, at, os.SEEK_SET)
+    write_all(fd, data)
+
+
+def _take_back(fd: int, size: int, path: str) -> None:
+    try:
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    except OSError as error:
+        what = f"an unfinished edit cannot be taken back ({error.strerror}): torch still reads the former version"
+        raise OutputError(what, path=path, next=undo_step(path)) from error
