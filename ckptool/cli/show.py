@@ -11,9 +11,9 @@ import click
 from .. import api
 from ..errors import CkptoolError
 from ..human import counted, human_bytes
+from ..listing import listed_entries, listing
 from ..locations import parse_map_location
 from ..names import Globs
-from ..report import listed_entries, listing
 from ..survey import Survey, TensorEntry
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, cleaned, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table

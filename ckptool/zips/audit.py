@@ -193,13 +193,13 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
     if local_name != name:
         note("local-name", f"its local header calls it {shown(local_name)}", ambiguous=True)
     entry = found.entries.read(record.entry, 46)
-    fields_of_both = (
+    compared = (
         ("version", raw[4:6], entry[6:8]),
         ("flags", raw[6:8], entry[8:10]),
         ("method", raw[8:10], entry[10:12]),
         ("time", raw[10:14], entry[12:16]),
     )
-    for field, here, there in fields_of_both if raw[4:14] != entry[6:16] else ():
+    for field, here, there in compared if raw[4:14] != entry[6:16] else ():
         # The writers of torch 1.4 to 1.9 put 0 for an empty record's flags in one of the places only.
         if here != there and not (field == "flags" and not record.size):
             values = [int.from_bytes(value, "little") for value in (here, there)]
