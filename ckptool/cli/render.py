@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "draws",
     "emit",
     "emit_json",
+    "emit_table",
     "failure",
     "flush",
     "pairs",
@@ -43,6 +44,8 @@ _COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
 #: From so many rows on tabulate's 20 milliseconds to be imported and 15 microseconds a row are felt, and the same
 #: table is drawn here.
 _LARGE = 100
+#: Lines that are drawn at a time.
+_BLOCK = 1000
 
 
 def clean(text: str) -> str:
@@ -146,11 +149,11 @@ def table(
 ) -> str:
     """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
     columns = [cleaned(column) for column in zip(*rows, strict=True)]
+    if len(rows) >= _LARGE and style in ("table", "plain"):
+        return "\n".join(_drawn(headers, columns, style, right))
     rows = list(zip(*columns))
     if style == "csv":
         return _csv(headers, rows)
-    if len(rows) >= _LARGE and style in ("table", "plain"):
-        return _drawn(headers, columns, style, right)
     from tabulate import tabulate
 
     align = ["right" if number in right else "left" for number in range(len(headers))]
@@ -172,22 +175,34 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> str:
-    """What tabulate draws for the same columns, in one pass."""
-    # tabulate keeps two columns more than a header has letters, where there is a rule below it.
-    widths = [max(len(header), *map(len, column)) for header, column in zip(headers, columns)]
-    if style == "table":
-        widths = [max(width, len(header) + 2) for width, header in zip(widths, headers)]
+def emit_table(headers: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Write columns of strings as ``table`` draws them, without an object for all the rows, or for all the text."""
+    if len(columns[0]) < _LARGE:
+        emit(table(headers, list(zip(*columns)), right=right))
+        return
+    for block in _drawn(headers, [cleaned(column) for column in columns], "table", right):
+        emit(block)
+
+
+def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
+    """What tabulate draws for the same columns, in one pass; some lines at a time."""
+    columns = [_stripped(column) for column in columns]
+    # tabulate keeps two columns more than a header has letters.
+    widths = [max(len(header) + 2, *map(len, column)) for header, column in zip(headers, columns)]
     form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
     lines = [form % tuple(headers)]
     if style == "table":
         lines.append("  ".join("-" * width for width in widths))
-    blocks = ["\n".join([line.rstrip() for line in lines])]
+    yield "\n".join([line.rstrip() for line in lines])
     rows = zip(*columns)
-    # A line is an object only as long as its block is drawn.
-    count = -(-len(columns[0]) // _LARGE)
-    blocks += ["\n".join([(form % row).rstrip() for row in islice(rows, _LARGE)]) for _ in range(count)]
-    return "\n".join(blocks)
+    for _ in range(0, len(columns[0]), _BLOCK):
+        yield "\n".join([(form % row).rstrip() for row in islice(rows, _BLOCK)])
+
+
+def _stripped(texts: Sequence[str]) -> Sequence[str]:
+    """Without the spaces around them, as tabulate prints them; seldom there is one at all."""
+    everything = "".join(texts)
+    return texts if everything.isascii() and " " not in everything else [text.strip() for text in texts]
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:

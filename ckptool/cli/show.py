@@ -15,8 +15,21 @@ from ..listing import listed_entries, listing
 from ..locations import parse_map_location
 from ..names import Globs
 from ..survey import Survey, TensorEntry
+from ..tensors import Tensor
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
-from .render import clean, cleaned, emit, emit_json, emit_lines, failure, say, say_error, say_problems, table
+from .render import (
+    clean,
+    cleaned,
+    emit,
+    emit_json,
+    emit_lines,
+    emit_table,
+    failure,
+    say,
+    say_error,
+    say_problems,
+    table,
+)
 
 __all__ = ["inspect", "keys"]
 
@@ -136,8 +149,9 @@ def keys(
         if names:
             emit_lines(_labels(entries))
         elif style == "table":
-            title = [clean(path)] if several else []
-            emit("\n".join(([""] if number else []) + title + [_sections(survey, entries, everything)]))
+            if several:
+                emit(("\n" if number else "") + clean(path))
+            _emit_sections(survey, entries, everything)
         else:
             rows += [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
     if style in ("json", "jsonl"):
@@ -167,32 +181,33 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _sections(survey: Survey, listed: Sequence[TensorEntry], everything: bool) -> str:
+def _emit_sections(survey: Survey, listed: Sequence[TensorEntry], everything: bool) -> None:
     """A table for each state dict, one for what is outside, and what is not listed."""
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(entry.state_dict, []).append(entry)
-    parts = []
-    # Many tensors have few shapes and sizes: each is spelled once.
+    rest = len(survey.tensors) - len(listed)
+    # Many tensors have few dtypes, shapes and sizes: each is spelled once.
     shape, size = cache(_shape), cache("{:,}".format)
-    for place, entries in groups.items():
-        rows = [
-            (
-                (path if place < 0 else key) or ".",
-                tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})",
-                shape(tensor.shape),
-                tensor.location,
-                size(tensor.own_bytes),
-            )
-            for path, key, _, tensor, _, _ in entries
-        ]
-        label = "path" if place < 0 else "key"
-        drawn = table((label, "dtype", "shape", "device", "bytes"), rows, right=(4,))
+    for number, (place, entries) in enumerate(groups.items()):
+        tensors = [entry.tensor for entry in entries]
+        columns = (
+            [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
+            [_dtype(tensor) for tensor in tensors],
+            [shape(tensor.shape) for tensor in tensors],
+            [tensor.location for tensor in tensors],
+            [size(tensor.own_bytes) for tensor in tensors],
+        )
+        emit_table(("path" if place < 0 else "key", "dtype", "shape", "device", "bytes"), columns, right=(4,))
         base = survey.state_dicts[place].path if place >= 0 else None
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
-        total = human_bytes(sum(entry.tensor.own_bytes for entry in entries))
-        parts.append(f"{drawn}\n\n{counted(len(entries), 'tensor')}{clean(where)}, {total}")
-    rest = len(survey.tensors) - len(listed)
-    if not parts:
-        parts.append("no tensors")
-    return "\n\n".join(parts) + (f"; {rest:,} more in the file: --all" if rest and parts and not everything else "")
+        total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
+        last = number == len(groups) - 1
+        more = f"; {rest:,} more in the file: --all" if last and rest and not everything else ""
+        emit(f"\n{counted(len(entries), 'tensor')}{clean(where)}, {total}" + (more if last else "\n"))
+    if not groups:
+        emit("no tensors" + (f"; {rest:,} more in the file: --all" if rest and not everything else ""))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})"
