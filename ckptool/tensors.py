@@ -258,7 +258,7 @@ class TensorReader:
         if abs(offset) >= _TOO_LARGE:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
-        size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
+        size = -(-prod(shape) // kind.packed) * kind.itemsize
         base, most = self._view(args[0]) if self._has_views else (0, None)
         if base < 0 or (most is not None and offset + extent(shape, stride) > most):
             return None
@@ -370,11 +370,12 @@ class TensorReader:
         if type(refs) is not tuple:
             return self._size(ref)
         # Numbers are one node each, so tensors of one shape have equal tuples of references.
-        if refs not in self._shapes:
+        known = self._shapes.get(refs)
+        if known is None:
             values = tuple([nodes[item] for item in refs])
             fit = len(values) <= LIMITS.dimensions and all(type(v) is int and abs(v) < _TOO_LARGE for v in values)
-            self._shapes[refs] = values if fit else None  # type: ignore[assignment]
-        return self._shapes[refs]
+            known = self._shapes[refs] = values if fit else None  # type: ignore[assignment]
+        return known
 
     def _shape(self, ref: Ref) -> tuple[int, ...] | None:
         """A shape whose number of elements torch can count."""
