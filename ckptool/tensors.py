@@ -253,9 +253,7 @@ class TensorReader:
         storage = self._uses.get(args[0])
         offset = self.graph.nodes[args[1]]
         shape, stride = self._shape(args[2]), self._ints(args[3])
-        if storage is None or type(offset) is not int or shape is None or stride is None:
-            return None
-        if abs(offset) >= _TOO_LARGE:
+        if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = -(-prod(shape) // kind.packed) * kind.itemsize
