@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GENERATED := README.md docs/commands.md docs/performance.md
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test torture check docs bench fixtures clean
@@ -30,14 +31,14 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cog --check -I . README.md docs/commands.md
+	$(BIN)/cog --check -I . $(GENERATED)
 	$(BIN)/python fixtures/make.py --check
 
 docs: $(READY) ## Generate the documentation anew
-	$(BIN)/cog -r -I . README.md docs/commands.md
+	$(BIN)/cog -r -I . $(GENERATED)
 
-bench: $(READY) ## Measure against torch and cp (needs 5 GB of disk)
-	$(BIN)/python bench/run.py
+bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
+	$(BIN)/python -m bench $(BENCH)
 
 fixtures: $(READY) ## Make the fixtures anew
 	$(BIN)/python fixtures/make.py

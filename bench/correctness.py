@@ -1,17 +1,19 @@
 """Check with torch that an edited checkpoint holds what it should; exits 1 with a sentence if not.
 
-`python bench/correctness.py strip|remap|cast|five INPUT OUTPUT`. Everything is read through mmap, one tensor at a time.
+`python -m bench.correctness CHECK ORIGINAL RESULT`. Everything is read through mmap, one tensor at a time; the checks
+that end in -meta read no values. `same` compares bytes and `safetensors` reads the result with that library.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from files import PREFIX, TAG
+from bench.files import PREFIX, TAG
 
-if TYPE_CHECKING:
-    pass
+_BLOCK = 1 << 24
 
 
 def _load(path: str) -> tuple[dict[str, Any], set[str]]:
@@ -28,36 +30,106 @@ def _load(path: str) -> tuple[dict[str, Any], set[str]]:
     return state, tags
 
 
+def _load_metadata(path: str) -> tuple[dict[str, Any], set[str]]:
+    """The same without the values, for files that are too large to be mapped: fake tensors on the file's devices."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        state: dict[str, Any] = torch.load(path)
+    return state, {str(tensor.device) for tensor in state.values()}
+
+
 def check(edit: str, source: str, output: str) -> str:
     """What is wrong with `output`, as a sentence; empty if nothing is."""
-    import torch
-    from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as strip
-
-    expected, _ = _load(source)
-    found, tags = _load(output)
-    if edit == "strip":
-        strip(expected, PREFIX)  # torch's own idea of the job, `_metadata` included
-    if edit == "cast":
-        for name, tensor in expected.items():
-            expected[name] = tensor.to(torch.bfloat16)
-    if edit == "five":
-        strip(expected, PREFIX)
-        found = found["state_dict"]
-        named = {f"model.net.{name}": tensor for name, tensor in expected.items()}
-        if list(found) != list(named) or any(not torch.equal(found[name], named[name]) for name in named):
-            return "the five edits did not do what they say"
-        return "" if tags == {"cpu"} else "the tags are not those of the five edits"
-    wanted_tags = {"cpu"} if edit == "remap" else {TAG}
-    if list(found) != list(expected):
-        return "the keys, or their order, are not the expected ones"
+    if edit == "same":
+        return _same(source, output)
+    if edit == "safetensors":
+        return _safetensors(source, output)
+    edit, _, meta = edit.partition("-")
+    load = _load_metadata if meta else _load
+    found, tags = load(output)
+    if edit == "loads":
+        return "" if found else "there is nothing in it"
+    expected, _ = load(source)
+    wanted_tags = {"cpu"} if edit in ("remap", "five") else {TAG}
     if tags != wanted_tags:
         return f"the location tags are {sorted(tags)}, not {sorted(wanted_tags)}"
+    if edit == "five":
+        found = found["state_dict"]
+        expected = {f"model.net.{name}": tensor for name, tensor in _stripped(expected).items()}
+        return "" if list(found) == list(expected) and _equal(expected, found) == "" else "the five edits are not done"
+    if edit == "strip":
+        expected = _stripped(expected)
+    if list(found) != list(expected):
+        return "the keys, or their order, are not the expected ones"
     if getattr(found, "_metadata", None) != getattr(expected, "_metadata", None):
         return "_metadata is not as expected"
+    return _equal(expected, found, cast=edit == "cast", values=not meta)
+
+
+def _stripped(state: dict[str, Any]) -> dict[str, Any]:
+    """torch's own idea of the job, `_metadata` included."""
+    from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+    consume_prefix_in_state_dict_if_present(state, PREFIX)
+    return state
+
+
+def _equal(expected: dict[str, Any], found: dict[str, Any], cast: bool = False, values: bool = True) -> str:
+    import torch
+
     for name, tensor in expected.items():
-        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name]):
+        wanted = tensor.to(torch.bfloat16) if cast else tensor
+        other = found[name]
+        if (wanted.dtype, wanted.shape, wanted.stride()) != (other.dtype, other.shape, other.stride()):
+            return f"the tensor {name} has another dtype or shape"
+        if values and not torch.equal(wanted, other):
             return f"the tensor {name} differs"
     return ""
+
+
+def _safetensors(source: str, output: str) -> str:
+    """The checkpoint with its prefix off, as a safetensors file: names and values."""
+    import torch
+    from safetensors import safe_open
+
+    state, _ = _load(source)
+    expected = _stripped(state)
+    with safe_open(output, "pt") as found:
+        if set(found.keys()) != set(expected):
+            return "the keys are not the expected ones"
+        for name, tensor in expected.items():
+            if not torch.equal(tensor, found.get_tensor(name)):
+                return f"the tensor {name} differs"
+    return ""
+
+
+def _same(one: str, other: str) -> str:
+    """Whether two files hold the same bytes; holes are skipped where both have them."""
+    sizes = os.stat(one).st_size, os.stat(other).st_size
+    if sizes[0] != sizes[1]:
+        return f"it has {sizes[1]:,} bytes, not {sizes[0]:,}"
+    with open(one, "rb") as first, open(other, "rb") as second:
+        for spans in (_data(first.fileno()), _data(second.fileno())):
+            for start, end in spans:
+                for place in range(start, end, _BLOCK):
+                    length = min(_BLOCK, end - place)
+                    if os.pread(first.fileno(), length, place) != os.pread(second.fileno(), length, place):
+                        return f"it differs after byte {place:,}"
+    return ""
+
+
+def _data(file: int) -> Iterator[tuple[int, int]]:
+    """The spans of a file that are no holes."""
+    end, size = 0, os.fstat(file).st_size
+    while end < size:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError:  # nothing but a hole up to the end
+            return
+        end = os.lseek(file, start, os.SEEK_HOLE)
+        yield start, end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The checkpoints that the benchmark measures on, and the program that writes one of them.
+"""The files that the benchmark measures on, and the program that makes those that need torch.
 
-`python bench/files.py PATH TENSORS ROWS COLUMNS` writes one; run.py calls it as a subprocess, so that torch
-and two gigabytes of tensors never live in the process that measures.
+`python -m bench.files KIND PATH ...` makes one, in a process of its own: torch and two gigabytes of tensors never
+live in the process that measures.
 """
 
 from __future__ import annotations
@@ -10,41 +10,44 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
 # Part of each file name: raise it when the recipe below changes, and files from before are not reused.
 RECIPE = 1
 PREFIX = "module."
-CUT, FLIPPED, TWIN, PLAIN = ".cut", ".flipped", ".twin", ".plain"
-# Files that jobs make beside an input.
-SIDES = (CUT, FLIPPED, TWIN, PLAIN)
 TAG = "cuda:0"
 _PARTS = ("attn.query", "attn.key", "attn.value", "attn.out", "mlp")
 _TENSORS_PER_LAYER = 2 * len(_PARTS)
 # What torch.save adds to the data of one tensor here (measured: 345 to 380 bytes): its share of the pickle,
 # a zip header, the padding to 64 bytes and an entry in the zip directory.
 _OVERHEAD = 400
+_SMALL_TENSORS, _SMALL_SIDE = 10, 16
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One checkpoint: `tensors` float32 tensors of `rows` x `columns` elements."""
+class Spec(NamedTuple):
+    """One checkpoint: `tensors` float32 tensors of `rows` x `columns` elements; a sparse one has holes for data."""
 
     label: str
     tensors: int
     rows: int
     columns: int
+    sparse: bool = False
 
     @property
     def name(self) -> str:
         """The file's name in the work folder."""
-        return f"input-{self.tensors}x{self.rows}x{self.columns}-r{RECIPE}.pt"
+        kind = "sparse" if self.sparse else "input"
+        return f"{kind}-{self.tensors}x{self.rows}x{self.columns}-r{RECIPE}.pt"
 
     @property
     def size(self) -> int:
-        """The file's size in bytes, a little on the high side."""
-        return self.tensors * (self.rows * self.columns * 4 + _OVERHEAD)
+        """The bytes that the file takes on the disk, a little on the high side."""
+        data = 0 if self.sparse else self.rows * self.columns * 4
+        return self.tensors * (data + _OVERHEAD + (4096 if self.sparse else 0))
 
 
 # 5,000,000 bytes a tensor is no multiple of 64 or 4096, as in real files: the records need padding.
@@ -53,47 +56,82 @@ MANY = Spec("20,000 tensors", 20_000, 1, 220)
 LARGE = Spec("200,000 tensors", 200_000, 1, 220)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
-EVERY_SPEC = (BIG, MANY, LARGE, QUICK_BIG, QUICK_MANY)
+SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
+SPARSE_100 = Spec("100 GB (sparse), 2,000 tensors", 2000, 5000, 2500, sparse=True)
+EVERY_SPEC = (BIG, MANY, LARGE, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
+
+
+def run_torch(kind: str, path: Path, *words: object) -> None:
+    """Let a process of its own make a file; raises CalledProcessError if that fails."""
+    command = [sys.executable, "-m", "bench.files", kind, str(path), *map(str, words)]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def make(spec: Spec, path: Path) -> None:
-    """Write the checkpoint at `path` in a subprocess; raises CalledProcessError if that fails."""
-    numbers = (str(spec.tensors), str(spec.rows), str(spec.columns))
-    subprocess.run([sys.executable, __file__, str(path), *numbers], check=True)
+    """Write the checkpoint at `path`."""
+    run_torch("sparse" if spec.sparse else "input", path, spec.tensors, spec.rows, spec.columns)
 
 
-def cut_in_half(source: Path, cut: Path) -> None:
-    """A copy of the first half of a file."""
-    unfinished = cut.with_suffix(".unfinished")
-    shutil.copyfile(source, unfinished)
-    os.truncate(unfinished, source.stat().st_size // 2)
-    os.replace(unfinished, cut)
+def made(make: Callable[[Path], None], path: Path) -> Callable[[], None]:
+    """A step that makes a file, or a folder, unless it is there; it gets its name when it is whole."""
+
+    def step() -> None:
+        if path.exists():
+            return
+        unfinished = path.with_suffix(".unfinished")  # torch.save names its records after the stem, which stays
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        unfinished.unlink(missing_ok=True)
+        make(unfinished)
+        os.replace(unfinished, path)
+
+    return step
 
 
-def copy(source: Path, twin: Path) -> None:
-    """A whole copy of a file."""
-    unfinished = twin.with_suffix(".unfinished")
-    shutil.copyfile(source, unfinished)
-    os.replace(unfinished, twin)
+def copy_of(source: Path) -> Callable[[Path], None]:
+    """A maker of a whole copy; holes stay holes."""
+
+    def copy(path: Path) -> None:
+        subprocess.run(["cp", str(source), str(path)], check=True)
+
+    return copy
 
 
-def flip_one(source: Path, other: Path) -> None:
-    """A copy of a file with one flipped bit in the last tensor; torch.save puts some small records behind it."""
-    import zipfile
+def half_of(source: Path) -> Callable[[Path], None]:
+    """A maker of a copy of the first half of a file."""
 
-    unfinished = other.with_suffix(".unfinished")
-    shutil.copyfile(source, unfinished)
-    with zipfile.ZipFile(source) as archive:
-        last = [entry for entry in archive.infolist() if "/data/" in entry.filename][-1]
-    with unfinished.open("r+b") as file:
-        file.seek(last.header_offset + 26)
-        sizes = file.read(4)
-        place = last.header_offset + 30 + int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little")
-        file.seek(place + last.file_size - 4)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    os.replace(unfinished, other)
+    def cut(path: Path) -> None:
+        shutil.copyfile(source, path)
+        os.truncate(path, source.stat().st_size // 2)
+
+    return cut
+
+
+def flipped(source: Path) -> Callable[[Path], None]:
+    """A maker of a copy with one flipped bit in the last tensor; torch.save puts some small records behind it."""
+
+    def flip(path: Path) -> None:
+        shutil.copyfile(source, path)
+        with zipfile.ZipFile(source) as archive:
+            last = [entry for entry in archive.infolist() if "/data/" in entry.filename][-1]
+        with path.open("r+b") as file:
+            file.seek(last.header_offset + 26)
+            sizes = file.read(4)
+            place = last.header_offset + 30 + int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little")
+            file.seek(place + last.file_size - 4)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+    return flip
+
+
+def hostile(path: Path) -> None:
+    """A checkpoint that runs `true` when it is unpickled: what a scanner must find."""
+    pickle = b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85q\x02Rq\x03."
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", pickle), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(f"hostile/{name}", data)
 
 
 def tensor_names(count: int) -> list[str]:
@@ -127,20 +165,62 @@ def _write(path: Path, tensors: int, rows: int, columns: int) -> None:
     for name in tensor_names(tensors):
         # Random data, because a file of zeros might be stored sparse or compressed, and copied for nothing.
         state[name] = torch.rand((rows, columns), generator=generator)
-    state._metadata = OrderedDict(module_versions(list(state)))  # type: ignore[attr-defined]
+    _save(state, path)
+
+
+def _write_sparse(path: Path, tensors: int, rows: int, columns: int) -> None:
+    """Save a state dict whose tensors are holes: the right names, sizes and offsets, and checksums of 0."""
+    from collections import OrderedDict
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        state = OrderedDict((name, torch.empty(rows, columns, device=TAG)) for name in tensor_names(tensors))
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            _save(state, path)
+
+
+def _save(state: Any, path: Path) -> None:
+    import torch
+
+    state._metadata = type(state)(module_versions(list(state)))
 
     def tag_of(storage: object) -> str:
         return f"{TAG[:-1]}{0}"  # a new string each time, as torch makes it: the pickle repeats it, unshared
 
     # torch.save looks this function up in its module at each call, so it can be replaced on a machine without a GPU.
     keep, torch.serialization.location_tag = torch.serialization.location_tag, tag_of
-    unfinished = path.with_suffix(".unfinished")
     try:
-        torch.save(state, unfinished)
+        torch.save(state, path)
     finally:
         torch.serialization.location_tag = keep
-    os.replace(unfinished, path)  # only a whole file gets the name that later runs reuse
+
+
+def _write_small(folder: Path, count: int) -> None:
+    """Fill a folder with checkpoints of ten small tensors."""
+    folder.mkdir()
+    for number in range(count):
+        _write(folder / f"epoch_{number:04}.pth", _SMALL_TENSORS, _SMALL_SIDE, _SMALL_SIDE)
+
+
+def _write_safetensors(path: Path, source: str) -> None:
+    """The tensors of a checkpoint as a safetensors file."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file(dict(torch.load(source, map_location="cpu", mmap=True)), path)
+
+
+def _main(kind: str, path: str, *words: str) -> None:
+    target = Path(path)
+    if kind == "safetensors":
+        _write_safetensors(target, words[0])
+    elif kind == "small":
+        _write_small(target, int(words[0]))
+    else:
+        (_write_sparse if kind == "sparse" else _write)(target, *map(int, words))
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    _main(*sys.argv[1:])

@@ -5,26 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-def describe(work: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Lines of text; `sizes` are those of the measured files, in bytes."""
+def describe(work: Path, largest: int) -> list[str]:
+    """Lines of text; `largest` is the largest file that is read through, in bytes."""
     available = _available_memory()
-    largest = max(sizes.values())
     cache = "warm (each input is read through before each run)"
     if available < 3 * largest:  # the input, the output and torch's copy of the tensors
         cache = "not kept warm by this machine: too little memory for input, output and torch's copy"
     load = os.getloadavg()[0]
     cpus = len(os.sched_getaffinity(0))
+    kernel = ".".join(platform.release().split(".")[:2])
     return [
-        f"machine: {cpus} CPUs, {available / 1e9:.0f} GB memory available, load {load:.1f} at the start",
-        f"work folder: {filesystem(work)}; cache: {cache}",
+        f"machine: {cpus} CPUs, {available / 1e9:.0f} GB memory free, Linux {kernel}, load {load:.1f} at the start",
+        f"work folder: {filesystem(work)}; XFS and btrfs: images in it, mounted through a loop device; cache: {cache}",
         f"python {platform.python_version()}, torch {_version('torch')}, click {_version('click')}, "
         f"tabulate {_version('tabulate')}, {_copy_version()}",
-        "files: " + "; ".join(f"{label}: {size / 1e6:,.1f} MB" for label, size in sizes.items()),
     ]
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from jobs import Job
+from bench import images
+from bench.jobs import Group, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE = Path(__file__).resolve().with_name("probe.py")
 _BLOCK = 1 << 22
+_REASON = 80  # characters of a reason that go into a table
 
 
 class JobError(Exception):
-    """A command that was to be measured failed; the text holds the end of its stderr."""
+    """A command that was to be measured failed or did something wrong; the text says what."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The cost of one run: `peak` in bytes is the largest ru_maxrss of the command and its children."""
 
     seconds: float
@@ -30,12 +32,18 @@ class Sample:
     peak: int
 
 
-@dataclass(frozen=True)
-class Result:
-    """All timed runs of one job on one file, in order."""
+class Result(NamedTuple):
+    """All timed runs of one job, in order; or why there are none.
+
+    `disk` is how many bytes fewer were free after the first run, `shared` the share of the output's blocks that are
+    its input's, too (0 to 1); None where it was not asked.
+    """
 
     job: str
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = ()
+    fails: str = ""
+    disk: int | None = None
+    shared: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -47,12 +55,6 @@ class Result:
         """The largest peak, in bytes."""
         return max(sample.peak for sample in self.samples)
 
-    @property
-    def noisy(self) -> bool:
-        """Whether the slowest run took more than one and a half times as long as the fastest."""
-        seconds = [sample.seconds for sample in self.samples]
-        return max(seconds) > 1.5 * min(seconds)
-
 
 def child_environment() -> dict[str, str]:
     """The environment without settings that slow Python down (no .pyc files, unbuffered output) or change it."""
@@ -60,14 +62,17 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name in kept}
 
 
-def run_once(command: Sequence[str], log: Path) -> Sample:
-    """Run one command in the repository's root, so that `-m ckptool` is this checkout; raises JobError if it fails."""
+def run_once(command: Sequence[str], log: Path, expected: int = 0) -> Sample:
+    """Run one command in the repository's root, so that `-m ckptool` is this checkout.
+
+    Raises JobError if it ends with another exit code.
+    """
     probe = [sys.executable, "-I", "-S", str(_PROBE), str(log), *command]
     answer = subprocess.run(probe, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     seconds, cpu_seconds, kibibytes, code = answer.stdout.split()
-    if int(code):
+    if int(code) != expected:
         tail = log.read_text(errors="replace")[-2000:].strip()
-        raise JobError(f"exit code {code} from: {' '.join(command)}\n{tail}")
+        raise JobError(f"{tail or 'no word of why'}\nexit code {code} from: {' '.join(command)}")
     return Sample(float(seconds), float(cpu_seconds), int(kibibytes) * 1024)
 
 
@@ -76,34 +81,88 @@ def peak_floor(log: Path) -> int:
     return run_once(["true"], log).peak
 
 
-def rounds(
-    jobs: Sequence[Job], source: Path, output: Path, repeat: int, repeat_slow: int, tell: Callable[[str], None]
-) -> list[Result]:
-    """Let the jobs take turns: round 0 is the warm-up and is thrown away, then `repeat` rounds are kept.
+def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -> dict[str, Result]:
+    """Let the jobs of a group take turns; the results by the names of the jobs.
 
-    Slow jobs stop after `repeat_slow` rounds. Each round starts one job further on, so that no job
-    always runs behind the same other one. `tell` is called with the figures of each run.
+    First comes the warm-up: its outputs are checked and its times thrown away, unless `repeat` is 0. Then `repeat`
+    rounds are kept. Each round starts one job further on, so that no job always runs behind the same other one.
+    `tell` is called with the time of each run. Raises JobError if a job that must not fail does, or writes
+    something wrong.
     """
+    results = {job.name: _warm_up(job, log, group.disk, tell) for job in group.jobs}
+    jobs = [job for job in group.jobs if not results[job.name].fails]
     samples: dict[str, list[Sample]] = {job.name: [] for job in jobs}
-    for number in range(max(repeat, repeat_slow) + 1):
-        start = number % len(jobs)
+    for number in range(repeat):
+        start = number % len(jobs) if jobs else 0
         for job in (*jobs[start:], *jobs[:start]):
-            if number > (repeat_slow if job.slow else repeat):
-                continue
-            _settle(source, output)
-            sample = run_once(job.command(source, output), output.with_suffix(".log"))
-            tell(f"{'warm-up' if number == 0 else f'round {number}'}: {job.name}: {sample.seconds:.2f} s")
-            if number:
+            if number < job.most:
+                sample = _timed(job, log)
+                tell(f"round {number + 1}: {job.name}: {sample.seconds:.2f} s")
                 samples[job.name].append(sample)
-    output.unlink(missing_ok=True)
-    return [Result(job.name, tuple(samples[job.name])) for job in jobs]
+    for job in jobs:
+        _remove(job.writes)
+        if job.most and repeat:  # else the warm-up is all there is
+            results[job.name] = results[job.name]._replace(samples=tuple(samples[job.name]))
+    return results
 
 
-def _settle(source: Path, output: Path) -> None:
+def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Result:
+    """The first run, and every check."""
+    try:
+        wrong = job.proof()
+        if wrong:
+            raise JobError(wrong)
+        _settle(job)
+        place = job.writes.parent if job.writes and disk else None
+        before = images.free(place) if place else 0
+        sample = run_once(job.words, log, job.code)
+        used = before - images.free(place) if place else None
+        shared = images.shared(job.writes) if job.writes and disk else None
+        if job.check:
+            _check(job, log)
+        tell(f"warm-up: {job.name}: {sample.seconds:.2f} s{'; the result is right' if job.check else ''}")
+    except JobError as error:
+        if not job.may_fail:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        for path in (*job.reads, *(Path(word) for word in job.words if word.startswith("/"))):
+            reason = reason.replace(str(path), path.name)  # figures are published
+        reason = reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
+        tell(f"{job.name} fails: {reason}")
+        return Result(job.name, fails=reason)
+    return Result(job.name, (sample,), disk=used, shared=shared)
+
+
+def _check(job: Job, log: Path) -> None:
+    """Let torch look at what a job wrote; raises JobError if that is wrong."""
+    assert job.check is not None
+    checker = [sys.executable, "-m", "bench.correctness", *map(str, job.check)]
+    with log.open("w") as errors:
+        done = subprocess.run(checker, env=child_environment(), cwd=ROOT, stderr=errors, check=False)
+    if done.returncode:
+        tail = log.read_text(errors="replace").strip()[-2000:]
+        raise JobError(f"{job.name} wrote a wrong file: {tail}")
+
+
+def _timed(job: Job, log: Path) -> Sample:
+    _settle(job)
+    return run_once(job.words, log, job.code)
+
+
+def _settle(job: Job) -> None:
     """Give each run the same start: no output, nothing left to write back, the input in the page cache."""
-    output.unlink(missing_ok=True)
+    _remove(job.writes)
+    job.reset()
     os.sync()  # else one job would wait for the disk on behalf of the job before it
     buffer = bytearray(_BLOCK)
-    with source.open("rb", buffering=0) as stream:
-        while stream.readinto(buffer):
-            pass
+    for path in job.reads:
+        with path.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None and path.is_dir():
+        shutil.rmtree(path)
+    elif path is not None:
+        path.unlink(missing_ok=True)

@@ -1,38 +1,31 @@
-"""Compare ckptool with torch, with cp and with a bare start of Python, in one run on one machine.
+"""Compare ckptool with torch, with cp, with other tools and with a bare start of Python, in one run on one machine.
 
-`python bench/run.py` makes its own checkpoints (kept in bench/scratch for the next time), checks with torch that
-ckptool's output is right, measures, and prints one table. Only the ratios mean something elsewhere: each is
-taken from runs that alternated on the same files. `--quick` takes small files, to see that the script works.
-The exit code is 0 when everything ran, whatever the times were; 1 when a command failed or its output was wrong.
+`python -m bench` makes its own checkpoints (kept in bench/scratch for the next time), checks that what ckptool writes
+is right, measures, and prints tables. Only the ratios mean something elsewhere: each is taken from runs that
+alternated on the same files. `--quick` takes small files, to see that it works. The exit code is 0 when everything
+ran, whatever the times were; 1 when a command of ckptool failed or its output was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
-import subprocess
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import files
-import machine
-from jobs import Group, Job, Row, Target, groups, target
-from measure import ROOT, JobError, Result, child_environment, peak_floor, rounds, run_once
-from tabulate import tabulate
+from bench import figures, files, groups, images, instant, machine, peaks, peers, tables
+from bench.jobs import Group, mentions
+from bench.measure import JobError, measure, peak_floor
 
-_COLUMNS = ("file", "ckptool", "s", "peak MB", "reference", "s", "peak MB", "ratio", "target")
-_SLOW_ROUNDS = 3
-_NOTES = """\
-Seconds are medians of wall time, ~ where the slowest run took over 1.5 times as long as the fastest. Peaks are the
-largest ru_maxrss, which counts mapped file pages; 1 MB = 10^6 bytes. ckptool and "cp && sync" leave the output on the
-disk, torch.save leaves it to be written back later."""
+_SMALL_FILES = 1000
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The command line, parsed."""
 
     work: Path
@@ -47,26 +40,36 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Read the command line; ends the process on a usage error, as argparse does."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
-    parser.add_argument("--quick", action="store_true", help="small files and 3 rounds: does the script work?")
+    parser.add_argument("--quick", action="store_true", help="small files, one run each: does it work?")
     parser.add_argument("--large", action="store_true", help="also a file of 200,000 tensors (a quarter of an hour)")
-    parser.add_argument("--repeat", type=int, metavar="N", help="timed rounds (default 5; at most 3 for torch)")
+    parser.add_argument(
+        "--repeat", type=int, metavar="N", help="timed rounds after the warm-up (default 5; at most 3 for torch)"
+    )
     parser.add_argument("--exe", nargs="?", const="ckptool", help="measure this console script, not python -m ckptool")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every run to FILE")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only groups with a job that has TEXT in its name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only groups with TEXT in their name, file or jobs")
+    parser.add_argument("--list", action="store_true", help="print the groups and their jobs, and do nothing else")
     parser.add_argument("--clean", action="store_true", help="remove the files of earlier runs, and do nothing else")
     given = parser.parse_args(arguments)
-    repeat = given.repeat if given.repeat is not None else 3 if given.quick else 5
-    if repeat < 1:
-        parser.error("--repeat must be at least 1")
+    repeat = given.repeat if given.repeat is not None else 0 if given.quick else 5
+    if repeat < 0:
+        parser.error("--repeat must be at least 0")
     tool = [sys.executable, "-m", "ckptool"]
     if given.exe is not None:
         found = shutil.which(given.exe)
         if found is None:
             parser.error(f"--exe: no such program: {given.exe}")
         tool = [str(Path(found).absolute())]  # the jobs run in another folder
-    return Options(given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool, given.only)
+    options = Options(
+        given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool, given.only
+    )
+    if given.list:
+        for group in chosen(options):
+            print(f"{group.name}: {group.file}", *(f"  {job.name}" for job in group.jobs), sep="\n")
+        parser.exit()
+    return options
 
 
 def tell(text: str) -> None:
@@ -74,83 +77,87 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def specs_of(options: Options) -> list[files.Spec]:
-    """The files to measure on."""
-    specs = [files.QUICK_BIG, files.QUICK_MANY] if options.quick else [files.BIG, files.MANY]
-    return [*specs, files.LARGE] if options.large else specs
+def chosen(options: Options) -> list[Group]:
+    """The groups to be run, in order; those on one image follow each other."""
+    tool, work = options.tool, options.work
+    big, many = (files.QUICK_BIG, files.QUICK_MANY) if options.quick else (files.BIG, files.MANY)
+    small = 20 if options.quick else _SMALL_FILES
+    ready = [*groups.of(tool, big, work), *groups.of(tool, many, work)[: 2 if options.quick else None]]
+    for kind in images.KINDS:
+        ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
+    ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
+    ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
+    ready.append(peaks.group(tool, big, work))
+    ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
+    if options.large:
+        ready += [*groups.of(tool, files.LARGE, work), groups.linear(tool, work, work / "output.pt")]
+    return [group for group in ready if mentions(group, options.only)]
 
 
 def clean(work: Path) -> None:
     """Remove what earlier runs made, by name, and the folder if nothing else is in it."""
-    for spec in files.EVERY_SPEC:
-        path = work / spec.name
-        for leftover in (path, *(path.with_suffix(suffix) for suffix in (".unfinished", *files.SIDES))):
-            leftover.unlink(missing_ok=True)
-    for pattern in ("output.pt", "output.log", ".output.pt.*.ckptool-tmp"):
+    for kind in images.KINDS:
+        images.remove(kind, work)
+    for pattern in ("input-*", "sparse-*", "in-place-*", "small-*", "output.*", ".output.*", "hostile.pth", "peers"):
         for leftover in work.glob(pattern):
-            leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     if work.is_dir() and not any(work.iterdir()):
         work.rmdir()
 
 
-def prepare(specs: Sequence[files.Spec], work: Path) -> None:
-    """Check the room on the disk, then make the files that are missing; ends the process if that is too little."""
-    missing = [spec for spec in specs if not (work / spec.name).exists()]
-    need = sum(spec.size for spec in missing) + max(spec.size for spec in specs) * 17 // 10
-    work.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(work).free
-    tell(f"{work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed for {len(missing)} new files and an output")
+def check_room(options: Options, wanted: Sequence[Group]) -> None:
+    """See that the disk has room; ends the process if not."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    used = [spec for spec in files.EVERY_SPEC if any(spec.label == group.file for group in wanted)]
+    missing = [spec for spec in used if not (options.work / spec.name).exists()]
+    # An output and three more copies at a time.
+    need = sum(spec.size for spec in missing) + 4 * max((spec.size for spec in used), default=0)
+    free = shutil.disk_usage(options.work).free
+    tell(f"{options.work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
     if free < need:
         sys.exit("not enough room: free some, choose another folder with --work, or use --quick")
-    for spec in missing:
-        tell(f"making {spec.name}")
-        files.make(spec, work / spec.name)
 
 
-def verify(job: Job, source: Path, output: Path) -> None:
-    """Run an editing job once and let torch check what it wrote; raises JobError if that is wrong."""
-    output.unlink(missing_ok=True)
-    run_once(job.command(source, output), output.with_suffix(".log"))
-    checker = [sys.executable, str(Path(__file__).with_name("correctness.py")), job.edit, str(source), str(output)]
-    answer = subprocess.run(checker, env=child_environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
-    if answer.returncode:
-        raise JobError(f"{job.name} wrote a wrong file: {answer.stderr.strip()}")
-    tell(f"{job.name}: torch reads the output, and it is right")
+@contextlib.contextmanager
+def _ready(group: Group) -> Iterator[None]:
+    """The group's files, which are removed again; the lasting ones stay."""
+    try:
+        for step in group.setup:
+            step()
+        yield
+    finally:
+        for path in group.leftovers:
+            path.unlink(missing_ok=True)
 
 
-def measure(group: Group, source: Path, options: Options) -> dict[str, Result]:
-    """Check and time all jobs of a group on one file; the results by the names of the jobs."""
-    output = options.work / "output.pt"
-    for job in group.jobs:
-        if job.edit:
-            verify(job, source, output)
-    results = rounds(group.jobs, source, output, options.repeat, min(options.repeat, _SLOW_ROUNDS), tell)
-    return {result.job: result for result in results}
-
-
-def verdict(goal: Target | None, ratio: float, peak: int) -> str:
-    """The target and whether it was met; empty where there is none."""
-    if goal is None:
-        return ""
-    met = ratio <= goal.ratio and (goal.peak is None or peak <= goal.peak * 1e6)
-    memory = "" if goal.peak is None else f", <= {goal.peak:g} MB"
-    return f"<= {goal.ratio:g}x{memory}: {'met' if met else 'missed'}"
-
-
-def table_line(spec: files.Spec, row: Row, results: Mapping[str, Result], floor: int) -> tuple[str, ...]:
-    """One line of the table."""
-    mine, other = results[row.job], results[row.reference]
-    ratio = mine.seconds / other.seconds
-
-    def cost(result: Result) -> tuple[str, str]:
-        # At the floor the probe itself is all that was seen: the command needed that much or less.
-        memory = f"{result.peak / 1e6:,.0f}" if result.peak > floor * 1.05 else f"<{floor / 1e6 + 0.5:.0f}"
-        return f"{'~' if result.noisy else ''}{result.seconds:.3f}", memory
-
-    return (
-        spec.label, row.job, *cost(mine), row.reference, *cost(other), f"{ratio:.2f}x",
-        verdict(target(spec, row), ratio, mine.peak),
-    )  # fmt: skip
+def run(options: Options, wanted: Sequence[Group], floor: int) -> tuple[list[Any], list[Any]]:
+    """Run the groups; their rows, and what had to be left out and why. Raises JobError."""
+    rows: list[figures.Figures] = []
+    left_out: list[dict[str, str]] = []
+    log = options.work / "output.log"
+    with contextlib.ExitStack() as stack:
+        mount = ""
+        absent: dict[str, str] = {}
+        for group in wanted:
+            tell(f"== {group.name}: {group.file}")
+            if group.image != mount:
+                stack.close()
+                mount = group.image
+                try:
+                    if mount:
+                        stack.enter_context(images.mounted(mount, options.work))
+                except images.ImageError as error:
+                    absent[mount] = str(error)
+            reason = absent.get(mount) or group.skip()
+            if reason:
+                tell(f"left out: {reason}")
+                left_out.append({"what": f"{group.name}, {group.file}", "why": reason})
+                continue
+            with _ready(group):
+                results = measure(group, options.repeat, log, tell)
+            filesystem = group.image or machine.filesystem(options.work)
+            rows += figures.figures_of(group, filesystem, results, floor)
+    return rows, left_out
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -161,31 +168,24 @@ def main(arguments: Sequence[str]) -> None:
         return
     if not sys.platform.startswith("linux"):
         sys.exit("the figures of the operating system are read as Linux gives them; run this on Linux")
-    specs = specs_of(options)
-    prepare(specs, options.work)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is mounted is unmounted
+    wanted = chosen(options)
+    check_room(options, wanted)
+    facts = machine.describe(options.work, max(spec.size for spec in files.EVERY_SPEC if not spec.sparse))
     floor = peak_floor(options.work / "output.log")
-    facts = machine.describe(options.work, {spec.label: (options.work / spec.name).stat().st_size for spec in specs})
-    lines: list[tuple[str, ...]] = []
-    raw: list[dict[str, object]] = []
     try:
-        for spec in specs:
-            tell(f"== {spec.label}")
-            for group in groups(options.tool):
-                if not any(options.only in job.name for job in group.jobs):
-                    continue
-                results = measure(group, options.work / spec.name, options)
-                lines += [table_line(spec, row, results, floor) for row in group.rows]
-                raw += [{"file": spec.label, **asdict(result)} for result in results.values()]
+        rows, left_out = run(options, wanted, floor)
     except JobError as error:
         sys.exit(str(error))
     tool = "console script" if options.tool[0] != sys.executable else "python -m ckptool"
-    facts.append(f"ckptool as: {tool}; {options.repeat} rounds after a warm-up, at most {_SLOW_ROUNDS} for torch")
-    print(*facts, _NOTES, "", sep="\n")
-    print(tabulate(lines, headers=_COLUMNS, tablefmt="github", disable_numparse=True))
+    facts.append(f"ckptool as: {tool}; rounds after the warm-up: {options.repeat}, fewer of what takes long")
+    folder = options.work / "peers"
+    others = [
+        {"package": peer.package, "version": peers.version(peer, folder), "does": peer.does} for peer in peers.PEERS
+    ]
+    document = {
+        "schema": figures.SCHEMA, "machine": facts, "peers": others, "rows": rows, "left_out": left_out,
+    }  # fmt: skip
+    print(tables.machine(document), tables.NOTES, "", tables.plain(document), sep="\n")
     if options.json:
-        document = {"schema": "ckptool.bench/1", "machine": facts, "peak_floor": floor, "results": raw}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -19,6 +19,8 @@ step that gets the user further; it may be empty. This module knows nothing of c
 
 from __future__ import annotations
 
+from copyreg import __newobj__  # type: ignore[attr-defined]
+
 __all__ = [
     "ChangedError",
     "CkptoolError",
@@ -52,6 +54,11 @@ class CkptoolError(Exception):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.path else self.what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception comes out of a pickle by calling its class with ``args`` alone, and then ``kind`` is missing:
+        # a pool of processes hangs on such an error.
+        return __newobj__, (type(self), *self.args), self.__dict__
 
 
 class UnreadableError(CkptoolError):

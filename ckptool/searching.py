@@ -14,7 +14,7 @@ from .human import listed
 from .source import open_source
 from .zips import read_archive
 
-__all__ = ["Target", "explain_directory", "find_targets"]
+__all__ = ["Target", "explain_directory", "find_targets", "names_one_file"]
 
 #: Names under which a file that is something else altogether is a checkpoint that went wrong.
 _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
@@ -40,39 +40,68 @@ class Target(NamedTuple):
     named: bool
 
 
-def find_targets(paths: Sequence[str]) -> Iterator[Target]:
-    """The files behind the paths, in a stable order, each once.
+def names_one_file(paths: Sequence[str]) -> bool:
+    """Is it one file that the user named: no folder, no glob, whatever these hold today?"""
+    return len(paths) == 1 and not os.path.isdir(paths[0]) and not _is_glob(paths[0])
+
+
+def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
+    """The files behind the paths as they are found, in a stable order; an error for a path without any.
 
     A folder is searched for checkpoints, hidden folders and symbolic links to folders left out; a path that does
-    not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file comes out whatever it is.
+    not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file comes out whatever it is,
+    and as often as it is named; another one once.
     """
     seen: set[str] = set()
     for path in paths:
-        for target in _behind(path):
-            if target.path not in seen:
-                seen.add(target.path)
-                yield target
+        nothing = True
+        try:
+            for target in _behind(path):
+                nothing = False
+                if target.path == path or target.path not in seen:
+                    seen.add(target.path)
+                    yield target
+            if nothing:
+                yield _without_checkpoint(path)
+        except UnreadableError as error:
+            yield error
+
+
+def _is_glob(path: str) -> bool:
+    return any(mark in path for mark in "*?[") and not os.path.lexists(path)
 
 
 def _behind(path: str) -> Iterator[Target]:
     if os.path.isdir(path):
-        yield from (Target(found, False) for found in _walk(path) if _claims(found))
-    elif not os.path.lexists(path) and any(mark in path for mark in "*?["):
+        yield from _walk(path)
+    elif _is_glob(path):
         import glob
 
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise UnreadableError("no file matches this pattern", path=path, next="name the folder to search all of it")
+            # Brackets are part of many a name that is just not there.
+            what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
+            raise UnreadableError(what, path=path, next="name the folder to search all of it")
         for match in matches:
             yield from _behind(match)
     else:
         yield Target(path, True)
 
 
-def _walk(folder: str) -> Iterator[str]:
-    for root, folders, files in os.walk(folder):
+def _walk(folder: str) -> Iterator[Target]:
+    """The checkpoints in a folder, and the folders in it that cannot be looked into."""
+    closed: list[OSError] = []
+    for root, folders, files in os.walk(folder, onerror=closed.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(root, name) for name in sorted(files))
+        yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
+    yield from (Target(str(error.filename), False) for error in closed)
+
+
+def _without_checkpoint(path: str) -> UnreadableError:
+    special = explain_directory(path) if os.path.isdir(path) else None
+    if isinstance(special, NotACheckpointError):
+        return special
+    return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
 
 
 def _claims(path: str) -> bool:

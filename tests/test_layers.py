@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ckptool"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
-    frozenset({"pickles"}),  # knows nothing of torch
+    frozenset({"pickles", "threads"}),  # knows nothing of torch
     frozenset({"objects", "zips"}),
     frozenset({"tensors"}),
     frozenset({"survey"}),
@@ -221,6 +221,7 @@ def test_nothing_that_executes_is_within_reach(module: Module) -> None:
     exceptions = {
         ("ckptool/cli/main.py", "importlib"),  # finds the module of a command by the name in COMMANDS
         ("ckptool/api/__init__.py", "importlib"),  # finds the module of a name in _LATE
+        ("ckptool/cli/jobs.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
         ("ckptool/runtime/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/runtime/loads.py", "importlib"),  # the model that match --model names, and says that it runs

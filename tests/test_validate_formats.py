@@ -416,6 +416,8 @@ def test_a_name_with_brackets_is_a_name_first(here: Path, validate: Validate) ->
 
 def test_each_file_once(tree: Path, validate: Validate) -> None:
     assert found_in(validate, "t/a.pth", "t", "t/*.pth").count("t/a.pth") == 1
+    # But a report for each path that is named.
+    assert found_in(validate, "t/a.pth", "t/cut.ckpt", "t/a.pth") == ["t/a.pth", "t/cut.ckpt", "t/a.pth"]
 
 
 # -- loading ------------------------------------------------------------------------------------------

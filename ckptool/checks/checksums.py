@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..checkpoint import Container, StoredRecord
 from ..errors import MalformedError
+from ..threads import blocks, in_threads
 from ..zips import contents
 
 __all__ = ["Checksums", "checksum", "checksums"]
-
-#: More threads than these do not read faster than memory gives.
-_THREADS: Final = 4
-#: Bytes from which on another thread is worth its start.
-_WORTH_IT: Final = 16 << 20
 
 
 class Checksums(NamedTuple):
@@ -48,65 +43,34 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
                 summed.append(record)
     except MalformedError as error:
         lost.append((error.where, str(error)))
-    sums = _Sums(summed, progress)
-    sums.run()
-    lost += sums.lost
-    wrong = [record for number, record in enumerate(summed) if sums.found.get(number, record.crc) != record.crc]
-    return Checksums(len(summed), sum(record.size for record in summed), wrong, lost, uncomputed, without)
+    found: dict[int, int] = {}
+    broken: dict[int, str] = {}
+    lock = threading.Lock()
 
+    def advance(size: int) -> None:
+        with lock:
+            if progress:
+                progress(size)
 
-class _Sums:
-    """The checksums of records, by two threads where that pays: reading and summing leave Python's lock alone."""
-
-    def __init__(self, records: Sequence[StoredRecord], progress: Callable[[int], None] | None) -> None:
-        self.records = records
-        self.progress = progress
-        self.found: dict[int, int] = {}
-        self.lost: list[tuple[str, str]] = []
-        self._next = iter(range(len(records)))
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Fill ``found`` and ``lost``; raises what a thread raised."""
-        total = sum(record.size for record in self.records)
-        workers = min(_THREADS, os.cpu_count() or 1) if total >= _WORTH_IT else 1
-        others = [threading.Thread(target=self._work, daemon=True) for _ in range(workers - 1)]
-        for thread in others:
-            thread.start()
+    def read(number: int) -> None:
         try:
-            self._work()
-        finally:
-            # After ^C the others stop at their next record.
-            self._next = iter(())
-            for thread in others:
-                thread.join()
-        if self._error is not None:
-            raise self._error
+            found[number] = checksum(summed[number], advance if progress else None)
+        except MalformedError as error:
+            broken[number] = error.what
 
-    def _work(self) -> None:
-        while self._error is None:
-            with self._lock:
-                number = next(self._next, None)
-            if number is None:
-                return
-            try:
-                self.found[number] = checksum(self.records[number], self._progressed if self.progress else None)
-            except MalformedError as error:
-                self.lost.append((self.records[number].name, error.what))
-            except BaseException as error:
-                self._error = error
-
-    def _progressed(self, size: int) -> None:
-        with self._lock:
-            if self.progress:
-                self.progress(size)
+    total = sum(record.size for record in summed)
+    in_threads(range(len(summed)), read, total)
+    lost += [(summed[number].name, broken[number]) for number in sorted(broken)]
+    wrong = [record for number, record in enumerate(summed) if found.get(number, record.crc) != record.crc]
+    return Checksums(len(summed), total, wrong, lost, uncomputed, without)
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
     """The CRC-32 of a record's bytes, inflated; raises MalformedError where they do not inflate to their size."""
     crc = 0
-    for data in contents(record.span, record.size, record.compressed, record.name):
+    there = not record.compressed and record.span.offset + record.span.size <= record.span.source.size
+    pieces = contents(record.span, record.size, record.compressed, record.name)
+    for data in blocks(record.span) if there else pieces:
         crc = zlib.crc32(data, crc)
         if progress:
             progress(len(data))

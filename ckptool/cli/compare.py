@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -15,11 +13,10 @@ from ..errors import UnreadableError
 from ..human import counted, cut, listed
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
+from .streams import progress_bar
 
 __all__ = ["diff", "label"]
 
-#: From so many bytes on reading them is felt.
-_PROGRESS_FROM = 200_000_000
 #: Lines of one list for people; the rest is counted.
 _SHOWN = 20
 #: From so many tensors on that changed in the same way they stand in one line.
@@ -84,12 +81,11 @@ def diff(
 
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
-    shown = size >= _PROGRESS_FROM and not (quiet or no_progress) and sys.stderr.isatty()
     try:
         with api.open(a) as one, api.open(b) as other:
             for checkpoint in (one, other):
                 say_problems(checkpoint)
-            with click.progressbar(length=size, label="comparing", file=sys.stderr) if shown else nullcontext() as bar:
+            with progress_bar(size, "comparing", not (quiet or no_progress)) as moving:
                 report = diff_report(
                     one,
                     other,
@@ -99,7 +95,7 @@ def diff(
                     key=key,
                     other_key=other_key,
                     count=not (quiet or stat),
-                    progress=bar.update if bar else None,
+                    progress=moving,
                 )
     except UnreadableError as error:
         say_error(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,11 +19,9 @@ from ..source import FileSource, Plan
 from ..write import append, check_output, rehearse, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems
+from .streams import progress_bar, watched
 
 __all__ = ["Job", "account", "edit_all"]
-
-#: Below this an output takes no noticeable time, and a progress bar would only flicker.
-_PROGRESS_FROM = 200_000_000
 
 #: Commands that leave mappings of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
@@ -70,7 +67,7 @@ def edit_all(
     reports = []
     codes = []
     for path, target in zip(paths, targets):
-        bar = not (quiet or no_progress) and sys.stderr.isatty()
+        bar = not (quiet or no_progress) and watched()
         try:
             how = _How(force, dry_run, in_place, bar)
             report = _edit_one(job, path, target, how)
@@ -192,11 +189,8 @@ def _refuse_inputs(job: Job, target: str) -> None:
 def _write(edited: Checkpoint, plan: Plan, target: str, *, force: bool, bar: bool) -> str:
     """Write the output and return its name, which its content may have decided."""
     sources, mode = edited.sources, file_mode(edited.source)
-    if not bar or plan.size < _PROGRESS_FROM:
-        return write_plan(plan, target, sources, force=force, mode=mode).path
-    label = clean(os.path.basename(target))
-    with click.progressbar(length=plan.size, label=label, file=sys.stderr) as progress:
-        return write_plan(plan, target, sources, force=force, mode=mode, progress=progress.update).path
+    with progress_bar(plan.size, os.path.basename(target), bar) as moving:
+        return write_plan(plan, target, sources, force=force, mode=mode, progress=moving).path
 
 
 def _head(report: dict[str, Any]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import click
@@ -15,11 +14,9 @@ from ..errors import CkptoolError
 from .compare import label
 from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
 from .render import clean, emit, emit_json, emit_lines, failure, say_error, say_problems
+from .streams import progress_bar
 
 __all__ = ["hash_command", "lock"]
-
-#: From so many bytes on reading them is felt.
-_PROGRESS_FROM = 200_000_000
 
 LOCK_EPILOG = """\b
 Examples:
@@ -118,12 +115,7 @@ def _each(item: dict[str, Any], structure: bool) -> str:
     return f"{'' if structure else item['hash'] + '  '}{item['dtype']} {shape}  {label(item['path'])}"
 
 
-@contextmanager
-def _bar(path: str, wanted: bool) -> Iterator[Callable[[int], None] | None]:
+def _bar(path: str, wanted: bool) -> AbstractContextManager[Callable[[int], None] | None]:
     """A progress bar where reading takes long enough, and somebody looks."""
     size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
-    if size < _PROGRESS_FROM or not sys.stderr.isatty():
-        yield None
-        return
-    with click.progressbar(length=size, label="hashing", file=sys.stderr) as bar:
-        yield bar.update
+    return progress_bar(size, "hashing")

@@ -8,25 +8,28 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint import CUT, Checkpoint
 from ..errors import CkptoolError
-from ..human import salvage_step
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 __all__ = [
     "StdoutError",
     "clean",
     "cleaned",
+    "column_table",
     "draws",
     "emit",
     "emit_json",
-    "emit_table",
+    "emit_part",
     "failure",
     "flush",
     "pairs",
+    "problem_lines",
     "say",
     "say_error",
     "say_problems",
@@ -82,6 +85,11 @@ def draws(text: str) -> bool:
 def emit(text: str) -> None:
     """Write text, already clean, to stdout."""
     _write(text + "\n")
+
+
+def emit_part(text: str) -> None:
+    """Write text, already clean, to stdout, and leave its last line open."""
+    _write(text)
 
 
 def _write(text: str) -> None:
@@ -148,8 +156,15 @@ def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
 ) -> str:
     """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
-    columns = [cleaned(column) for column in zip(*rows, strict=True)]
-    if len(rows) >= _LARGE and style in ("table", "plain"):
+    return column_table(headers, list(zip(*rows, strict=True)), style, right)
+
+
+def column_table(
+    headers: Sequence[str], columns: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
+) -> str:
+    """The same table from its columns: for many rows, of which none is made an object."""
+    columns = [cleaned(column) for column in columns]
+    if columns and len(columns[0]) >= _LARGE and style in ("table", "plain"):
         return "\n".join(_drawn(headers, columns, style, right))
     rows = list(zip(*columns))
     if style == "csv":
@@ -173,15 +188,6 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     writer.writerow(headers)
     writer.writerows(rows)
     return out.getvalue().rstrip("\n")
-
-
-def emit_table(headers: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Write columns of strings as ``table`` draws them, without an object for all the rows, or for all the text."""
-    if len(columns[0]) < _LARGE:
-        emit(table(headers, list(zip(*columns)), right=right))
-        return
-    for block in _drawn(headers, [cleaned(column) for column in columns], "table", right):
-        emit(block)
 
 
 def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
@@ -233,11 +239,22 @@ def tell(text: str) -> None:
 
 def say_problems(checkpoint: Checkpoint) -> None:
     """What is wrong with the file itself, on stderr, for commands that go on all the same."""
+    for line in problem_lines(checkpoint):
+        tell(line)
+
+
+def problem_lines(checkpoint: Checkpoint) -> list[str]:
+    """What ``say_problems`` says."""
+    from ..checkpoint import CUT
+    from ..human import salvage_step
+
+    lines = []
     for problem in checkpoint.container.problems:
         if problem.level == "error":
-            say(f"warning: {checkpoint.path}: {problem.message}")
+            lines.append(f"ckptool: warning: {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            tell(f"  -> {salvage_step(checkpoint.path)}")
+            lines.append(f"  -> {salvage_step(checkpoint.path)}")
+    return lines
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:

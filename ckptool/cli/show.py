@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import chain, islice
+from shlex import quote
+from typing import Any, Final, NamedTuple
 
 import click
 
 from .. import api
-from ..errors import CkptoolError
-from ..human import counted, human_bytes
+from ..errors import CkptoolError, UnreadableError
+from ..human import counted, cut, human_bytes
 from ..listing import listed_entries, listing
-from ..locations import parse_map_location
+from ..locations import MapLocation, parse_map_location
 from ..names import Globs
-from ..survey import Survey, TensorEntry
-from ..tensors import Tensor
-from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
-from .render import (
-    clean,
-    cleaned,
-    emit,
-    emit_json,
-    emit_lines,
-    emit_table,
-    failure,
-    say,
-    say_error,
-    say_problems,
-    table,
-)
+from ..searching import find_targets, names_one_file
+from .jobs import answers, jobs_option
+from .key_tables import Section, cells, drawn, labels, sections
+from .options import ALL_FORMATS, format_option, key_option, paths, worst
+from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
+from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
 
 __all__ = ["inspect", "keys"]
+
+#: From so many files on a bar is worth looking at.
+_MANY: Final = 500
+#: Errors that are told one by one below the overview of many files.
+_EACH: Final = 5
 
 INSPECT_EPILOG = """\b
 Examples:
   ckptool inspect model.pth
   ckptool inspect model.pth --tree --depth 2
   ckptool inspect model.pth --map-location cuda:1=cuda:0
-  ckptool inspect *.pth --format jsonl
+  ckptool inspect runs/
+  ckptool inspect runs/ --format jsonl --jobs 4
 """
+
+
+class _Told(NamedTuple):
+    """What a file gave: exit code, text for stdout, line of the overview and bytes, lines for stderr, error, rows."""
+
+    code: int
+    text: str = ""
+    row: tuple[str, ...] = ()
+    size: int = 0
+    remarks: tuple[str, ...] = ()
+    error: CkptoolError | None = None
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+@contextmanager
+def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Any]]:
+    """The files behind the paths, or what is wrong with one; and a function to be called with 1 for each."""
+    found: Iterator[str | UnreadableError] = (
+        item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
+    )
+    if not (bar and watched()) or names_one_file(paths):
+        yield found, None
+        return
+    every = list(found)
+    with progress_bar(len(every), "reading", least=_MANY) as moving:
+        yield iter(every), moving
 
 
 @click.command(epilog=INSPECT_EPILOG)
@@ -50,45 +75,146 @@ Examples:
     "--map-location", metavar="SPEC", help="Say where each tag would land: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
 @click.option("--load", is_flag=True, help="Really load it with torch.load(weights_only=True).")
+@jobs_option
 @format_option()
-@click.pass_context
+@click.option("-v", "--verbose", is_flag=True, help="All about every file, also for folders and globs.")
+@click.option("--overview", is_flag=True, help="One line a file, also for files that are named.")
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
 def inspect(
-    ctx: click.Context, paths: tuple[str, ...], tree: bool, depth: int, map_location: str | None, load: bool, style: str
+    paths: tuple[str, ...],
+    tree: bool,
+    depth: int,
+    map_location: str | None,
+    load: bool,
+    jobs: int,
+    style: str,
+    verbose: bool,
+    overview: bool,
+    no_progress: bool,
 ) -> int:
     """Say what a checkpoint is, what is in it, and what to do about it.
 
-    Reads the metadata only: nothing in the file is run, torch is not imported (but with --load).
+    Takes files, folders (searched for checkpoints by content) and globs; several files from a folder come as a table
+    with a line each. Reads the metadata only: nothing in the file is run, torch is not imported (but with --load).
+    JSON is an object for one named file, else a list.
     """
-    from ..report import inspection
-    from .summary import summary
-
+    if overview and (verbose or tree or load):
+        raise click.UsageError("--overview is one line a file: not with --verbose, --tree or --load.")
     location = parse_map_location(map_location)
-    reports: list[dict[str, Any]] = []
-    codes = []
-    for path in paths:
-        try:
-            with api.open(path) as checkpoint:
-                report = inspection(checkpoint, location)
-                if tree:
-                    from ..tree import tree_of
+    bar = not no_progress and (style == "json" or not on_terminal())
+    with _files(paths, bar) as (files, moving):
+        if style == "table" and not (overview or verbose or tree or load):
+            first = list(islice(files, 2))
+            files = chain(first, files)
+            overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
+        work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, style=style)
+        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as told:
+            if style != "table":
+                return _json(told, Reports(style, not names_one_file(paths)), moving)
+            return _overview(told, moving) if overview else _summaries(told, moving)
 
-                    report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
-            if load:
-                from ..loading import load_report
 
-                report["load"] = load_report(path, location)
-                codes.append(0 if report["load"]["ok"] else 1)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("inspect", path, error))
-            continue
-        codes.append(0)
-        reports.append(report)
-        if style == "table":
-            emit(("\n" if any("error" not in item for item in reports[:-1]) else "") + summary(report))
+def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Told:
+    from ..report import inspection
+    from .summary import overview_row, summary
+
+    code = 0
+    try:
+        with api.open(path) as checkpoint:
+            report = inspection(checkpoint, location)
+            if depth:
+                from ..tree import tree_of
+
+                report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
+        if load:
+            from ..loading import load_report
+
+            report["load"] = load_report(path, location)
+            code = 0 if report["load"]["ok"] else 1
+    except CkptoolError as error:
+        return _not_read("inspect", style, path, error)
     if style != "table":
-        emit_json(reports, style, len(paths) > 1)
+        return _Told(code, report_text(report, style))
+    return _Told(code, summary(report), overview_row(report), report["bytes"])
+
+
+def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Told:
+    text = report_text(failure(command, path, error), style) if style in ("json", "jsonl") else ""
+    row = (path, "", getattr(error, "kind", ""), "", "", "", "", f"error: {cut(error.what, 60)}")
+    return _Told(error.exit_code, text, row, error=error)
+
+
+def _json(told: Iterator[_Told], reports: Reports, moving: Any) -> int:
+    codes = set()
+    kept: list[_Told] = []
+    for item in told:
+        reports.add(item.text)
+        codes.add(item.code)
+        if reports.style == "json":
+            kept += [item._replace(text="")] if item.error or item.remarks else []  # not into the middle of a list
+        else:
+            _say(item)
+        if moving:
+            moving(1)
+    reports.close()
+    for item in kept:
+        _say(item)
+    return worst(codes)
+
+
+def _say(item: _Told) -> None:
+    if item.error is not None:
+        say_error(item.error)
+    for line in item.remarks:
+        tell(line)
+
+
+def _summaries(told: Iterator[_Told], moving: Any) -> int:
+    """All about each file."""
+    codes = set()
+    any_told = False
+    for item in told:
+        _say(item)
+        if item.text:
+            emit(("\n" if any_told else "") + item.text)
+            flush()
+            any_told = True
+        codes.add(item.code)
+        if moving:
+            moving(1)
+    return worst(codes)
+
+
+def _overview(told: Iterator[_Told], moving: Any) -> int:
+    """A line for each file, and what could not be read."""
+    from .summary import OVERVIEW
+
+    rows = Rows(OVERVIEW, right=(1, 4))
+    codes = set()
+    errors: list[CkptoolError] = []
+    files = size = bad = 0
+    remarkable = ""
+    for item in told:
+        rows.add(item.row)
+        codes.add(item.code)
+        files += 1
+        size += item.size
+        if item.error is not None:
+            bad += 1
+            errors += [item.error] if bad <= _EACH else []
+        elif item.row[-1] and not remarkable:
+            remarkable = item.row[0]
+        if moving:
+            moving(1)
+    rows.close()
+    emit(f"\n{counted(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
+    if remarkable:
+        emit(clean(f"  -> ckptool inspect {quote(remarkable)} says all about it"))
+    flush()
+    for error in errors:
+        say_error(error)
+    if bad > len(errors):
+        say(f"{bad - len(errors):,} more could not be read: --format jsonl says why")
     return worst(codes)
 
 
@@ -98,6 +224,7 @@ Examples:
   ckptool keys model.pth --names --include '*.weight'
   ckptool keys model.pth --all --sort bytes
   ckptool keys model.pth --format json
+  ckptool keys runs/ --format csv > keys.csv
 """
 
 
@@ -111,7 +238,9 @@ Examples:
     "--sort", type=click.Choice(("file", "name", "bytes")), default="file", show_default=True, help="Order of the keys."
 )
 @key_option
+@jobs_option
 @format_option(ALL_FORMATS)
+@click.option("--no-progress", is_flag=True, help="No progress bar.")
 def keys(
     paths: tuple[str, ...],
     names: bool,
@@ -120,94 +249,90 @@ def keys(
     exclude: tuple[str, ...],
     sort: str,
     key: str | None,
+    jobs: int,
     style: str,
+    no_progress: bool,
 ) -> int:
-    """List the keys of the state dicts: name, dtype, shape, device, bytes."""
-    globs = Globs(include, exclude)
-    several = len(paths) > 1
-    reports: list[dict[str, Any]] = []
-    rows: list[tuple[str, ...]] = []
-    codes = []
-    for number, path in enumerate(paths):
-        try:
-            with api.open(path) as checkpoint:
-                survey = checkpoint.survey
-                entries = listed_entries(checkpoint, key, everything, globs, sort)
-                if style in ("json", "jsonl"):
-                    reports.append(listing(checkpoint, entries))
-                say_problems(checkpoint)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("keys", path, error))
-            continue
-        codes.append(0)
-        if globs and not entries:
-            say(f"{path}: no key matches")
-        if style in ("json", "jsonl"):
-            continue
-        if names:
-            emit_lines(_labels(entries))
-        elif style == "table":
-            if several:
-                emit(("\n" if number else "") + clean(path))
-            _emit_sections(survey, entries, everything)
-        else:
-            rows += [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
+    """List the keys of the state dicts: name, dtype, shape, device, bytes.
+
+    Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file, else a
+    list.
+    """
+    several = not names_one_file(paths)
+    how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}
+    bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
+    with _files(paths, bar) as (files, moving):
+        work = partial(_listed, how=how, names=names, several=several, style=style)
+        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as told:
+            if style in ("json", "jsonl"):
+                return _json(told, Reports(style, several), moving)
+            return _keys(told, style, names, several, moving)
+
+
+#: The columns for machines, behind "file" where there are several.
+_COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
+
+
+def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Told:
+    try:
+        told, parts, rest = _read(path, how, names, several, style)
+    except CkptoolError as error:
+        return _not_read("keys", style, path, error)
+    if parts is not None:
+        # Drawn when the checkpoint is gone: the text takes its place in memory.
+        told = told._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
+    return told
+
+
+def _read(
+    path: str, how: dict[str, Any], names: bool, several: bool, style: str
+) -> tuple[_Told, list[Section] | None, int]:
+    """What ``keys`` has to tell of a file; the tables are still to be drawn, with the number of tensors not in them."""
+    text, rows = "", []
+    parts, rest = None, 0
+    with api.open(path) as checkpoint:
+        survey = checkpoint.survey
+        entries = listed_entries(checkpoint, **how)
+        remarks = problem_lines(checkpoint)
+    if how["globs"] and not entries:
+        remarks.append(f"ckptool: {path}: no key matches")
     if style in ("json", "jsonl"):
-        emit_json(reports, style, several)
-    elif style != "table" and not names:
-        headers = (("file",) if several else ()) + ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
+        text = report_text(listing(checkpoint, entries), style)
+    elif names:
+        text = "\n".join(labels(entries))
+    elif style == "table":
+        parts, rest = sections(survey, entries), 0 if how["everything"] else len(survey.tensors) - len(entries)
+    else:
+        rows = [((path,) if several else ()) + cells(survey, entry) for entry in entries]
+        if style == "csv" and rows:
+            text, rows = table(_headers(several), rows, style), []
+    return _Told(0, text, remarks=tuple(remarks), rows=tuple(rows)), parts, rest
+
+
+def _headers(several: bool) -> tuple[str, ...]:
+    return (("file",) if several else ()) + _COLUMNS
+
+
+def _keys(told: Iterator[_Told], style: str, names: bool, several: bool, moving: Any) -> int:
+    codes = set()
+    rows: list[tuple[str, ...]] = []
+    begun = False
+    for number, item in enumerate(told):
+        _say(item)
+        codes.add(item.code)
+        text = item.text
+        if text and not names and style == "table" and number:
+            text = "\n" + text
+        elif text and not names and style == "csv" and begun:
+            text = text.partition("\n")[2]
+        if text:
+            emit(text)
+            flush()
+            begun = True
+        rows += item.rows  # their columns are as wide as the widest of all
+        if moving:
+            moving(1)
+    if not names and (style in ("markdown", "plain") or (style == "csv" and not begun)):
+        headers = _headers(several)
         emit(table(headers, rows, style, right=(len(headers) - 1,)))
     return worst(codes)
-
-
-def _labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
-    """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
-    places = {entry.state_dict for entry in entries}
-    if len(places) == 1 and -1 not in places:
-        return cleaned([entry.key or "." for entry in entries])
-    return cleaned([entry.path or "." for entry in entries])
-
-
-def _cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
-    """A line for machines: always the same columns."""
-    tensor = entry.tensor
-    where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
-    return where, entry.key, entry.path, tensor.dtype, _shape(tensor.shape), tensor.location, str(tensor.own_bytes)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _emit_sections(survey: Survey, listed: Sequence[TensorEntry], everything: bool) -> None:
-    """A table for each state dict, one for what is outside, and what is not listed."""
-    groups: dict[int, list[TensorEntry]] = {}
-    for entry in listed:
-        groups.setdefault(entry.state_dict, []).append(entry)
-    rest = len(survey.tensors) - len(listed)
-    # Many tensors have few dtypes, shapes and sizes: each is spelled once.
-    shape, size = cache(_shape), cache("{:,}".format)
-    for number, (place, entries) in enumerate(groups.items()):
-        tensors = [entry.tensor for entry in entries]
-        columns = (
-            [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
-            [_dtype(tensor) for tensor in tensors],
-            [shape(tensor.shape) for tensor in tensors],
-            [tensor.location for tensor in tensors],
-            [size(tensor.own_bytes) for tensor in tensors],
-        )
-        emit_table(("path" if place < 0 else "key", "dtype", "shape", "device", "bytes"), columns, right=(4,))
-        base = survey.state_dicts[place].path if place >= 0 else None
-        where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
-        total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
-        last = number == len(groups) - 1
-        more = f"; {rest:,} more in the file: --all" if last and rest and not everything else ""
-        emit(f"\n{counted(len(entries), 'tensor')}{clean(where)}, {total}" + (more if last else "\n"))
-    if not groups:
-        emit("no tensors" + (f"; {rest:,} more in the file: --all" if rest and not everything else ""))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})"

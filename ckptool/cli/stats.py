@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from typing import Any, Final
 
 import click
@@ -16,6 +14,7 @@ from ..measuring import SORTS, bytes_to_read, statistics_of
 from ..names import Globs
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
+from .streams import progress_bar, watched
 
 __all__ = ["stats"]
 
@@ -35,8 +34,6 @@ goes from min to max in ten equal steps; --format json has its counts and edges,
 and every number in full. A number beyond JSON is a text there: "nan", "inf".
 """
 
-#: Below this nobody waits.
-_PROGRESS_FROM: Final = 200_000_000
 #: A chart: from few to many, and what stands around it.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
@@ -68,7 +65,7 @@ def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> 
     codes = []
     for number, path in enumerate(paths):
         try:
-            report = _report(path, bar=not no_progress and sys.stderr.isatty(), **how)
+            report = _report(path, bar=not no_progress and watched(), **how)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
@@ -106,15 +103,14 @@ def _report(
     with api.open(path) as checkpoint:
         say_problems(checkpoint)
         total = bytes_to_read(listed_entries(checkpoint, key, everything, globs)) if bar else 0
-        shown = total >= _PROGRESS_FROM
-        with click.progressbar(length=total, label="measuring", file=sys.stderr) if shown else nullcontext() as moving:
+        with progress_bar(total, "measuring", bar) as moving:
             return statistics_of(
                 checkpoint,
                 key=key,
                 everything=everything,
                 globs=globs,
                 sort=sort,
-                progress=moving.update if moving else None,
+                progress=moving,
             )
 
 

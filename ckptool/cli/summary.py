@@ -7,7 +7,12 @@ from typing import Any
 from ..human import counted, cut, human_bytes, human_count, listed
 from .render import clean, pairs, table
 
-__all__ = ["summary"]
+__all__ = ["OVERVIEW", "overview_row", "summary"]
+
+#: The columns of the overview of many files.
+OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
+#: Findings that columns of the overview tell already.
+_TOLD = frozenset(("prefix", "device", "together", "map-location"))
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -21,6 +26,32 @@ def summary(report: dict[str, Any]) -> str:
     if report["findings"]:
         parts.append("\n".join(_finding(finding) for finding in report["findings"]))
     return "\n\n".join(parts)
+
+
+def overview_row(report: dict[str, Any]) -> tuple[str, ...]:
+    """The report of ``inspect`` in one line: the columns of ``OVERVIEW``. ``keys`` and prefixes are those of the state
+    dicts that are ones for certain; of the findings it has the codes, worst first, of
+    those that are no mere notes and that no column tells."""
+    sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
+    kind, container = report["layout"]["kind"], report["layout"]["container"]
+    prefixes = []
+    for item in sure:
+        prefix = item["prefix"]
+        part = "" if prefix["status"] == "all" else f" ({prefix['keys']:,} of {item['keys']:,})"
+        prefixes += [f"{prefix['name']}{part}"] if prefix["keys"] else []
+    lands = [(item["location"], item.get("lands_on", item["location"])) for item in report["devices"]]
+    devices = [tag if tag == there else f"{tag} -> {there}" for tag, there in lands]
+    bad = [item for item in report["findings"] if item["level"] != "note" and item["code"] not in _TOLD]
+    return (
+        report["path"],
+        human_bytes(report["bytes"]),
+        report["format"],
+        container if kind == "other" else kind,
+        f"{sum(item['keys'] for item in sure):,}" if sure else "",
+        listed(list(dict.fromkeys(prefixes)), most=2),
+        listed(devices, most=3),
+        f"{bad[0]['level']}: {listed(list(dict.fromkeys(item['code'] for item in bad)), most=3)}" if bad else "",
+    )
 
 
 def layout_words(report: dict[str, Any]) -> str:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from functools import partial
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
 
 import click
 
 from ..checks.policy import Policy, policy_of
 from ..errors import CkptoolError, TargetError, UnreadableError
 from ..human import counted
-from ..searching import Target, find_targets
+from ..searching import find_targets, names_one_file
 from ..validating import check_policy, unreadable_report, validation_report
+from .jobs import answers, jobs_option
 from .options import paths, worst
-from .render import emit, emit_json, say_error, to_json
+from .render import emit, emit_lines, flush, say_error
+from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
 __all__ = ["validate"]
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
-
-#: From so many bytes on reading them is felt.
-_PROGRESS_FROM = 200_000_000
+#: Formats that are made of all reports together.
+_WHOLE: Final = {"junit": junit, "sarif": sarif}
+_CODES: Final = {"valid": 0, "invalid": 1, "unreadable": 3}
 
 EPILOG = """\b
 Examples:
@@ -67,7 +70,7 @@ A policy file says the same as the options, in TOML:
 @click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' wrote down: keys, shapes, dtypes, devices ...")
 @click.option("--strict", is_flag=True, help="Warnings, and what could not be checked, count as failures.")
 @click.option("--quick", is_flag=True, help="Leave out the checksums, which need every byte.")
-@click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True, help="Files at once; 0: one a core.")
+@jobs_option
 @click.option(
     "--format", "style", type=click.Choice(FORMATS), default="table", show_default=True, help="Output format."
 )
@@ -96,33 +99,135 @@ def validate(
     if options["map_location"] and not policy.load:
         raise click.UsageError("--map-location is for --load.")
     check_policy(policy)
-    reports: list[dict[str, Any]] = []
-    targets = list(_targets(paths, reports))
-    codes = [3] * len(reports)
-    if style in ("github", "jsonl"):
-        for nothing in reports:
-            for line in github_lines(nothing) if style == "github" else [to_json(nothing, None)]:
-                emit(line)
-    bar = style != "github" and not (quiet or no_progress) and sys.stderr.isatty()
-    for report in _reports(targets, policy, quick, jobs, bar):
-        reports.append(report)
-        codes.append({"valid": 0, "invalid": 1, "unreadable": 3}[report["status"]])
-        if style == "table" and not (quiet and report["valid"]):
-            whole = verbose or len(targets) == 1
-            emit("\n".join(table_lines(report, verbose) if whole else short_lines(report)))
-        elif style == "github":
-            for line in github_lines(report):
-                emit(line)
-        elif style == "jsonl":
-            emit_json([report], style, False)
-    if style == "json":
-        emit_json(reports, style, [target.path for target in targets] != list(paths) or len(paths) != 1)
-    elif style == "junit":
-        emit(junit(reports))
-    elif style == "sarif":
-        emit(sarif(reports))
-    _summary(reports, len(paths) > 1 or len(reports) != 1, codes, style, quiet)
-    return worst(codes)
+    one = names_one_file(paths)
+    files: Iterator[str | UnreadableError] = (
+        item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
+    )
+    if not (quick or quiet or no_progress or style == "github") and watched():
+        files = iter(list(files))  # a bar knows its end
+        bar = True
+    else:
+        bar = False
+    first = list(islice(files, 2))
+    how = _How(style, verbose or len(first) < 2, verbose, quiet)
+    work = partial(_validated, how=how, policy=policy, quick=quick)
+    tally = _Tally()
+    reports = Reports(style, not one)
+    whole: list[dict[str, Any]] = []
+    with closing(_told(work, chain(first, files), jobs, how, bar)) as told:
+        for item in told:
+            tally.add(item)
+            if style in ("json", "jsonl"):
+                reports.add(item.text)
+            elif style in _WHOLE:
+                whole += [item.report] if item.report else []
+            elif item.text:
+                emit_lines([item.text])
+                flush()
+    if style in _WHOLE:
+        emit(_WHOLE[style](whole))
+    reports.close()
+    tally.tell(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
+    return worst(tally.codes)
+
+
+class _How(NamedTuple):
+    """How a report is to be told: the format, in full, with every detail, only if it is bad."""
+
+    style: str
+    full: bool
+    verbose: bool
+    quiet: bool
+
+
+class _Told(NamedTuple):
+    """What is kept of a report: its text, and what the summary wants to know."""
+
+    text: str
+    status: str
+    complete: bool
+    error: UnreadableError | None
+    report: dict[str, Any] | None
+
+
+def _validated(path: str, *, how: _How, policy: Policy, quick: bool, progress: Any = None) -> _Told:
+    return _worded(validation_report(path, policy, quick=quick, progress=progress), how)
+
+
+def _worded(report: dict[str, Any], how: _How) -> _Told:
+    error, text = None, ""
+    if report["status"] == "unreadable":
+        error = UnreadableError(report["error"], path=report["path"], next=report["next"])
+    if how.style in ("json", "jsonl"):
+        text = report_text(report, how.style)
+    elif how.style == "github":
+        text = "\n".join(github_lines(report))
+    elif how.style == "table" and not (how.quiet and report["valid"]):
+        text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
+    return _Told(
+        text, report["status"], report["coverage"] == "complete", error, report if how.style in _WHOLE else None
+    )
+
+
+def _told(
+    work: partial[_Told], files: Iterable[str | UnreadableError], jobs: int, how: _How, bar: bool
+) -> Generator[_Told, None, None]:
+    """The answers; with a bar that moves while a file is read, or where several are read at once, behind each.
+
+    Where the answers come to the terminal one by one, each large file has a bar of its own.
+    """
+
+    def lost(path: str, error: CkptoolError) -> _Told:
+        told = _worded(unreadable_report(path, error), how)
+        # Of a folder without a checkpoint stderr tells; there is no file to speak of.
+        return told if how.style != "table" or os.path.isfile(path) else told._replace(text="")
+
+    if not bar:
+        yield from answers(work, files, jobs, lost)
+        return
+    every = list(files)
+    sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in every]
+    if jobs == 1 and how.style in ("table", "jsonl") and on_terminal():
+        for file, size in zip(every, sizes):
+            with progress_bar(size, os.path.basename(str(file))) as moving:
+                answer = work(file, progress=moving) if isinstance(file, str) else lost(file.path, file)
+            yield answer
+        return
+    with progress_bar(sum(sizes), "validating", jobs == 1 or not on_terminal()) as moving:
+        if jobs == 1:
+            yield from answers(partial(work, progress=moving), every, 1, lost)
+            return
+        for answer, size in zip(answers(work, every, jobs, lost), sizes):
+            if moving:
+                moving(size)
+            yield answer
+
+
+class _Tally:
+    """What the reports come to."""
+
+    def __init__(self) -> None:
+        self.files = self.good = self.partial = self.unreadable = 0
+        self.codes: set[int] = set()
+        self.errors: list[UnreadableError] = []
+
+    def add(self, item: _Told) -> None:
+        self.files += 1
+        self.good += item.status == "valid"
+        self.partial += not item.complete
+        self.codes.add(_CODES[item.status])
+        if item.error is not None:
+            self.unreadable += 1
+            self.errors.append(item.error)
+
+    def tell(self, several: bool, words: bool) -> None:
+        """What could not be read on stderr, and the sum where several were asked for."""
+        for error in self.errors:
+            say_error(error)
+        if not words or not several or self.unreadable == self.files:
+            return
+        sums = f"{counted(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"
+        emit(f"\n{sums}; coverage " + (f"PARTIAL for {self.partial:,}" if self.partial else "COMPLETE"))
 
 
 def _policy(path: str | None, options: dict[str, Any]) -> Policy:
@@ -154,65 +259,3 @@ def _toml(path: str) -> dict[str, Any]:
         raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
     except ValueError as error:
         raise TargetError(f"the policy is no TOML: {error}", path=path) from error
-
-
-def _targets(paths: Sequence[str], nothing: list[dict[str, Any]]) -> Iterator[Target]:
-    """The files behind the paths; ``nothing`` gets a report for each path without one."""
-    for path in paths:
-        try:
-            found = list(find_targets([path]))
-            if not found:
-                raise UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
-        except CkptoolError as error:
-            nothing.append(unreadable_report(path, error))
-            continue
-        yield from found
-
-
-def _reports(targets: Sequence[Target], policy: Policy, quick: bool, jobs: int, bar: bool) -> Iterator[dict[str, Any]]:
-    """The reports in the order of the targets, each as soon as it and those before it are there."""
-    names = list(dict.fromkeys(target.path for target in targets))
-    jobs = min(jobs or os.cpu_count() or 1, len(names))
-    if jobs > 1:
-        yield from _parallel(names, partial(validation_report, policy=policy, quick=quick), jobs)
-        return
-    total = 0 if quick else sum(os.stat(name).st_size for name in names if os.path.isfile(name))
-    shown = bar and total >= _PROGRESS_FROM
-    with click.progressbar(length=total, label="validating", file=sys.stderr) if shown else nullcontext() as progress:
-        for name in names:
-            yield validation_report(name, policy, quick=quick, progress=progress.update if progress else None)
-
-
-def _parallel(names: Sequence[str], check: partial[dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
-    """One process a core: decoding is Python, which runs on one core of each."""
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(jobs, initializer=_worker) as pool:
-        try:
-            yield from pool.map(check, names)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _worker() -> None:
-    """A signal is for the parent, which ends its workers."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
-
-
-def _summary(reports: Sequence[dict[str, Any]], several: bool, codes: Sequence[int], style: str, quiet: bool) -> None:
-    for report in reports:
-        if report["status"] == "unreadable":
-            say_error(UnreadableError(report["error"], path=report["path"], next=report["next"]))
-    if style != "table" or quiet or not several or all(report["status"] == "unreadable" for report in reports):
-        return
-    good = sum(report["valid"] for report in reports)
-    partial_ones = sum(report["coverage"] == "partial" for report in reports)
-    words = f"{counted(len(reports), 'file')}: {good:,} valid, {len(reports) - good:,} not"
-    coverage = f"PARTIAL for {partial_ones:,}" if partial_ones else "COMPLETE"
-    emit(f"\n{words}; coverage {coverage}")

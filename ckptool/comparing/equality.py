@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 from ..checkpoint import Checkpoint
 from ..elements import dtype_of, tensor_size
 from ..tensors import Tensor
-from .reading import BLOCK, Raw, blocks_of, in_threads, raw_of
+from ..threads import BLOCK, in_threads
+from .reading import Raw, blocks_of, raw_of
 
 __all__ = ["Bits", "compared"]
 

@@ -29,10 +29,12 @@ from typing import Any, Final
 from ..checkpoint import Checkpoint
 from ..elements import elements, tensor_size
 from ..pickles.nodes import Ref
+from ..source import Span
 from ..tensors import Tensor
+from ..threads import blocks, in_threads
 from .belongings import belongings
 from .places import Place, Side, side_of
-from .reading import BLOCK, Mark, has_values, in_threads, mark_of, raw_of
+from .reading import Mark, has_values, mark_of, raw_of
 
 __all__ = ["CONTENT", "STRUCTURE", "Digests", "fingerprint_report"]
 
@@ -107,7 +109,6 @@ class Digests:
         self.found: dict[Mark, str] = {}
         self.made: dict[Ref, str] = {}
         self.lock = threading.Lock()
-        self.buffers = threading.local()
 
     def add(self, places: Iterable[Place]) -> None:
         """Read what is needed for the digests of these, in the order of the file."""
@@ -131,14 +132,9 @@ class Digests:
                 digest.update(data)
                 self.advance(len(data))
         else:
-            if not hasattr(self.buffers, "block"):
-                self.buffers.block = bytearray(BLOCK)
-            for at in range(0, raw.size, BLOCK):
-                size = min(BLOCK, raw.size - at)
-                block = self.buffers.block if size == BLOCK else bytearray(size)
-                raw.source.read_into(raw.offset + at, block)
+            for block in blocks(Span(*raw)):
                 digest.update(block)
-                self.advance(size)
+                self.advance(len(block))
         self.found[mark_of(tensor)] = digest.hexdigest()
 
     def advance(self, size: int) -> None:

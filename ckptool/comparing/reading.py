@@ -1,30 +1,20 @@
-"""Reading the values of tensors for comparison: several threads, buffers that are used again."""
+"""Reading the values of tensors for comparison: as they stand in the file, or made."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..elements import dtype_of, elements, holds_rows, reblocked, tensor_size
 from ..source import FileSource, Span
 from ..tensors import Tensor
+from ..threads import BLOCK
 
-__all__ = ["BLOCK", "Mark", "Raw", "in_threads", "mark_of", "raw_of"]
-
-#: Bytes read in one go: two of them stay in the cache of a core.
-BLOCK: Final = 1 << 20
-#: More threads than these do not read faster than memory gives.
-_THREADS: Final = 4
-#: Bytes from which on another thread is worth its start.
-_WORTH_IT: Final = 16 << 20
+__all__ = ["Mark", "Raw", "blocks_of", "has_values", "mark_of", "raw_of"]
 
 #: What decides the elements of a tensor: storage, dtype, offset, shape, stride. Tied tensors have the same.
 Mark = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]
-
-Work = TypeVar("Work")
 
 
 class Raw(NamedTuple):
@@ -69,35 +59,3 @@ def has_values(tensor: Tensor) -> bool:
 def blocks_of(checkpoint: Checkpoint, tensor: Tensor, size: int = BLOCK) -> Iterator[bytes]:
     """A tensor's elements in pieces of ``size`` bytes."""
     return reblocked(elements(checkpoint, tensor), size)
-
-
-def in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) -> None:
-    """Do all of the work, ``nbytes`` of reading; by several threads where that pays, because reading, hashing and
-    inflating leave Python's lock alone. Raises what a thread raised; after an error or ^C the others stop."""
-    items = iter(work)
-    lock = threading.Lock()
-    failed: list[BaseException] = []
-    stopped = threading.Event()
-
-    def run() -> None:
-        while not stopped.is_set():
-            try:
-                with lock:
-                    try:
-                        item = next(items)
-                    except StopIteration:
-                        return
-                do(item)
-            except BaseException as error:
-                failed.append(error)
-                stopped.set()
-
-    workers = min(_THREADS, os.cpu_count() or 1) if nbytes >= _WORTH_IT else 1
-    others = [threading.Thread(target=run, daemon=True) for _ in range(workers - 1)]
-    for thread in others:
-        thread.start()
-    run()
-    for thread in others:
-        thread.join()
-    if failed:
-        raise failed[0]

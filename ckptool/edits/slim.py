@@ -16,6 +16,7 @@ from ..names import EVERY, Globs
 from ..objects import mapping
 from ..source import Computed, Span
 from ..tensors import Storage, Tensor, extent
+from ..threads import in_threads
 from .entries import drop_entries
 from .rewrite import Rewrite
 from .storages import Use, repointed, storage_uses, with_plain_ids
@@ -209,7 +210,7 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
             crc = None if key in checkpoint.added else crcs.get(key)
             kind = (storage.cls, storage.numel, storage.location, *homes[key])
             alike.setdefault(kind, {}).setdefault(crc or None, []).append(key)
-    same = {key: first for keys in _candidates(alike.values()) for key, first in _twins(checkpoint, keys)}
+    same = dict(_twins(checkpoint, list(_candidates(alike.values()))))
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     rewrite = Rewrite(checkpoint.graph)
@@ -231,18 +232,34 @@ def _candidates(kinds: Iterable[dict[int | None, list[str]]]) -> Iterator[list[s
         yield from (keys for keys in groups if len(keys) > 1)
 
 
-def _twins(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(double, first) of the storages with the same bytes; a checksum on record is a hint, the bytes decide."""
+def _twins(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """(double, first) of the storages of a group with the same bytes; a checksum on record is a hint, the bytes decide.
+
+    Each is read once, in the order of the file.
+    """
     from hashlib import sha256  # OpenSSL takes milliseconds to load
 
-    first: dict[bytes, str] = {}
-    for key in keys:
-        digest = sha256()
+    digests: dict[str, bytes] = {}
+
+    def digest(key: str) -> None:
+        summed = sha256()
         for data in stored_bytes(checkpoint, key):
-            digest.update(data)
-        one = first.setdefault(digest.digest(), key)
-        if one != key:
-            yield key, one
+            summed.update(data)
+        digests[key] = summed.digest()
+
+    def place(key: str) -> int:
+        body = checkpoint.body(key)
+        return body.piece.offset if body is not None and isinstance(body.piece, Span) else 0
+
+    reader = checkpoint.survey.reader
+    keys = sorted((key for group in groups for key in group), key=place)
+    in_threads(keys, digest, sum(reader.storages[key].nbytes for key in keys))
+    for group in groups:
+        first: dict[bytes, str] = {}
+        for key in group:
+            one = first.setdefault(digests[key], key)
+            if one != key:
+                yield key, one
 
 
 # -- entries --------------------------------------------------------------------------------------------

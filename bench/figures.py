@@ -1,0 +1,82 @@
+"""The figures of one run as JSON: schema ckptool.bench/2, from which every table is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.jobs import Group, Row, Target
+from bench.measure import Result
+
+SCHEMA = "ckptool.bench/2"
+Figures = dict[str, Any]
+
+
+def figures_of(group: Group, filesystem: str, results: Mapping[str, Result], floor: int) -> list[Figures]:
+    """The rows of a group, as JSON; those of jobs that failed have a reason instead of figures."""
+    return [_row(group, filesystem, row, results, floor) for row in group.rows]
+
+
+def _row(group: Group, filesystem: str, row: Row, results: Mapping[str, Result], floor: int) -> Figures:
+    mine = results[row.job]
+    other = results[row.against] if row.against else None
+    each = _each(row, results, row.job)
+    ratio = None
+    if other is not None and not mine.fails and not other.fails:
+        ratio = mine.seconds / other.seconds
+    return {
+        "group": group.name,
+        "file": group.file,
+        "filesystem": filesystem,
+        "cache": group.cache,
+        **_cost(mine, floor),
+        "each": each,
+        "against": _cost(other, floor) if other is not None else None,
+        "ratio": ratio,
+        "target": _words(row.target) if row.target else "",
+        "met": _met(row.target, mine, ratio, each) if row.target and not mine.fails else None,
+        "reader": row.reader,
+        "torch": row.torch,
+    }
+
+
+def _cost(result: Result, floor: int) -> Figures:
+    if result.fails:
+        return {"job": result.job, "fails": result.fails}
+    seconds = [round(sample.seconds, 4) for sample in result.samples]
+    return {
+        "job": result.job,
+        "seconds": round(result.seconds, 4),
+        "runs": seconds,
+        # At the floor the probe itself is all that was seen: the command needed that much or less.
+        "peak": result.peak if result.peak > floor * 1.05 else None,
+        "disk": result.disk,
+        "shared": result.shared,
+    }
+
+
+def _each(row: Row, results: Mapping[str, Result], job: str) -> float | None:
+    if row.each is None or results[job].fails or results[row.each.start].fails:
+        return None
+    return (results[job].seconds - results[row.each.start].seconds) / row.each.files
+
+
+def _words(target: Target) -> str:
+    parts = []
+    if target.ratio is not None:
+        parts.append(f"<= {target.ratio:.2g}x")
+    if target.seconds is not None:
+        parts.append(f"<= {target.seconds:g} s")
+    if target.each is not None:
+        parts.append(f"<= {target.each * 1000:g} ms a file")
+    if target.peak is not None:
+        parts.append(f"<= {target.peak:g} MB")
+    return ", ".join(parts)
+
+
+def _met(target: Target, mine: Result, ratio: float | None, each: float | None) -> bool:
+    bounds = (
+        (target.ratio, ratio), (target.seconds, mine.seconds), (target.each, each),
+        (target.peak, mine.peak / 1e6),
+    )  # fmt: skip
+    return all(limit is None or (value is not None and value <= limit) for limit, value in bounds)

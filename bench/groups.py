@@ -1,0 +1,182 @@
+"""The groups of jobs on one checkpoint in the work folder: reading, writing, checking, casting, comparing."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import files, references
+from bench.files import Spec, made
+from bench.jobs import Each, Group, Job, Row, Target
+from bench.references import COPY, IMPORTS, NAMES, SUM, both, command
+
+FIVE = "edit, five edits in one pass"
+_FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
+DIFF, CMP = "diff, one bit differs at the end", "cmp, one bit differs at the end"
+DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
+MATCH = "match, prefix to be stripped"
+SALVAGE = "salvage, half of the file cut off"
+_KEYS, _STRIP, _REMAP, _CAST = (
+    "torch.load{mmap} + print keys", "torch.load{mmap} + strip + save", "torch.load{mmap} to cpu + save",
+    "torch.load{mmap} + cast + save",
+)  # fmt: skip
+
+
+def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
+    """Every group of one checkpoint."""
+    path = work / spec.name
+    make = _making(spec, path)
+    ready = [_reading(tool, spec, path), _writing(tool, spec, path)]
+    if spec != files.LARGE:
+        ready += [_checking(tool, spec, path), _casting(tool, spec, path), _editing(tool, spec, path)]
+        ready += [_comparing(tool, spec, path), _matching(tool, spec, path)]
+    else:
+        ready = [
+            group._replace(jobs=tuple(job._replace(most=references.SLOW) for job in group.jobs)) for group in ready
+        ]
+    return tuple(group._replace(setup=(make, *group.setup)) for group in ready)
+
+
+def linear(tool: list[str], work: Path, output: Path) -> Group:
+    """Ten times the tensors, ten times the time: 200,000 against 20,000."""
+    jobs, rows = [], []
+    for name, words in (("keys", ("keys",)), ("strip-module", ("strip-module",))):
+        pair = []
+        for spec in (files.LARGE, files.MANY):
+            job = command(tool, *words, source=work / spec.name, output=output if name != "keys" else None)
+            pair.append(job._replace(name=f"{name}, {spec.label}", most=references.SLOW))
+        jobs += pair
+        rows.append(Row(pair[0].name, pair[1].name, Target(ratio=11), reader=True))
+    setup = tuple(_making(spec, work / spec.name) for spec in (files.LARGE, files.MANY))
+    return Group("linear", "200,000 against 20,000 tensors", tuple(jobs), tuple(rows), setup)
+
+
+def _making(spec: Spec, path: Path) -> Callable[[], None]:
+    """The step that makes a checkpoint."""
+    return made(lambda unfinished: files.make(spec, unfinished), path)
+
+
+def _reading(tool: list[str], spec: Spec, path: Path) -> Group:
+    keys, names, inspect = (
+        command(tool, *words, source=path) for words in (("keys",), ("keys", "--names"), ("inspect",))
+    )
+    loads = both(_KEYS, references.KEYS, path)
+    light = Target(1.7, peak=35) if spec == files.BIG else None
+    sixth = {files.MANY: Target(1 / 6), files.LARGE: Target(peak=450)}.get(spec)
+    rows = [
+        Row(keys.name, IMPORTS, light, reader=spec == files.BIG),
+        Row(names.name, IMPORTS),
+        Row(inspect.name, IMPORTS, light, reader=spec == files.BIG),
+    ]
+    for load in loads:
+        reader = "mmap" in load.name
+        rows += [Row(keys.name, load.name, sixth if reader else None, reader=reader), Row(names.name, load.name)]
+        rows.append(Row(inspect.name, load.name))
+    return Group("read", spec.label, (keys, names, inspect, references.imports(), *loads), tuple(rows))
+
+
+def _writing(tool: list[str], spec: Spec, path: Path) -> Group:
+    output = path.with_name("output.pt")
+    strip = command(tool, "strip-module", source=path, output=output, check="strip")
+    remap = command(tool, "remap", "--to", "cpu", source=path, output=output, check="remap")
+    strips, remaps = both(_STRIP, references.STRIP, path, output), both(_REMAP, references.SAVE, path, output)
+    near = Target(1.1, peak=64) if spec == files.BIG else None
+    quarter = {files.MANY: Target(0.25), files.LARGE: Target(peak=900)}.get(spec)
+    rows = [Row(strip.name, COPY, near, reader=spec == files.BIG)]
+    rows += [
+        Row(strip.name, job.name, quarter if "mmap" in job.name else None, reader="mmap" in job.name) for job in strips
+    ]
+    rows.append(Row(remap.name, COPY, near, reader=spec == files.BIG))
+    rows += [Row(remap.name, job.name) for job in remaps]
+    copy = references.copy(path, output)
+    return Group("write", spec.label, (strip, remap, copy, *strips, *remaps), tuple(rows))
+
+
+def _checking(tool: list[str], spec: Spec, path: Path) -> Group:
+    output, cut = path.with_name("output.pt"), path.with_suffix(".cut")
+    validate, total = command(tool, "validate", source=path), references.checksum(path)
+    # Something is lost, so it ends with 1.
+    salvage = command(tool, "salvage", source=cut, output=output, check="loads")._replace(name=SALVAGE, code=1)
+    loop = Target(1.3, peak=64) if spec == files.BIG else None
+    rows = (Row(validate.name, SUM, loop, reader=spec == files.BIG), Row(SALVAGE, SUM, reader=spec == files.BIG))
+    setup = (made(files.half_of(path), cut),)
+    return Group("check", spec.label, (validate, total, salvage), rows, setup, (cut,))
+
+
+def _casting(tool: list[str], spec: Spec, path: Path) -> Group:
+    output = path.with_name("output.pt")
+    cast = command(tool, "cast", "--dtype", "bfloat16", source=path, output=output, check="cast")
+    plain, mapped = both(_CAST, references.CAST, path, output)
+    third = Target(1 / 3, peak=1050) if spec == files.BIG else None
+    rows = (Row(cast.name, plain.name, third, reader=True), Row(cast.name, mapped.name))
+    return Group("cast", spec.label, (cast, plain, mapped), rows)
+
+
+def _editing(tool: list[str], spec: Spec, path: Path) -> Group:
+    output = path.with_name("output.pt")
+    five = command(tool, "edit", *_FIVE, source=path, output=output, check="five")._replace(name=FIVE)
+    strip = command(tool, "strip-module", source=path, output=output)
+    target = Target(1.2) if spec == files.BIG else None
+    rows = (Row(FIVE, strip.name, target, reader=spec == files.BIG),)
+    return Group("edit", spec.label, (five, strip), rows)
+
+
+def _comparing(tool: list[str], spec: Spec, path: Path) -> Group:
+    other, twin = path.with_suffix(".flipped"), path.with_suffix(".twin")
+
+    def job(name: str, words: list[str], against: Path, code: int) -> Job:
+        return Job(name, (*words, str(path), str(against)), (path, against), code=code)
+
+    jobs = (
+        job(DIFF, [*tool, "diff"], other, 1), job(CMP, ["cmp"], other, 1),
+        job(DIFF_SAME, [*tool, "diff"], twin, 0), job(CMP_SAME, ["cmp"], twin, 0),
+    )  # fmt: skip
+    target = Target(1.3, peak=128) if spec == files.BIG else None
+    rows = (Row(DIFF, CMP, target, reader=spec == files.BIG), Row(DIFF_SAME, CMP_SAME, target))
+    setup = (made(files.flipped(path), other), made(files.copy_of(path), twin))
+    return Group("compare", spec.label, jobs, rows, setup, (other, twin))
+
+
+def _matching(tool: list[str], spec: Spec, path: Path) -> Group:
+    plain = path.with_suffix(".plain")
+
+    def strip(unfinished: Path) -> None:
+        subprocess.run([*tool, "strip-module", path, "-o", unfinished, "-q"], check=True, cwd=files.ROOT)
+
+    # It fits after an edit, so it ends with 1.
+    match = Job(MATCH, (*tool, "match", str(path), str(plain)), (path, plain), code=1)
+    rows = (Row(MATCH, NAMES, reader=True),)
+    jobs = (match, references.names_of_two(path, plain))
+    return Group("match", spec.label, jobs, rows, (made(strip, plain),), (plain,))
+
+
+def small_folder(work: Path, count: int) -> Path:
+    """The folder of small files."""
+    return work / f"small-{count}-r{files.RECIPE}"
+
+
+def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
+    """Commands over a folder of small files; `scan` is another tool's job over it.
+
+    What one file costs is the whole less what the same command takes for one file, by the others.
+    """
+    folder = small_folder(work, count)
+    one = folder / "epoch_0000.pth"
+    make = made(lambda unfinished: files.run_torch("small", unfinished, count), folder)
+    evil = made(files.hostile, work / "hostile.pth")
+    each = references.load_each(folder)
+    jobs, rows = [], []
+    for name, options in (("inspect", ()), ("validate", ()), ("validate", ("--quick",))):
+        full = " ".join((name, *options))
+        whole = Job(f"{full} DIR", (*tool, name, *options, str(folder)), may_fail=name == "inspect")  # takes no folders
+        start = Job(f"{full} FILE", (*tool, name, *options, str(one)))
+        jobs += [whole, start]
+        per_file = Each(start.name, count - 1)
+        if not options:
+            rows.append(
+                Row(whole.name, each.name, Target(each=0.002) if count >= 1000 else None, per_file, reader=True)
+            )
+        if name == "validate":
+            rows.append(Row(whole.name, scan.name, each=per_file, reader=True))
+    return Group("many files", f"{count:,} small files", (*jobs, each, scan), tuple(rows), (make, evil))

@@ -1,0 +1,124 @@
+"""The groups about edits that copy no tensor: blocks shared on XFS and btrfs, and edits in place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import files, images, references
+from bench.files import Spec, made
+from bench.jobs import SPARSE, WARM, Check, Group, Job, Row, Target
+from bench.measure import JobError
+from bench.references import COPY, REFLINK, command
+
+_SHARED = Target(seconds=0.25)
+_IN_PLACE = Target(seconds=0.15)
+_TAIL = 1 << 16
+
+
+def sharing(tool: list[str], kind: str, spec: Spec, sparse: Spec, work: Path) -> tuple[Group, ...]:
+    """Edits to a new file on a filesystem that can share blocks: a full file, and a larger sparse one."""
+    place = images.folder(kind, work)
+    source, output = place / spec.name, place / "output.pt"
+    make = made(lambda unfinished: files.make(spec, unfinished), work / spec.name)
+    bring = made(files.copy_of(work / spec.name), source)
+
+    def skip() -> str:
+        # A plain copy of the sparse file would not fit.
+        make()
+        bring()
+        before = images.free(place)
+        subprocess.run([*tool, "strip-module", source, "-o", output, "-q"], check=True, cwd=files.ROOT)
+        used = before - images.free(place)
+        output.unlink()
+        return "" if used < source.stat().st_size / 10 else "strip-module copies the blocks; they would not fit"
+
+    full = _sharing(tool, kind, spec, source, output, "strip", "remap")
+    large = _sharing(tool, kind, sparse, place / sparse.name, output, "strip-meta", "remap-meta")
+    make_large = made(lambda unfinished: files.make(sparse, unfinished), place / sparse.name)
+    return (
+        full._replace(setup=(make, bring)),
+        large._replace(setup=(make_large,), skip=skip, cache=SPARSE),
+    )
+
+
+def _sharing(tool: list[str], kind: str, spec: Spec, source: Path, output: Path, *checks: str) -> Group:
+    strip = command(tool, "strip-module", source=source, output=output, check=checks[0])
+    remap = command(tool, "remap", "--to", "cpu", source=source, output=output, check=checks[1])
+    jobs = tuple(_dry(job) if spec.sparse else job for job in (strip, remap, references.copy(source, output, REFLINK)))
+    target = None if spec in (files.QUICK_BIG,) else _SHARED
+    rows = (Row(strip.name, REFLINK, target, reader=True), Row(remap.name, REFLINK, target, reader=spec.sparse))
+    return Group(f"share blocks ({kind})", spec.label, jobs, rows, image=kind, disk=True)
+
+
+def _dry(job: Job) -> Job:
+    """The job without reading its input through: it is all holes."""
+    return job._replace(reads=())
+
+
+def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
+    """Edits of a file in place, and undo; each run starts from the file as it was."""
+    original, path, output = work / spec.name, work / f"in-place-{spec.name}", work / "output.pt"
+    make = made(lambda unfinished: files.make(spec, unfinished), original)
+    twin = made(files.copy_of(original), path)
+    back = _back(path)
+    edit = (*tool, "strip-module", "--in-place", str(path))
+    check = Check("strip-meta" if spec.sparse else "strip", original, path)
+    strip = Job("strip-module --in-place", edit, (path,), check=check, reset=back)
+    same = check._replace(name="same")
+    undo = Job("undo", (*tool, "undo", str(path)), (path,), check=same, reset=_edited(back, edit))
+    jobs, rows = [strip, undo], [Row(job.name, target=_IN_PLACE, reader=True) for job in (strip, undo)]
+    if spec.sparse:
+        jobs = [_dry(job) for job in jobs]
+    else:
+        jobs.append(references.copy(path, output)._replace(reset=back))
+        rows = [row._replace(against=COPY) for row in rows]
+        if references.understands(tool, "repack"):
+            repack = command(tool, "repack", source=path, output=output)
+            repaired = Check("strip", original, output)
+            jobs.append(repack._replace(reset=_edited(back, edit), check=repaired))
+            rows.append(Row(repack.name, COPY, reader=True))
+
+    def skip() -> str:
+        missing = [
+            words for words in (("strip-module", "--in-place"), ("undo",)) if not references.understands(tool, *words)
+        ]
+        return f"this ckptool has no {' '.join(missing[0])}" if missing else ""
+
+    return Group(
+        "in place", spec.label, tuple(jobs), tuple(rows), (make, twin), (path,),
+        SPARSE if spec.sparse else WARM, skip=skip,
+    )  # fmt: skip
+
+
+def _back(path: Path) -> Callable[[], None]:
+    """A step that cuts a file to the length that it had at first; raises JobError if it is not the same file then."""
+    first: list[tuple[int, bytes]] = []
+
+    def step() -> None:
+        if not first:
+            first.append((path.stat().st_size, _tail(path)))
+        size, tail = first[0]
+        os.truncate(path, size)
+        if _tail(path) != tail:
+            raise JobError(f"{path}: cut to its former length it is not as it was: it was not edited by appending")
+
+    return step
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return file.read()
+
+
+def _edited(back: Callable[[], None], edit: tuple[str, ...]) -> Callable[[], None]:
+    """A step after which the file is as it was at first, edited once."""
+
+    def step() -> None:
+        back()
+        subprocess.run([*edit, "-q"], check=True, cwd=files.ROOT)
+
+    return step

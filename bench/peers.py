@@ -1,0 +1,230 @@
+"""Other tools from PyPI: put into environments of their own, asked to show that they are right, and compared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import files, references
+from bench.files import Spec, made
+from bench.jobs import Check, Group, Job, Row
+from bench.references import answers, command
+
+
+class Peer(NamedTuple):
+    """A tool: its package, what pip is asked for, its program, whether it needs torch, and what it does."""
+
+    package: str
+    wanted: tuple[str, ...]
+    program: str
+    torch: bool
+    does: str
+
+
+PEERS = (
+    Peer(
+        "sft-cli", ("sft-cli",), "sft", False,
+        "reads and edits safetensors files and refuses a .pth, but for `convert`, which loads it with torch. Compared "
+        "on the same tensors as a .safetensors file: `tree` with `keys`, `rename` with `strip-module`, `stat` with "
+        "`stats`. It has no location tags, no sharing and no `_metadata` to keep.",
+    ),
+    Peer(
+        "ckptkit", ("ckptkit[cli]",), "ckptkit", True,
+        "`info` lists the tensors of a .pth through `torch.load`, sorted by name: compared with `keys`. Its `validate` "
+        "looks at no more of a .pth than that it is not empty, its `diff` compares names, shapes and dtypes and no "
+        "values, its `stats` counts parameters: not the same jobs. It writes no .pth.",
+    ),
+    Peer(
+        "weightlens", ("weightlens",), "lens", True,
+        "`lens analyze` computes mean, variance, norm, zeros, NaN, Inf and an estimated 99th percentile of each "
+        "tensor, after `torch.load(weights_only=True)`: compared with `stats`. It neither edits nor scans.",
+    ),
+    Peer(
+        "picklescan", ("picklescan",), "picklescan", False,
+        "looks for dangerous imports in pickles: compared with `validate --quick`, which looks at the same pickles, "
+        "and at the structure, too. It reads no tensor, so it is no match for the whole of `validate`.",
+    ),
+    Peer(
+        "fickling", ("fickling", "typing_extensions"), "fickling", False,
+        "decompiles pickles and rates their safety. Its command `--check-safety` takes bare pickles; the same check is "
+        "measured through its library, `scan_zip_archive`, too. typing_extensions, which it imports without asking "
+        "for it, is installed with it.",
+    ),
+)  # fmt: skip
+
+EVIL = "hostile.pth"
+_FICKLING = (
+    "import sys, fickling; found = fickling.scan_zip_archive(sys.argv[1]); "
+    "print(*(result.severity.name for result in found.values())); "
+    "sys.exit(not found or not all(found.values()))"
+)
+
+
+def install(peer: Peer, folder: Path) -> str:
+    """Make the environment of a peer unless it is there; why it cannot be had, as a sentence, or nothing."""
+    home = folder / peer.package
+    if (home / "ready").exists():
+        return ""
+    shutil.rmtree(home, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    extra = []
+    if peer.torch:
+        # The torch that is here does: it is found through a path file, and must not be exchanged for another.
+        site = next(home.glob("lib/python*/site-packages"))
+        (site / "torch_of_the_benchmark.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+        fixed = home / "constraints.txt"
+        fixed.write_text(f"torch=={importlib.metadata.version('torch')}\n", encoding="utf-8")
+        extra = ["--constraint", str(fixed)]
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *extra, *peer.wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"pip cannot install it: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    (home / "ready").touch()
+    return ""
+
+
+def version(peer: Peer, folder: Path) -> str:
+    """The installed version; empty if it is not installed."""
+    name = peer.package.replace("-", "_")
+    found = list((folder / peer.package).glob(f"lib/python*/site-packages/{name}-*.dist-info"))
+    return found[0].name.removeprefix(f"{name}-").removesuffix(".dist-info") if found else ""
+
+
+def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group, ...]:
+    """The comparisons with peers on one checkpoint; `heavy` adds those that read every value."""
+    path, output = work / spec.name, work / "output.safetensors"
+    same, evil = path.with_suffix(".safetensors"), work / EVIL
+    make = made(lambda unfinished: files.make(spec, unfinished), path)
+    convert = made(lambda unfinished: files.run_torch("safetensors", unfinished, path), same)
+    names = files.tensor_names(spec.tensors)
+    listing = partial(_shows, names)
+    job = partial(_job, work / "peers")
+
+    keys = command(tool, "keys", source=path)
+    lists = Group(
+        "peers: list the tensors", spec.label,
+        (
+            keys._replace(proof=listing(keys.words)),
+            job("ckptkit", "ckptkit info --json", ("info", "--json", str(path)), path, listing),
+            job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(_shows, [names[0][-6:]])),
+        ),
+        (Row(keys.name, "ckptkit info --json", reader=heavy), Row(keys.name, "sft tree (.safetensors)", reader=heavy)),
+        (make, convert), () if heavy else (same,),
+    )  # fmt: skip
+    scans = scanning(tool, work, path, evil)
+    quick = scans[0].name
+    scan = Group(
+        "peers: look for dangerous imports", spec.label, scans,
+        tuple(Row(quick, other.name, reader=heavy) for other in scans[1:]),
+        (make, made(files.hostile, evil)), (evil,),
+    )  # fmt: skip
+    if not heavy:
+        return lists, scan
+    strip = command(tool, "strip-module", source=path, output=path.with_name("output.pt"), check="strip")
+    rename = "sft rename (.safetensors)"
+    words = ("rename", str(same), "--sub", "^module\\.", "--sub", "", "-o", str(output))
+    renaming = job("sft-cli", rename, words, same)._replace(writes=output, check=Check("safetensors", path, output))
+    strips = Group(
+        "peers: take the prefix off", spec.label, (strip, renaming), (Row(strip.name, rename, reader=heavy),),
+        (make, convert),
+    )  # fmt: skip
+    # Minutes of arithmetic: one timed round says enough.
+    stats = command(tool, "stats", source=path)._replace(most=1)
+    others = (
+        job(
+            "weightlens", "lens analyze", ("analyze", str(path)), path, partial(_shows, ["COMPLETE", f"{spec.tensors}"])
+        ),
+        job("sft-cli", "sft stat (.safetensors)", ("stat", str(same)), same, listing),
+    )
+    computing = Group(
+        "peers: numbers of every tensor", spec.label,
+        (stats._replace(proof=listing(stats.words)), *(other._replace(most=1) for other in others)),
+        tuple(Row(stats.name, other.name, reader=heavy) for other in others), (make, convert), (same,),
+    )  # fmt: skip
+    return lists, scan, strips, computing
+
+
+def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, ...]:
+    """The scanners over a file or folder, ckptool first; each must find what is hostile, and pass what is not."""
+    folder = work / "peers"
+    python, program = (str(folder / "fickling" / "bin" / name) for name in ("python", "fickling"))
+    checking = (program, "--check-safety", "--json-output", os.devnull, str(path))
+    proof = partial(_tells_apart, path, evil)
+    quick = Job("validate --quick", (*tool, "validate", "--quick", str(path)), (path,))
+    others = (
+        ("picklescan", "picklescan -p", (str(folder / "picklescan" / "bin" / "picklescan"), "-p", str(path))),
+        ("fickling", "fickling scan_zip_archive", (python, "-c", _FICKLING, str(path))),
+        ("fickling", "fickling --check-safety", checking),
+    )
+    return (
+        quick._replace(proof=proof(quick.words[:-1])),
+        *(_peer(package, work, Job(name, words, (path,)), proof) for package, name, words in others),
+    )
+
+
+def over_folder(work: Path, folder: Path) -> Job:
+    """picklescan over a folder, in one process; the hostile file is to be made before."""
+    picklescan = str(work / "peers" / "picklescan" / "bin" / "picklescan")
+    job = Job("picklescan -p DIR", (picklescan, "-p", str(folder)))
+    return _peer("picklescan", work, job, partial(_tells_apart, folder, work / EVIL))
+
+
+Proof = Callable[[tuple[str, ...]], Callable[[], str]]
+
+
+def _job(
+    folder: Path, package: str, name: str, words: tuple[str, ...], source: Path, proof: Proof | None = None
+) -> Job:
+    peer = next(peer for peer in PEERS if peer.package == package)
+    full = (str(folder / package / "bin" / peer.program), *words)
+    job = Job(name, full, (source,), most=references.SLOW)
+    return _installed(peer, folder, job, proof(full) if proof else job.proof)
+
+
+def _peer(package: str, work: Path, job: Job, proof: Proof) -> Job:
+    peer = next(peer for peer in PEERS if peer.package == package)
+    return _installed(peer, work / "peers", job._replace(most=references.SLOW), proof(job.words[:-1]))
+
+
+def _installed(peer: Peer, folder: Path, job: Job, proof: Callable[[], str]) -> Job:
+    """The job with the installation before its proof: a peer that cannot be had fails with that reason."""
+    return job._replace(proof=lambda: install(peer, folder) or proof(), may_fail=True)
+
+
+def _shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
+    """A proof that a command succeeds and prints every one of these texts."""
+
+    def proof() -> str:
+        code, text = answers(*words)
+        if code:
+            return _first(text) or f"exit code {code}"
+        missing = [name for name in wanted if name not in text]
+        return f"does not show {missing[0]!r}" if missing else ""
+
+    return proof
+
+
+def _tells_apart(good: Path, evil: Path, words: tuple[str, ...]) -> Callable[[], str]:
+    """A proof that a scanner passes a file of numbers and names and finds the one that runs a command."""
+
+    def proof() -> str:
+        code, text = answers(*words, str(good))
+        if code:
+            return f"says of a harmless file: {_first(text) or f'exit code {code}'}"
+        return "" if answers(*words, str(evil))[0] else "passes a file that runs a command"
+
+    return proof
+
+
+def _first(text: str) -> str:
+    """The first line, which names the reason; tools add advice in later ones."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[0].strip() if lines else ""

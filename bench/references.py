@@ -1,0 +1,105 @@
+"""Builders of jobs: ckptool's commands, and what they are compared with, as short as a user would write it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from bench import files
+from bench.jobs import Check, Job
+from bench.measure import child_environment
+
+SLOW = 3  # timed rounds of what takes long
+
+# map_location is needed because the files come from a GPU.
+_LOAD = "import sys, torch; state = torch.load(sys.argv[1], map_location='cpu'{mmap}); "
+KEYS = "print(*state, sep='\\n')"
+SAVE = "torch.save(state, sys.argv[2])"
+STRIP = (
+    "from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as strip; "
+    f"strip(state, '{files.PREFIX}'); {SAVE}"
+)
+CAST = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + SAVE
+_NAMES = "import sys, torch; a, b = (set(torch.load(p, map_location='meta')) for p in sys.argv[1:]); print(len(a & b))"
+_EACH = (
+    "import sys, pathlib, torch\n"
+    "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+    "    state = torch.load(path, map_location='cpu')\n"
+    "    print(path, len(state), sum(tensor.numel() for tensor in state.values()))\n"
+)
+
+# What checking cannot do without: every byte read and summed, in Python, by one core.
+_SUM = (
+    "import sys, zlib\n"
+    "crc, buffer = 0, bytearray(1 << 20)\n"
+    "view = memoryview(buffer)\n"
+    "with open(sys.argv[1], 'rb', buffering=0) as file:\n"
+    "    while size := file.readinto(buffer):\n"
+    "        crc = zlib.crc32(view[:size], crc)\n"
+)
+
+IMPORTS = 'python -c "import click, tabulate"'
+COPY = "cp && sync"
+REFLINK = "cp --reflink=always && sync"
+SUM = "read + zlib.crc32 loop"
+NAMES = "two torch.load to meta, intersect the names"
+
+
+def command(tool: list[str], *words: str, source: Path, output: Path | None = None, check: str = "") -> Job:
+    """A command of ckptool on a file, with an output if there is one."""
+    out = ("-o", str(output)) if output else ()
+    full = (*tool, words[0], str(source), *words[1:], *out)
+    return Job(" ".join(words), full, (source,), output, Check(check, source, output) if output and check else None)
+
+
+def torch_job(name: str, code: str, source: Path, output: Path | None = None, mmap: bool = False) -> Job:
+    """A program with torch; `{mmap}` in its name says how the file is loaded."""
+    program = _LOAD.format(mmap=", mmap=True" if mmap else "") + code
+    words = (sys.executable, "-c", program, str(source), *([str(output)] if output else []))
+    return Job(name.format(mmap=", mmap" if mmap else ""), words, (source,), output, most=SLOW)
+
+
+def both(name: str, code: str, source: Path, output: Path | None = None) -> tuple[Job, Job]:
+    """The program with a plain torch.load, and with mmap."""
+    return torch_job(name, code, source, output), torch_job(name, code, source, output, mmap=True)
+
+
+def imports() -> Job:
+    """The start of Python and of the two libraries that the command line is built on."""
+    return Job(IMPORTS, (sys.executable, "-c", "import click, tabulate"))
+
+
+def copy(source: Path, output: Path, label: str = COPY) -> Job:
+    """cp, and the sync that ckptool does, too; with shared blocks if the label says so."""
+    option = " --reflink=always" if "reflink" in label else ""
+    return Job(
+        label, ("sh", "-c", f'cp{option} "$1" "$2" && sync "$2"', "sh", str(source), str(output)), (source,), output
+    )
+
+
+def checksum(source: Path) -> Job:
+    """Every byte read and summed."""
+    return Job(SUM, (sys.executable, "-c", _SUM, str(source)), (source,))
+
+
+def names_of_two(one: Path, two: Path) -> Job:
+    """What torch needs to say which names two files share."""
+    return Job(NAMES, (sys.executable, "-c", _NAMES, str(one), str(two)), (one, two), most=SLOW)
+
+
+def load_each(folder: Path) -> Job:
+    """torch.load of every file of a folder, in one process."""
+    return Job("torch.load of each, one process", (sys.executable, "-c", _EACH, str(folder)), most=SLOW)
+
+
+def answers(*words: str) -> tuple[int, str]:
+    """The exit code of a command, run in the repository's root, and what it prints: stdout, then stderr."""
+    done = subprocess.run(words, cwd=files.ROOT, env=child_environment(), capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def understands(tool: list[str], name: str, option: str = "") -> bool:
+    """Whether ckptool has a command, with an option."""
+    code, text = answers(*tool, name, "--help")
+    return code == 0 and option in text

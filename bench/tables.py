@@ -1,0 +1,203 @@
+"""The tables of one run, made from its JSON (figures.py): plain text and Markdown; nothing here measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tabulate import tabulate
+
+NOTES = """\
+Seconds are medians of wall time, ~ where the slowest run took over 1.5 times as long as the fastest. Peaks are the
+largest ru_maxrss, which counts mapped file pages; 1 MB = 10^6 bytes. A ratio is ckptool's time by the other's: below 1
+ckptool is faster. A peak is "small" where it is below what the start of a process shows. ckptool and cp leave the
+output on the disk, torch.save leaves it to be written back later."""
+
+PEAKS = "peaks"
+# Groups by the first words of their names, and the heading that they stand under.
+_HEADINGS = {
+    "read": "Reading",
+    "write": "Writing a new file",
+    "share blocks": "Writing a new file where blocks can be shared",
+    "in place": "In place",
+    "check": "Checking, computing, comparing",
+    "cast": "Checking, computing, comparing",
+    "edit": "Checking, computing, comparing",
+    "compare": "Checking, computing, comparing",
+    "match": "Checking, computing, comparing",
+    "many files": "Many small files",
+    "linear": "Ten times the tensors",
+    "peers": "Other tools",
+}
+
+Figures = Mapping[str, Any]
+
+
+def plain(document: Figures) -> str:
+    """Everything, for a terminal: the comparisons, the peaks, and what was left out."""
+    columns = ("file", "on", "ckptool", "s", "peak MB", "against", "s", "peak MB", "ratio", "new on disk", "target")
+    lines = [
+        (row["file"], _place(row), row["job"], *_cost(row), *_other(row), _disk(row), _target(row))
+        for row in _compared(document)
+    ]
+    parts = [_github(lines, columns)] if lines else []
+    peaks = _peaks(document)
+    if peaks:
+        parts.append(f"Peak memory of every command, {_file_of(document)}:\n\n{peaks}")
+    left = [f"left out: {gone['what']}: {gone['why']}" for gone in document["left_out"]]
+    return "\n\n".join([*parts, *(["\n".join(left)] if left else [])])
+
+
+def summary(document: Figures) -> str:
+    """What a reader of the README wants, as one Markdown table."""
+    lines: list[tuple[str, ...]] = []
+    rows = [row for row in _compared(document) if row["reader"]]
+    for heading in dict.fromkeys(_HEADINGS.values()):
+        under = [row for row in rows if _heading(row) == heading]
+        if under:
+            lines.append((f"**{heading}**", "", "", "", "", ""))
+        lines += [
+            (_code(row["job"]), f"{row['file']}; {_filesystem(row)}", _both(row), *_short(row), _target(row))
+            for row in under
+        ]
+    return _github(lines, ("what", "file", "ckptool", "against", "ratio", "target"))
+
+
+def sections(document: Figures) -> str:
+    """Everything, as Markdown: a section for each heading, the peaks, and what was left out."""
+    columns = ("file", "on", "ckptool", "s", "peak MB", "against", "s", "peak MB", "ratio", "new on disk", "target")
+    parts = []
+    for heading in dict.fromkeys(_HEADINGS.values()):
+        rows = [row for row in _compared(document) if _heading(row) == heading]
+        if not rows:
+            continue
+        lines = [
+            (row["file"], _place(row), _code(row["job"]), *_cost(row), *_other(row), _disk(row), _target(row))
+            for row in rows
+        ]
+        empty = {place for place in range(len(columns)) if not any(line[place] for line in lines)}
+        kept = [tuple(cell for place, cell in enumerate(line) if place not in empty) for line in lines]
+        named = tuple(name for place, name in enumerate(columns) if place not in empty)
+        parts.append(f"### {heading}\n\n{_github(kept, named)}")
+    peaks = _peaks(document)
+    if peaks:
+        parts.append(f"### Peak memory of every command\n\nOn one file: {_file_of(document)}.\n\n{peaks}")
+    left = [f"- {gone['what']}: {gone['why']}" for gone in document["left_out"]]
+    return "\n\n".join([*parts, *(["Left out in this run:\n\n" + "\n".join(left)] if left else [])])
+
+
+def peak(document: Figures) -> str:
+    """The largest peak of the commands that compute nothing, as a sentence; empty if it was not measured."""
+    rows = [row for row in document["rows"] if row["group"] == PEAKS and not row["torch"] and row["peak"]]
+    if not rows:
+        return ""
+    most = max(rows, key=lambda row: float(row["peak"]))
+    return (
+        f"Of the {len(rows)} commands that compute no values, run on {_file_of(document)}, "
+        f"`{most['job']}` takes the most memory: {most['peak'] / 1e6:.0f} MB."
+    )
+
+
+def machine(document: Figures) -> str:
+    """The facts about the machine and the run, a line each."""
+    return "\n".join(document["machine"])
+
+
+def peers(document: Figures) -> str:
+    """What each of the other tools does, as a Markdown list."""
+    return "\n".join(
+        f"- **{peer['package']}** {peer['version'] or '(not installed)'}: {peer['does']}" for peer in document["peers"]
+    )
+
+
+def _compared(document: Figures) -> list[Figures]:
+    return [row for row in document["rows"] if row["group"] != PEAKS]
+
+
+def _file_of(document: Figures) -> str:
+    return next(str(row["file"]) for row in document["rows"] if row["group"] == PEAKS)
+
+
+def _peaks(document: Figures) -> str:
+    rows = [row for row in document["rows"] if row["group"] == PEAKS]
+    lines = [
+        (_code(row["job"]), *_cost(row), "computes (torch or NumPy)" if row["torch"] else _target(row)) for row in rows
+    ]
+    return _github(lines, ("command", "s", "peak MB", "target")) if rows else ""
+
+
+def _heading(row: Figures) -> str:
+    return next(heading for start, heading in _HEADINGS.items() if row["group"].startswith(start))
+
+
+def _place(row: Figures) -> str:
+    return f"{_filesystem(row)}, {row['cache']}"
+
+
+def _filesystem(row: Figures) -> str:
+    return {"xfs": "XFS"}.get(row["filesystem"], str(row["filesystem"]))
+
+
+def _cost(job: Figures) -> tuple[str, str]:
+    if "fails" in job:
+        return f"fails: {job['fails']}", ""
+    noisy = max(job["runs"]) > 1.5 * min(job["runs"])
+    each = f" ({job['each'] * 1000:.2f} ms a file)" if job.get("each") is not None else ""
+    peak = "small" if job["peak"] is None else f"{job['peak'] / 1e6:,.0f}"
+    return f"{'~' if noisy else ''}{_seconds(job['seconds'])}{each}", peak
+
+
+def _other(row: Figures) -> tuple[str, str, str, str]:
+    if row["against"] is None:
+        return "", "", "", ""
+    ratio = "" if row["ratio"] is None else _ratio(row["ratio"])
+    return row["against"]["job"], *_cost(row["against"]), ratio
+
+
+def _both(row: Figures) -> str:
+    seconds, peak = _cost(row)
+    if "fails" in row:
+        return seconds
+    number, _, rest = seconds.partition(" ")
+    disk = "" if row["disk"] is None else f", {max(row['disk'], 0) / 1e6:,.1f} MB of disk"
+    return f"{number} s{' ' if rest else ''}{rest}, {peak} MB{disk}"
+
+
+def _short(row: Figures) -> tuple[str, str]:
+    name, seconds, _, ratio = _other(row)
+    if not name:
+        return "", ""
+    return (f"{name}: {seconds}", "") if "fails" in row["against"] else (f"{name}: {seconds} s", ratio)
+
+
+def _disk(row: Figures) -> str:
+    parts = []
+    for job in (row, row["against"] or {}):
+        if job.get("disk") is not None:
+            shared = "" if job["shared"] is None else f", {job['shared']:.0%} shared"
+            parts.append(f"{max(job['disk'], 0) / 1e6:,.1f} MB{shared}")
+    return " against ".join(parts)
+
+
+def _target(row: Figures) -> str:
+    if not row["target"]:
+        return ""
+    return row["target"] if row["met"] is None else f"{row['target']}: {'met' if row['met'] else 'missed'}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+
+
+def _code(name: str) -> str:
+    """A job of ckptool in Markdown: what is typed in backticks, what is added after a comma as it is."""
+    command, comma, rest = name.partition(", ")
+    return f"`{command}`{comma}{rest}"
+
+
+def _github(lines: Iterable[tuple[str, ...]], columns: tuple[str, ...]) -> str:
+    return tabulate(lines, headers=columns, tablefmt="github", disable_numparse=True)

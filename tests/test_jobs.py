@@ -1,0 +1,370 @@
+"""Many files: the same answers in the same order whatever ``--jobs``, each as soon as it is there, and no process left
+behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FIXTURES, ROOT
+
+import ckptool
+from ckptool import errors
+from ckptool.cli import jobs as jobs_module
+from ckptool.cli.jobs import answers
+from ckptool.cli.main import run
+from ckptool.cli.render import table, to_json
+from ckptool.cli.streams import Reports, Rows, report_text
+from ckptool.errors import CkptoolError, UnreadableError
+from ckptool.searching import find_targets, names_one_file
+from ckptool.threads import BLOCK, blocks, in_threads
+
+NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with checkpoints, and what went wrong with some; the one above it is the current one."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(NAMES * 3):
+        place = tmp_path / "runs" / str(number % 4)
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(FIXTURES / name, place / f"{number:02d}.{name}")
+    return tmp_path / "runs"
+
+
+def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    words = [sys.executable, "-m", "ckptool", *arguments]
+    return subprocess.run(
+        words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(["inspect", "--format", style] for style in ("table", "json", "jsonl")),
+        ["inspect", "-v"],
+        ["inspect", "--tree"],
+        *(["keys", "--format", style] for style in ("table", "jsonl", "csv", "markdown")),
+        ["keys", "--names", "--include", "*weight"],
+        *(["validate", "--format", style] for style in ("table", "json", "jsonl", "junit", "sarif", "github")),
+    ],
+    ids=" ".join,
+)
+def test_the_output_does_not_depend_on_jobs(call: list[str], runs: Path) -> None:
+    one, four = (ckptool_in(runs.parent, *call, "runs", "runs/nothing.pth", "--jobs", jobs) for jobs in ("1", "4"))
+    assert one.returncode == 3
+    assert one.stdout and b"git lfs pull" in one.stderr
+    assert (one.returncode, one.stdout, one.stderr) == (four.returncode, four.stdout, four.stderr)
+
+
+def test_reports_come_in_the_order_of_the_paths(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = sorted(str(path.relative_to(runs.parent)) for path in runs.rglob("*.pth"))
+    for command in ("inspect", "keys", "validate"):
+        assert run([command, named[-1], "runs", "--format", "jsonl", "--jobs", "3"]) == 3
+        told = [json.loads(line)["path"] for line in capsys.readouterr().out.splitlines()]
+        assert told == [named[-1], *named[:-1]]
+
+
+@pytest.mark.parametrize("command", ["inspect", "keys"])
+def test_a_report_is_told_before_the_next_file_is_opened(
+    command: str, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, told = ckptool.api.open, [0]
+
+    def slow(path: str) -> Any:
+        assert told[0] + len(capsys.readouterr().out.splitlines()) == told[0] + (1 if told[0] else 0)
+        told[0] += 1
+        return real(path)
+
+    monkeypatch.setattr("ckptool.api.open", slow)
+    run([command, "runs", "--format", "jsonl"])
+    assert told[0] == len(NAMES) * 3
+
+
+def test_a_list_in_json_is_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [{"a": "x\ny\u202e", "b": [1, {"c": None}]}, {}, {"d": []}]
+    for chosen in ([], reports[:1], reports):
+        stream = Reports("json", True)
+        for report in chosen:
+            stream.add(report_text(report, "json"))
+        stream.close()
+        assert capsys.readouterr().out == to_json(chosen) + "\n"
+
+
+def test_rows_are_drawn_as_a_table_is(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(f"name {n}", str(n**3), "\x1b[31m" if n == 3 else "") for n in range(99)]
+    drawn = Rows(("name", "cube", "x"), right=(1,))
+    for row in rows:
+        drawn.add(row)
+    assert capsys.readouterr().out == ""
+    drawn.close()
+    assert capsys.readouterr().out == table(("name", "cube", "x"), rows, right=(1,)) + "\n"
+
+
+def test_rows_beyond_the_first_hundred_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = Rows(("n", "text"))
+    for number in range(100):
+        drawn.add((str(number), "x"))
+    assert len(capsys.readouterr().out.splitlines()) == 102
+    drawn.add(("a long name", "y"))
+    assert capsys.readouterr().out == "a long name  y\n"
+    drawn.add(("b", "z"))
+    assert capsys.readouterr().out == "b            z\n"
+    drawn.close()
+    assert capsys.readouterr().out == ""
+
+
+# -- what is looked at ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_told_by_a_line_a_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "runs"]) == 3
+    head, rule, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings"]
+    assert rule.replace(" ", "").strip("-") == ""
+    paths = [item.path for item in find_targets(["runs"]) if not isinstance(item, UnreadableError)]
+    assert [line.split()[0] for line in lines[: len(paths)]] == paths == sorted(paths)
+    assert lines[len(paths)] == ""
+    assert lines[len(paths) + 1].startswith(f"{len(paths)} files, ")
+
+
+def test_many_that_cannot_be_read_are_not_all_explained(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(7):
+        (runs / f"{number}.pth").write_bytes(b"")
+    assert run(["inspect", "runs"]) == 3
+    told = capsys.readouterr()
+    assert told.out.count("the file is empty") == 7
+    assert told.err.count("ckptool: runs/") == 5
+    assert "8 more could not be read" in told.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
+def test_a_folder_or_glob_without_a_checkpoint(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("none").mkdir()
+    Path("none/readme.txt").write_text("nothing", encoding="utf-8")
+    told = []
+    for words in (["none"], ["none/*.pth"], ["none", "none/*.pth", "--jobs", "2"]):
+        assert run([command, *words]) == 3
+        out, err = capsys.readouterr()
+        told.append(err)
+        assert "UNREADABLE" not in out
+    assert "there is no checkpoint in this folder" in told[0] and "no file matches this pattern" in told[1]
+    assert told[2] == told[0] + told[1]
+
+
+def test_one_named_file_is_no_folder_and_no_glob(runs: Path) -> None:
+    Path("odd[1].pth").write_bytes(b"")
+    assert names_one_file(["odd[1].pth"]) and names_one_file(["nowhere.pth"]) and names_one_file([""])
+    assert not (names_one_file(["runs"]) or names_one_file(["*.pth"]) or names_one_file(["a.pth", "b.pth"]))
+
+
+def test_a_file_that_goes_meanwhile_is_one_that_is_not_there(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(runs.rglob("*.pth"))
+    real = ckptool.api.open
+
+    def opened(path: str) -> Any:
+        second.unlink(missing_ok=True)
+        return real(path)
+
+    monkeypatch.setattr("ckptool.api.open", opened)
+    assert run(["inspect", "runs/0", "-v"]) == 3
+    told = capsys.readouterr()
+    assert f"{second.relative_to(runs.parent)}: no such file" in told.err
+    assert str(first.relative_to(runs.parent)) in told.out and "gan.pth" in told.out
+
+
+def test_the_worst_code_counts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, other, pointer = (str(FIXTURES / name) for name in ("gan.pth", "bare.pth", "lfs_pointer.pth"))
+    for jobs in ("1", "2"):
+        assert run(["keys", good, other, "--jobs", jobs]) == 0
+        assert run(["keys", good, other, "--key", "netG", "--jobs", jobs]) == 2
+        assert run(["keys", good, other, pointer, "--key", "netG", "--jobs", jobs]) == 3
+        assert run(["validate", good, str(FIXTURES / "zip_wrong_crc.pth"), "--jobs", jobs]) == 1
+    capsys.readouterr()
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def upper(path: str) -> str:
+    if path.startswith("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if path.startswith("leave"):
+        os._exit(7)
+    if path.startswith("raise"):
+        raise ZeroDivisionError(path)
+    if path.startswith("refuse"):
+        raise errors.NotACheckpointError("it is a song", kind="song", path=path, next="sing it")
+    return path.upper()
+
+
+def lost(path: str, error: CkptoolError) -> str:
+    return f"{path}: {error.what} -> {error.next}"
+
+
+def no_process_is_left() -> bool:
+    return multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3, 0])
+def test_answers_come_in_order(jobs: int) -> None:
+    names: list[str | UnreadableError] = [f"f{number}" for number in range(200)]
+    names[7] = names[8] = UnreadableError("nothing there", path="folder", next="go")
+    expected = [upper(name) if isinstance(name, str) else "folder: nothing there -> go" for name in names]
+    for size in (0, 1, 2, 200):
+        assert list(answers(upper, names[:size], jobs, lost)) == expected[:size]
+    assert no_process_is_left()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_answers_come_while_files_are_still_searched(jobs: int) -> None:
+    taken = [0]
+
+    def endless() -> Iterator[str]:
+        for number in count():
+            taken[0] = number + 1
+            yield f"f{number}"
+
+    told = answers(upper, endless(), jobs, lost)
+    for number in range(300):
+        assert next(told) == f"F{number}"
+        assert taken[0] <= number + 1 + jobs_module._WAITING * jobs
+    told.close()
+    assert no_process_is_left()
+
+
+def test_nothing_but_errors() -> None:
+    error = UnreadableError("nothing", path="p", next="n")
+    assert list(answers(upper, [error] * 500, 2, lost)) == ["p: nothing -> n"] * 500
+
+
+@pytest.mark.parametrize("every", [2, 5, 100])
+@pytest.mark.parametrize("how", ["kill", "leave"])
+def test_a_process_that_dies_costs_its_file_alone(every: int, how: str) -> None:
+    names = [f"{how if number % every == 1 else 'f'}{number}" for number in range(20)]
+    told = list(answers(upper, names, 3, lost))
+    assert len(told) == len(names)
+    for name, answer in zip(names, told):
+        words = "was ended by SIGKILL" if how == "kill" else "was ended with exit code 7"
+        assert (words in answer and answer.startswith(f"{name}: ")) if name.startswith(how) else answer == name.upper()
+    assert no_process_is_left()
+
+
+def test_a_bug_in_a_process_is_one_here() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: raise3"):
+        list(answers(upper, ["f1", "f2", "raise3", "f4"], 2, lost))
+    assert no_process_is_left()
+
+
+def test_an_error_of_a_process_keeps_its_class_and_fields() -> None:
+    with pytest.raises(errors.NotACheckpointError) as caught:
+        list(answers(upper, ["f1", "refuse2"], 2, lost))
+    error = caught.value
+    assert (error.kind, error.path, error.next, error.what) == ("song", "refuse2", "sing it", "it is a song")
+
+
+def test_processes_that_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and Windows."""
+    monkeypatch.setattr(jobs_module, "_START", "spawn")
+    assert list(answers(os.path.basename, [f"a/{n}" for n in range(9)], 2, lost)) == [str(n) for n in range(9)]
+    assert no_process_is_left()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.NotACheckpointError("a", kind="k", path="p", next="n"),
+        errors.MalformedError("a", where="w", offset=3, path="p"),
+        errors.TruncatedPickleError("a", offset=3),
+        errors.TargetError("a", next="n"),
+        errors.ChangedError("a"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel_between_processes(error: CkptoolError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert (str(found), vars(found), found.args) == (str(error), vars(error), error.args)
+
+
+#: Two workers that say that they have begun, and never end.
+STUCK = """
+import os, sys, time
+import ckptool.api
+def stuck(path):
+    os.write(1, b"begun\\n")
+    while True:
+        time.sleep(60)
+ckptool.api.open = stuck
+from ckptool.cli.main import main
+main(["inspect", "runs", "--jobs", "2", "--format", "jsonl"])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups here")
+@pytest.mark.parametrize("group", [True, False], ids=["terminal", "alone"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Path) -> None:
+    words = [sys.executable, "-c", STUCK]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert [process.stdout.readline(), process.stdout.readline()] == [b"begun\n"] * 2
+        (os.killpg if group else os.kill)(process.pid, number)
+        # Both end when nobody has them open any more: a worker that lived on would hold them.
+        assert (process.stdout.read(), process.stderr.read()) == (b"", b"")
+        assert process.wait(30) == 128 + number
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
+    from ckptool.source import BytesSource, Span, open_source
+
+    data = os.urandom(size + 20)
+    (tmp_path / "f").write_bytes(data)
+    source = open_source(tmp_path / "f")
+    for span in (Span(source, 10, size), Span(BytesSource(data), 10, size)):
+        assert b"".join(map(bytes, blocks(span))) == data[10 : 10 + size]
+    os.truncate(tmp_path / "f", 5)
+    if size:
+        with pytest.raises(errors.ChangedError):
+            list(blocks(Span(source, 10, size)))
+    source.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 40])
+def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
+    done: list[int] = []
+    in_threads(range(1000), done.append, nbytes)
+    assert sorted(done) == list(range(1000))
+    for kind in (ValueError, KeyboardInterrupt):
+
+        def fails(number: int, kind: type[BaseException] = kind) -> None:
+            if number == 5:
+                raise kind
+
+        with pytest.raises(kind):
+            in_threads(count(), fails, nbytes)
