@@ -10,9 +10,9 @@ from .checkpoint import Checkpoint
 from .decoding import json_number
 from .elements import elements, tensor_size, unordered
 from .errors import MalformedError
+from .listing import described, listed_entries
 from .names import Globs
 from .readings import Reading, reading
-from .report import described, listed_entries
 from .runtime.measure import STEP, Measured, Rule, measure
 from .runtime.need import need_torch
 from .survey import TensorEntry

@@ -1,26 +1,22 @@
-"""What ``inspect`` and ``keys`` tell, as JSON-ready dicts. The keys are a contract (``schema``)."""
+"""What ``inspect`` tells, as JSON-ready dicts. The keys are a contract (``schema``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from shlex import quote
 from typing import Any
 
 from .accounting import Account, account
 from .checkpoint import Checkpoint, layout_of
 from .checks import Verdict, findings, storage_flaws, weights_only
-from .edits.select import normal_path, selected
-from .errors import TargetError
 from .limits import LIMITS
 from .locations import MapLocation, lands_on
-from .names import Globs
 from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .survey import StateDict, Survey, TensorEntry
 
-__all__ = ["described", "inspection", "key_listing", "listed_entries"]
+__all__ = ["inspection"]
 
 
 def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict[str, Any]:
@@ -182,82 +178,3 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
             for blocker in verdict.blockers
         ],
     }
-
-
-def key_listing(
-    checkpoint: Checkpoint,
-    *,
-    key: str | None = None,
-    everything: bool = False,
-    globs: Globs = Globs(),
-    sort: str = "file",
-) -> dict[str, Any]:
-    """The report of ``keys``, schema ``ckptool.keys/1``.
-
-    The tensors of the state dicts found with high confidence, or of the one at ``key``; with ``everything`` all in
-    the file, or all below the path ``key``. Where there is no state dict it is all in any case. ``sort`` is
-    "file", "name" or "bytes" (largest first).
-    """
-    survey = checkpoint.survey
-    chosen = listed_entries(checkpoint, key, everything, globs)
-    if sort == "name":
-        chosen = sorted(chosen, key=lambda entry: entry.path if everything else entry.key)
-    elif sort == "bytes":
-        chosen = sorted(chosen, key=lambda entry: -entry.tensor.own_bytes)
-    return {
-        "schema": "ckptool.keys/1",
-        "path": checkpoint.path,
-        "listed": len(chosen),
-        "in_file": len(survey.tensors),
-        "tensors": [described(survey, entry) for entry in chosen],
-    }
-
-
-def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
-    """One tensor at its place, as ``keys`` lists it."""
-    tensor = entry.tensor
-    return {
-        "state_dict": survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else None,
-        "key": entry.key,
-        "path": entry.path,
-        "kind": tensor.kind,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride),
-        "offset": tensor.offset,
-        "location": tensor.location,
-        "bytes": tensor.own_bytes,
-        "storage": tensor.storage or None,
-        "requires_grad": tensor.requires_grad,
-        "class": tensor.cls or None,
-    }
-
-
-def listed_entries(
-    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs()
-) -> list[TensorEntry]:
-    """The tensors that ``key_listing`` speaks of, in the order of the file."""
-    entries = _listed(checkpoint, checkpoint.survey, key, everything)
-    return [entry for entry in entries if globs.match(entry.key, entry.path)] if globs else entries
-
-
-def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
-    if everything and key is not None:
-        base = normal_path(key)
-        below = [entry for entry in survey.tensors if entry.path.startswith(base) and _starts_step(entry.path, base)]
-        if not below:
-            what = f"no tensor below {key!r}"
-            raise TargetError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all")
-        return below
-    if everything:
-        return survey.tensors
-    chosen = {item.ref for item in selected(checkpoint, key)}
-    if not chosen:
-        return survey.tensors
-    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
-    return [entry for entry in survey.tensors if entry.state_dict in numbers]
-
-
-def _starts_step(path: str, base: str) -> bool:
-    """Does the path go on behind ``base`` with a new step?"""
-    return not base or path[len(base) : len(base) + 1] in ("", ".", "[", "(")

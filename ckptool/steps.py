@@ -10,10 +10,10 @@ from shlex import quote
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from .checkpoint import Checkpoint
-from .edits import add_prefix, remap_devices, strip_prefix, strip_wrappers
 from .edits.cast import cast
-from .edits.devices import device_pairs
+from .edits.devices import device_pairs, remap_devices
 from .edits.entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
+from .edits.keys import add_prefix, strip_prefix, strip_wrappers
 from .edits.merge import merge, merge_entries
 from .edits.redact import KINDS, redact
 from .edits.rename import by_glob, by_regex, by_table, parse_glob, parse_regex, parse_table

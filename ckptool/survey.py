@@ -154,9 +154,11 @@ class _Walk:
             below = self.enter(task, node)
             if len(self.seen) == 1:
                 found.entries.extend(Entry(child[2], child[1], child[0]) for child in below)
-                below = [(*child[:5], number) for number, child in enumerate(below)]
+                for number, child in enumerate(below):
+                    below[number] = (*child[:5], number)
             # Numbers and None can hold nothing.
             work += [child for child in reversed(below) if type(nodes[child[0]]) not in _BARREN]
+            below.clear()  # a place is forgotten as soon as it was visited
 
     def enter(self, task: _Task, node: Node) -> list[_Task]:
         """The places below a node."""

@@ -253,12 +253,10 @@ class TensorReader:
         storage = self._uses.get(args[0])
         offset = self.graph.nodes[args[1]]
         shape, stride = self._shape(args[2]), self._ints(args[3])
-        if storage is None or type(offset) is not int or shape is None or stride is None:
-            return None
-        if abs(offset) >= _TOO_LARGE:
+        if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return None
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
-        size = prod(shape) * kind.itemsize if kind.packed == 1 else -(-prod(shape) // kind.packed) * kind.itemsize
+        size = -(-prod(shape) // kind.packed) * kind.itemsize
         base, most = self._view(args[0]) if self._has_views else (0, None)
         if base < 0 or (most is not None and offset + extent(shape, stride) > most):
             return None
@@ -370,11 +368,12 @@ class TensorReader:
         if type(refs) is not tuple:
             return self._size(ref)
         # Numbers are one node each, so tensors of one shape have equal tuples of references.
-        if refs not in self._shapes:
+        known = self._shapes.get(refs)
+        if known is None:
             values = tuple([nodes[item] for item in refs])
             fit = len(values) <= LIMITS.dimensions and all(type(v) is int and abs(v) < _TOO_LARGE for v in values)
-            self._shapes[refs] = values if fit else None  # type: ignore[assignment]
-        return self._shapes[refs]
+            known = self._shapes[refs] = values if fit else None  # type: ignore[assignment]
+        return known
 
     def _shape(self, ref: Ref) -> tuple[int, ...] | None:
         """A shape whose number of elements torch can count."""

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"npy", "tensor_text"}),
     frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
     frozenset({"outputs"}),
-    frozenset({"entry_json", "entry_text", "getting", "planning", "report", "searching", "tree"}),
+    frozenset({"entry_json", "entry_text", "getting", "listing", "planning", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
     frozenset({"comparing", "loading", "matching", "values"}),
@@ -328,7 +328,7 @@ def test_no_exception_is_kept_longer_than_it_is_needed() -> None:
         ("ckptool.checks.findings", "from .. import api", True),
         ("ckptool.report", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .cli import render", True),
         ("ckptool.edits.keys", "from .rewrite import Rewrite", False),
-        ("ckptool.cli.show", "from ..report import key_listing", False),
+        ("ckptool.cli.show", "from ..listing import key_listing", False),
         ("ckptool.checks.findings", "from .. import errors", False),
     ],
 )

@@ -42,7 +42,7 @@ def keys(
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> dict[str, Any]:
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
-    from ..report import key_listing
+    from ..listing import key_listing
 
     with open(path) as checkpoint:
         return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)

@@ -56,6 +56,7 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     reader, nodes = survey.reader, checkpoint.graph.nodes
     paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
     flaws = []
+    rebuilds: dict[Ref, bool] = {}
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
             storage = reader.storage(ref)
@@ -67,7 +68,11 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             continue
         tensor = reader.tensor(ref) if type(node) is Call else None
         if tensor is None:
-            if type(node) is Call and _rebuilds(callable_name(checkpoint.graph, node.func)):
+            if type(node) is not Call:
+                continue
+            if node.func not in rebuilds:
+                rebuilds[node.func] = _rebuilds(callable_name(checkpoint.graph, node.func))
+            if rebuilds[node.func]:
                 what = "a tensor that cannot be: its shape, strides, offset or storage make no sense"
                 flaws.append(Flaw("geometry", paths.get(ref, ""), what, True, ref))
             continue

@@ -111,7 +111,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
             if type(func) is not Global:
                 # An object of a 'module' record of the legacy format, or something made up.
                 broken["call of what is no global"] += 1
-            else:
+            elif node.op == op.NEWOBJ or node.filling is not None:
                 name = mapped_name(func)
                 if node.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
                     broken[f"NEWOBJ of {name}"] += 1
@@ -124,7 +124,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
                 broken["persistent id 'module': a class with its source"] += 1
             elif first != "storage" and first != b"storage":
                 broken["persistent id that is no storage"] += 1
-            if node.items or node.pairs or node.states:
+            if node.filling is not None and (node.items or node.pairs or node.states):
                 broken["filling of a storage"] += 1
         elif type(node) is Global and (node.items or node.pairs or node.states):
             broken["filling of a global"] += 1

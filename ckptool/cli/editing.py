@@ -147,10 +147,17 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "changes": [
                 change._asdict() for change in (*edited.changes, *(c for tell in edited.later for c in tell()))
             ],
-            "modules": [path for path in edited.survey.modules[:1] if not edited.state_dicts],
+            "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
         }
+
+
+def _modules(edited: Checkpoint) -> list[str]:
+    """The first module where no state dict is left. Without this name there is none, and no survey is needed."""
+    if "_modules" not in edited.graph.nodes or edited.state_dicts:
+        return []
+    return edited.survey.modules[:1]
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:

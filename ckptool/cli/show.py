@@ -14,12 +14,13 @@ import click
 from .. import api
 from ..errors import CkptoolError, UnreadableError
 from ..human import counted, cut, human_bytes
+from ..listing import listed_entries, listing
 from ..locations import MapLocation, parse_map_location
 from ..names import Globs
-from ..report import key_listing
 from ..searching import find_targets, names_one_file
 from .jobs import answers, jobs_option
-from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
+from .key_tables import Section, cells, drawn, labels, sections
+from .options import ALL_FORMATS, format_option, key_option, paths, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
 from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
 
@@ -274,25 +275,38 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "byt
 
 def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Told:
     try:
-        with api.open(path) as checkpoint:
-            report = key_listing(checkpoint, **how)
-            remarks = problem_lines(checkpoint)
+        told, parts, rest = _read(path, how, names, several, style)
     except CkptoolError as error:
         return _not_read("keys", style, path, error)
-    if how["globs"] and not report["tensors"]:
-        remarks.append(f"ckptool: {path}: no key matches")
+    if parts is not None:
+        # Drawn when the checkpoint is gone: the text takes its place in memory.
+        told = told._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
+    return told
+
+
+def _read(
+    path: str, how: dict[str, Any], names: bool, several: bool, style: str
+) -> tuple[_Told, list[Section] | None, int]:
+    """What ``keys`` has to tell of a file; the tables are still to be drawn, with the number of tensors not in them."""
     text, rows = "", []
+    parts, rest = None, 0
+    with api.open(path) as checkpoint:
+        survey = checkpoint.survey
+        entries = listed_entries(checkpoint, **how)
+        remarks = problem_lines(checkpoint)
+    if how["globs"] and not entries:
+        remarks.append(f"ckptool: {path}: no key matches")
     if style in ("json", "jsonl"):
-        text = report_text(report, style)
+        text = report_text(listing(checkpoint, entries), style)
     elif names:
-        text = "\n".join(_labels(report))
+        text = "\n".join(labels(entries))
     elif style == "table":
-        text = "\n".join([clean(path)] * several + [_sections(report, how["everything"])])
+        parts, rest = sections(survey, entries), 0 if how["everything"] else len(survey.tensors) - len(entries)
     else:
-        rows = [((path,) if several else ()) + _cells(entry) for entry in report["tensors"]]
+        rows = [((path,) if several else ()) + cells(survey, entry) for entry in entries]
         if style == "csv" and rows:
             text, rows = table(_headers(several), rows, style), []
-    return _Told(0, text, remarks=tuple(remarks), rows=tuple(rows))
+    return _Told(0, text, remarks=tuple(remarks), rows=tuple(rows)), parts, rest
 
 
 def _headers(several: bool) -> tuple[str, ...]:
@@ -322,45 +336,3 @@ def _keys(told: Iterator[_Told], style: str, names: bool, several: bool, moving:
         headers = _headers(several)
         emit(table(headers, rows, style, right=(len(headers) - 1,)))
     return worst(codes)
-
-
-def _labels(report: dict[str, Any]) -> list[str]:
-    """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
-    places = {entry["state_dict"] for entry in report["tensors"]}
-    label = "key" if len(places) == 1 and None not in places else "path"
-    return [clean(entry[label] or ".") for entry in report["tensors"]]
-
-
-def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
-    """A line for machines: always the same columns."""
-    shape = "x".join(map(str, entry["shape"])) or "scalar"
-    where = entry["state_dict"] or ""
-    return where, entry["key"], entry["path"], entry["dtype"], shape, entry["location"], str(entry["bytes"])
-
-
-def _sections(report: dict[str, Any], everything: bool) -> str:
-    """A table for each state dict, one for what is outside, and what is not listed."""
-    groups: dict[str | None, list[dict[str, Any]]] = {}
-    for entry in report["tensors"]:
-        groups.setdefault(entry["state_dict"], []).append(entry)
-    parts = []
-    for place, entries in groups.items():
-        label = "path" if place is None else "key"
-        rows = [
-            (
-                entry[label] or ".",
-                entry["dtype"] if entry["kind"] in PLAIN_KINDS else f"{entry['dtype']} ({entry['kind']})",
-                "x".join(map(str, entry["shape"])) or "scalar",
-                entry["location"],
-                f"{entry['bytes']:,}",
-            )
-            for entry in entries
-        ]
-        drawn = table((label, "dtype", "shape", "device", "bytes"), rows, right=(4,))
-        where = f" in {place!r}" if place else "" if place is not None or len(groups) == 1 else " outside of them"
-        size = human_bytes(sum(entry["bytes"] for entry in entries))
-        parts.append(f"{drawn}\n\n{counted(len(entries), 'tensor')}{clean(where)}, {size}")
-    rest = report["in_file"] - report["listed"]
-    if not parts:
-        parts.append("no tensors")
-    return "\n\n".join(parts) + (f"; {rest:,} more in the file: --all" if rest and parts and not everything else "")

@@ -9,9 +9,9 @@ import click
 from .. import api
 from ..errors import CkptoolError, UnreadableError
 from ..human import counted, listed, salvage_step
+from ..listing import listed_entries
 from ..measuring import SORTS, bytes_to_read, statistics_of
 from ..names import Globs
-from ..report import listed_entries
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
 from .streams import progress_bar, watched

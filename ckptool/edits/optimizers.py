@@ -63,9 +63,18 @@ def optimizers(graph: Graph) -> list[Optimizer]:
         optimizer = _optimizer(graph, ref, path, named)
         if optimizer is not None:
             found.append(optimizer)
-        # Tensors are calls, too; there is no optimizer in one.
-        work += [(value, spell_key(path, graph.nodes[name])) for name, value in reversed(items)]
+        below = [(name, value) for name, value in reversed(items) if _may_hold(graph, value)]
+        work += [(value, spell_key(path, graph.nodes[name])) for name, value in below]
     return found
+
+
+def _may_hold(graph: Graph, ref: Ref) -> bool:
+    """Can there be an optimizer in it? Not in a tensor: a call of several arguments that nothing was filled into."""
+    node = graph.nodes[ref]
+    if type(node) is Call and node.filling is None:
+        args = graph.nodes[node.args]
+        return type(args) is tuple and len(args) == 1
+    return isinstance(node, tuple | List | Dict | Call)
 
 
 def _optimizer(graph: Graph, ref: Ref, path: str, named: Mapping[str, Ref]) -> Optimizer | None:
@@ -93,13 +102,15 @@ def renamed_parameters(
     if all(old == new for old, new in known.items()):
         return []
     staying = [{graph.nodes[name] for name, _ in item.items} for item in others]
-    # The optimizer was given the names of the model inside of its wrappers.
-    plain = {without_wrappers(old): without_wrappers(new) for old, new in known.items()}
+    plain: dict[str, str] = {}
     for optimizer in optimizers(graph):
         named = [ref for group in optimizer.groups for ref in (group.params, group.names) if ref >= 0]
         texts = {text for ref in named for part in elements(graph.nodes[ref]) if type(text := graph.nodes[part]) is str}
         states = mapping(graph, optimizer.state) or []
         texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
+        if not plain:
+            # The optimizer was given the names of the model inside of its wrappers.
+            plain = {without_wrappers(old): without_wrappers(new) for old, new in known.items()}
         table = known if texts <= known.keys() else plain
         moved = sum(table[text] != text for text in texts if text in table)
         if not moved or not texts <= table.keys():

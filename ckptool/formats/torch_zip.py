@@ -49,7 +49,6 @@ class TorchZip:
         self.archive = archive
         self.root = archive.root
         self.record = record
-        self.pickle = data
         damaged = bool(record.crc) and zlib.crc32(data) != record.crc
         try:
             decoded = decode(data, where="data.pkl")
@@ -75,6 +74,11 @@ class TorchZip:
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
         self.writer = self._writer()
+
+    @property
+    def pickle(self) -> bytes:
+        """Read again: it is needed to write an edit, and kept it would be a tenth of all memory until then."""
+        return self.archive.read(self.record, LIMITS.pickle_bytes)
 
     def stored_size(self, key: str) -> int | None:
         record = self.archive.find(f"data/{key}")
@@ -113,7 +117,7 @@ class TorchZip:
     def pickles(self) -> Iterator[FoundPickle]:
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
         yield from nested_pickles(self.graph, "data.pkl")
-        if self.end < len(self.pickle):
+        if self.end < self.record.size:
             data = BytesSource(self.pickle, self.archive.source.name)
             yield from bare_pickles(data, self.end, "data.pkl, behind its end")
         found = self._audit()

@@ -17,7 +17,8 @@ from ..limits import LIMITS, Limits
 from . import opcodes as op
 from .filling import usual_steps
 from .machine import Machine
-from .nodes import Call, Global, Graph, Persistent, Ref, Style
+from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
+from .phrase_reading import read
 from .rare import RARE
 
 __all__ = ["Decoded", "decode"]
@@ -94,7 +95,7 @@ def _execute(machine: Machine) -> Ref:
         machine.single,
     )
     consts, refused, forms, outer = machine.consts, machine.refused, machine.style.forms, machine.outer
-    modern = machine.dialect >= 4
+    modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
     stack = machine.stack
     at = pos = machine.start
     # A node takes one byte of pickle at least: only beyond so many bytes there can be too many.
@@ -131,8 +132,13 @@ def _execute(machine: Machine) -> Ref:
                 if modern and size < 0x100:
                     forms[ref] = 0x58
             elif code == 0x28:  # MARK
-                outer.append(stack)
-                stack = []
+                end = read(machine, stack[-1], at, stop) if plain and stack and data.startswith(b"((", at) else -1
+                if end < 0:
+                    outer.append(stack)
+                    stack = []
+                else:
+                    stack[-1] = len(nodes) - 1
+                    pos = end
             elif code == 0x4B:  # BININT1
                 ref = tiny[data[pos]]
                 stack.append(machine.tiny_int(data[pos]) if ref < 0 else ref)
@@ -199,6 +205,9 @@ def _execute(machine: Machine) -> Ref:
                 made = (stack[-1], middle, last)
                 stack[-1] = len(nodes)
                 nodes.append(made)
+            elif code == 0x7D and plain:  # EMPTY_DICT
+                stack.append(len(nodes))
+                nodes.append(Dict(()))
             elif code == 0x73:  # SETITEM
                 last = stack.pop()
                 pair = [stack.pop(), last]

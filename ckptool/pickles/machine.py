@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..errors import PickleError, TruncatedPickleError
 from ..limits import Limits
@@ -33,13 +33,28 @@ from .nodes import (
     Style,
 )
 
-__all__ = ["Machine"]
+__all__ = ["Kind", "Machine"]
 
 #: Kinds of which each value has a hash, as far as can be known without running anything; of a tuple it depends.
 _HASHABLE = frozenset(
     (type(None), bool, int, float, str, bytes, FrozenSet, Global, Call, Persistent, Extension, Buffer)
 )
 _UNHASHABLE = (List, Dict, Set, ByteArray)
+
+
+class Kind(NamedTuple):
+    """What many tensors have in common (``phrase_reading``), as references; ``device`` -1 where it is always new."""
+
+    word: Ref
+    cls: Ref
+    device: Ref
+    size: Ref
+    offset: Ref
+    shape: tuple[Ref, ...]
+    strides: tuple[Ref, ...]
+    flag: Ref
+    hooks: Ref
+    nothing: Ref
 
 
 class Machine:
@@ -74,6 +89,7 @@ class Machine:
         self.refused: dict[int, int] = {}
         self.oddities: list[tuple[int, str]] = []
         self.words: dict[bytes, str] = {}
+        self.kinds: dict[tuple[bytes | None, ...], Kind] = {}
         self.frame_end = -1
         self.hashed: set[Ref] = set()
 
@@ -159,6 +175,7 @@ class Machine:
             if memo[index] >= 0 and memo[index] != ref:
                 self.odd(f"memo {index} is written twice")
             memo[index] = ref
+            self.kinds.clear()
         elif index == 1 and not memo and not self.sparse:
             # Python 2 numbers its memo from 1.
             memo += [-1, ref]

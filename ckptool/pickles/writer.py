@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, count
+from itertools import chain
 from struct import Struct
 
 from . import opcodes as op
@@ -34,6 +34,7 @@ from .nodes import (
     children,
     ingredients,
 )
+from .phrase_writing import LOOSE, NEW, Phrases
 from .sharing import Knot
 
 __all__ = ["SharedError", "TangledError", "Writer"]
@@ -44,17 +45,13 @@ _long_binput = Struct("<BI").pack
 #: Bytes after which a FRAME is closed (``FRAME_SIZE_TARGET`` in _pickle.c).
 _FRAME_TARGET = 64 * 1024
 
-#: The mark of a node that has no memo number: not reached yet; being made; made, but not memoised.
-_NEW = -1
+#: The mark of a node that is being made; NEW and LOOSE are the others that are no memo numbers.
 _OPEN = -2
-_LOOSE = -3
 
 #: Made here once: to make an array is an event for an audit hook, to repeat one is not.
-_UNMARKED = array("i", (_NEW,))
-
+_UNMARKED = array("i", (NEW,))
 #: In place of the node that a row of references makes: it makes none, it fills one.
 _NOTHING = -1
-
 #: Kinds that the pickler does not memoise.
 _BARE = (*CONSTANTS, Persistent, Extension, Buffer)
 
@@ -91,8 +88,8 @@ class Writer:
         self.out = bytearray()
         self.ready: list[bytes | None] = [None] * len(graph.nodes)
         self.marks = _UNMARKED * len(graph.nodes)
-        # MEMOIZE always counts from 0.
-        self.numbers = count(graph.style.memo_base if self.dialect < 4 else 0)
+        # The next memo number. MEMOIZE always counts from 0.
+        self.number = graph.style.memo_base if self.dialect < 4 else 0
         # What may be written twice, in nodes: see ``again``.
         self.patience = 4 * len(graph.nodes) + 100_000
         # While a knot is tied: what is to be filled later, and what of that is made by now.
@@ -104,11 +101,13 @@ class Writer:
 
     def run(self) -> bytes:
         """Write everything."""
-        out, nodes, ready, marks, numbers = self.out, self.nodes, self.ready, self.marks, self.numbers
+        out, nodes, ready, marks = self.out, self.nodes, self.ready, self.marks
         style, forms, loose, extra = self.style, self.style.forms, self.loose, self.extra
         dialect, framed, remade = self.dialect, style.framed, style.remade
         # In protocols 2 and 3, which torch.save writes, the frequent kinds need no call.
         plain, brief = dialect in (2, 3) and not framed, dialect >= 2
+        phrases = Phrases(nodes, marks, ready)
+        whole = plain and not (forms or loose or extra or style.steps or remade or self.tangled)
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -128,15 +127,20 @@ class Writer:
                     code = ready[ref] = spell.get(marks[ref], dialect)
                     out += code
                     continue
-                if marks[ref] != _NEW:
+                if marks[ref] != NEW:
                     self.again(ref)
                 node = nodes[ref]
                 if type(node) is str and plain and not (forms and ref in forms) and not (loose and ref in loose):
                     raw = node.encode("utf-8", "surrogatepass")
-                    marks[ref] = number = next(numbers)
+                    marks[ref] = number = self.number
+                    self.number += 1
                     ready[ref] = b""
                     out += b"X%b%b" % (_u32(len(raw)), raw)
                     out += _long_binput(0x72, number) if number > 0xFF else bytes((0x71, number))
+                    continue
+                if whole and (phrase := phrases.write(ref, node, self.number)):
+                    out += phrase
+                    self.number = marks[ref] + 1
                     continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
@@ -175,7 +179,7 @@ class Writer:
                     out += b"R"
                 elif type(node) is Persistent and usual and not extra and node.filling is None:
                     out += b"Q"
-                    marks[ref] = _LOOSE
+                    marks[ref] = LOOSE
                     continue
                 else:
                     filling = self.close(ref, node)
@@ -184,7 +188,8 @@ class Writer:
                         makes.append(_NOTHING)
                         row = filling
                     continue
-                marks[ref] = number = next(numbers)
+                marks[ref] = number = self.number
+                self.number += 1
                 ready[ref] = b""
                 out += _long_binput(0x72, number) if number > 0xFF else bytes((0x71, number))
         out += b"."
@@ -311,7 +316,7 @@ class Writer:
         if self.marks[ref] >= 0:
             self.drop(ref, node)
             return None
-        if self.marks[ref] == _LOOSE and self.first:
+        if self.marks[ref] == LOOSE and self.first:
             # It was made inside of itself, and not memoised.
             raise SharedError
         long = isinstance(node, tuple) and self.is_long(ref, node)
@@ -352,9 +357,10 @@ class Writer:
     def made(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
         """Memoise a node that was just made, as its kind and the style say; the row that fills it, if any."""
         if ref not in self.extra if isinstance(node, _BARE) else ref in self.loose:
-            self.marks[ref] = _LOOSE
+            self.marks[ref] = LOOSE
         else:
-            self.marks[ref] = number = next(self.numbers)
+            self.marks[ref] = number = self.number
+            self.number += 1
             self.ready[ref] = b""
             self.out += spell.put(number, self.dialect)
         if isinstance(node, Instance):

@@ -6,6 +6,7 @@ against it, and every byte of the file must belong to something.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
@@ -15,6 +16,7 @@ from ..human import counted, shown
 from ..source import FileSource, SliceSource, Source
 from .read import FULL32, LOCAL, Archive, Oddity, Record, extras, read_archive
 from .versions import versions
+from .window import Window
 
 __all__ = ["Audit", "audit", "signatures"]
 
@@ -26,6 +28,8 @@ _END: Final = Struct("<4s4H2IH").unpack
 _WINDOW: Final = 1 << 20
 _HEADER: Final = b"PK\x03\x04"
 _PADDING: Final = 0x4246  # "FB", as torch pads
+#: What a name without any flaw does not have.
+_ODD_NAME: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
 
 
 class Audit:
@@ -34,7 +38,8 @@ class Audit:
     ``padded`` whether its first record is padded as torch does it, None for an archive without records.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, archive: Archive) -> None:
+        self.entries = Window(archive.source)
         self.oddities: list[Oddity] = []
         self.hidden: list[int] = []
         #: Records of former versions that this one does not have, each with its archive.
@@ -44,7 +49,7 @@ class Audit:
 
 def audit(archive: Archive) -> Audit:
     """Hold the archive against itself."""
-    found = Audit()
+    found = Audit(archive)
     found.oddities.extend(_names(archive))
     _stretches(archive, found)
     _ends(archive, found)
@@ -54,6 +59,8 @@ def audit(archive: Archive) -> Audit:
 def _names(archive: Archive) -> Iterator[Oddity]:
     for record in archive.records:
         name = record.name
+        if name and not _ODD_NAME(name):
+            continue
         parts = name.split("/")
         flaws = [
             ("name-encoding", "is not UTF-8", any("\udc80" <= char <= "\udcff" for char in name)),
@@ -116,7 +123,7 @@ def _former(archive: Archive, found: Audit) -> list[_Stretch]:
             if record.header not in seen:
                 seen.add(record.header)
                 found.former.append((older, record))
-                stretches.append(_Stretch(record.header, _local(older, record, Audit())))
+                stretches.append(_Stretch(record.header, _local(older, record, Audit(older))))
         stretches.append(_Stretch(older.end.directory, version.size))
     return stretches
 
@@ -156,12 +163,12 @@ def signatures(source: Source, begin: int, end: int, signature: bytes = _HEADER)
 
 def _local(archive: Archive, record: Record, found: Audit) -> int:
     """Where a record ends, its descriptor included; notes how its local header differs from the directory."""
-    source, name = archive.source, record.name
+    source, near, name = archive.source, archive.near, record.name
 
     def note(code: str, what: str, level: str = "error", ambiguous: bool = False) -> None:
         found.oddities.append(Oddity(code, f"{shown(name)}: {what}", ambiguous, level, name, record.header))
 
-    raw = source.read(record.header, LOCAL.size + 0x300)
+    raw = near.read(record.header, LOCAL.size + 0x300)
     if len(raw) < LOCAL.size or raw[:4] != _HEADER:
         note("no-local-header", f"there is no local header at byte {record.header:,}, where the directory says")
         return record.header
@@ -185,13 +192,14 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
         note("local-name", f"its local header calls it {shown(local_name)}", ambiguous=True)
-    entry = source.read(record.entry, 46)
-    for field, here, there in (
+    entry = found.entries.read(record.entry, 46)
+    compared = (
         ("version", raw[4:6], entry[6:8]),
         ("flags", raw[6:8], entry[8:10]),
         ("method", raw[8:10], entry[10:12]),
         ("time", raw[10:14], entry[12:16]),
-    ):
+    )
+    for field, here, there in compared if raw[4:14] != entry[6:16] else ():
         # The writers of torch 1.4 to 1.9 put 0 for an empty record's flags in one of the places only.
         if here != there and not (field == "flags" and not record.size):
             values = [int.from_bytes(value, "little") for value in (here, there)]
@@ -203,7 +211,7 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         note("stored-size", f"stored, yet {record.size:,} bytes are said to take {record.compressed:,}")
     _sizes(record, raw, note)
     if record.flags & 8 and record.compressed:
-        end = _descriptor(source, record, end, note)
+        end = _descriptor(near, record, end, note)
     if raw[head : head + 4] == _HEADER or (head + 4 > len(raw) and source.read(payload, 4) == _HEADER):
         tail = source.read(max(end - 0x10100, payload), min(0x10100, record.compressed))
         if b"PK\x05\x06" in tail:
@@ -221,6 +229,8 @@ def _parses(extra: bytes) -> bool:
 
 def _sizes(record: Record, raw: bytes, note: _Note) -> None:
     """Checksum and sizes in a local header; zeros leave them to the descriptor."""
+    if record.flags & 8 and not any(raw[14:26]):
+        return
     crc, packed, plain = _SIZES(raw, 14)
     wide = dict(extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
     if wide and plain == FULL32 and len(wide) >= 8:
@@ -237,9 +247,9 @@ def _sizes(record: Record, raw: bytes, note: _Note) -> None:
             note("local-header", f"{what} {here:,} in its local header, {there:,} in the directory")
 
 
-def _descriptor(source: Source, record: Record, at: int, note: _Note) -> int:
+def _descriptor(near: Window, record: Record, at: int, note: _Note) -> int:
     """The end of a record whose sizes follow it."""
-    raw = source.read(at, 24)
+    raw = near.read(at, 24)
     crc = record.crc.to_bytes(4, "little")
     short = record.compressed.to_bytes(8, "little")[:4] + record.size.to_bytes(8, "little")[:4]
     wide = record.compressed.to_bytes(8, "little") + record.size.to_bytes(8, "little")

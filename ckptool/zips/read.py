@@ -18,6 +18,7 @@ from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
 from .versions import versions
+from .window import Window
 
 __all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
 
@@ -115,6 +116,8 @@ class Archive:
         self.root = first.partition("/")[0] if "/" in first else ""
         self.by_name: dict[str, Record] = {}
         self._by_fold: dict[str, Record] | None = None
+        #: Local headers and what stands around them: of small records many are read at once.
+        self.near = Window(source)
 
     def find(self, name: str) -> Record | None:
         """The record of this name under the root folder, or None; exact case first, as torch ends up with."""
@@ -129,7 +132,7 @@ class Archive:
     def local(self, record: Record) -> Local:
         """The local header of a record; raises MalformedError if there is none."""
         guess = LOCAL.size + len(record.name) + 96
-        raw = self.source.read(record.header, guess)
+        raw = self.near.read(record.header, guess)
         if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
             raise MalformedError("no local header where the directory says", where=record.name, offset=record.header)
         size = LOCAL.size + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
@@ -283,6 +286,8 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]
                 header = values.pop(0) if header == FULL32 else header
             except IndexError:
                 raise MalformedError("a zip64 size is missing", where=name, offset=base + at) from None
+        if packed == plain:
+            packed = plain  # one object for both
         records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
         if attributes & 0x10 and not name.endswith("/"):
             folders.append(name)
@@ -304,6 +309,46 @@ def extras(raw: bytes) -> list[tuple[int, bytes]]:
 def _note_oddities(archive: Archive, unused: int) -> None:
     """Structural ambiguity, as far as the directory alone shows it."""
     note = archive.oddities.append
+    archive.by_name = {record.name: record for record in archive.records}
+    if not _is_plain(archive):
+        _note_names(archive)
+    if unused:
+        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
+    end = archive.end
+    gap = end.begin - end.directory - end.size
+    # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
+    between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
+    signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
+    if (gap or between) and not versions(archive.source)[0].finished:
+        what = "an edit in place was not finished: torch reads the version before it"
+        note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
+    elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
+        note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
+    elif gap or between:
+        what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
+        note(Oddity("directory-gap", what, gap < 0 or between < 0))
+    if archive.records:
+        first = min(record.header for record in archive.records)
+        if first > 0 and len(versions(archive.source)) == 1:  # else a former version stands there
+            note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
+
+
+def _is_plain(archive: Archive) -> bool:
+    """Is there nothing to note about any record? That is told by looking at all of them at once."""
+    names = archive.by_name
+    if len(names) < len(archive.records) or any(record.flags & (_SPECIAL | 1) for record in archive.records):
+        return False
+    folder = archive.root + "/"
+    if archive.root and not all(name.startswith(folder) for name in names):
+        return False
+    everything = "".join(names)
+    return everything == everything.lower() or len({name.lower() for name in names}) == len(names)
+
+
+def _note_names(archive: Archive) -> None:
+    """The names and flags that readers could take in different ways; of records with one name the first counts."""
+    note = archive.oddities.append
+    archive.by_name.clear()
     folds: set[str] = set()
     for record in archive.records:
         name = record.name
@@ -325,22 +370,3 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         if archive.root and not name.startswith(archive.root + "/"):
             what = f"{shown(name)} is outside of the folder {shown(archive.root)}; torch refuses the file"
             note(Oddity("second-root", what, where=name))
-    if unused:
-        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
-    end = archive.end
-    gap = end.begin - end.directory - end.size
-    # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
-    between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
-    signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
-    if (gap or between) and not versions(archive.source)[0].finished:
-        what = "an edit in place was not finished: torch reads the version before it"
-        note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
-    elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
-        note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
-    elif gap or between:
-        what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
-        note(Oddity("directory-gap", what, gap < 0 or between < 0))
-    if archive.records:
-        first = min(record.header for record in archive.records)
-        if first > 0 and len(versions(archive.source)) == 1:  # else a former version stands there
-            note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))

@@ -12,9 +12,10 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.summary import summary
 from ckptool.errors import CkptoolError
 from ckptool.formats import read_container
+from ckptool.listing import key_listing
 from ckptool.names import Globs
 from ckptool.planning import plan_of
-from ckptool.report import inspection, key_listing
+from ckptool.report import inspection
 from ckptool.source import BytesSource
 from ckptool.tree import tree_of
 

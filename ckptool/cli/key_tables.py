@@ -1,0 +1,77 @@
+"""What ``keys`` shows of the tensors of one file: names, lines for machines, tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from ..human import counted, human_bytes
+from ..survey import Survey, TensorEntry
+from ..tensors import Tensor
+from .options import PLAIN_KINDS
+from .render import clean, cleaned, column_table
+
+__all__ = ["Section", "cells", "drawn", "labels", "sections"]
+
+
+def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
+    """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
+    places = {entry.state_dict for entry in entries}
+    if len(places) == 1 and -1 not in places:
+        return cleaned([entry.key or "." for entry in entries])
+    return cleaned([entry.path or "." for entry in entries])
+
+
+def cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
+    """A line for machines: always the same columns."""
+    tensor = entry.tensor
+    where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
+    return where, entry.key, entry.path, tensor.dtype, _shape(tensor.shape), tensor.location, str(tensor.own_bytes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+class Section(NamedTuple):
+    """A table of ``keys`` by its columns, and the line below it."""
+
+    headers: tuple[str, ...]
+    columns: tuple[list[str], ...]
+    total: str
+
+
+def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
+    """A table for each state dict, and one for what is outside."""
+    groups: dict[int, list[TensorEntry]] = {}
+    for entry in listed:
+        groups.setdefault(entry.state_dict, []).append(entry)
+    # Many tensors have few dtypes, shapes and sizes: each is spelled once.
+    shape, size = cache(_shape), cache("{:,}".format)
+    found = []
+    for place, entries in groups.items():
+        tensors = [entry.tensor for entry in entries]
+        columns = (
+            [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
+            [_dtype(tensor) for tensor in tensors],
+            [shape(tensor.shape) for tensor in tensors],
+            [tensor.location for tensor in tensors],
+            [size(tensor.own_bytes) for tensor in tensors],
+        )
+        base = survey.state_dicts[place].path if place >= 0 else None
+        where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
+        total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
+        headers = ("path" if place < 0 else "key", "dtype", "shape", "device", "bytes")
+        found.append(Section(headers, columns, f"{counted(len(entries), 'tensor')}{clean(where)}, {total}"))
+    return found
+
+
+def _dtype(tensor: Tensor) -> str:
+    return tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})"
+
+
+def drawn(sections: Sequence[Section], rest: int) -> str:
+    """The tables one below the other; ``rest`` tensors are not listed."""
+    parts = [f"{column_table(part.headers, part.columns, right=(4,))}\n\n{part.total}" for part in sections]
+    return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

@@ -1,0 +1,105 @@
+"""What ``keys`` tells: the tensors of state dicts, or all in the file. The keys of the report are a contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from shlex import quote
+from typing import Any
+
+from .checkpoint import Checkpoint
+from .edits.select import normal_path, selected
+from .errors import TargetError
+from .names import Globs
+from .survey import Survey, TensorEntry
+
+__all__ = ["described", "key_listing", "listed_entries", "listing"]
+
+
+def key_listing(
+    checkpoint: Checkpoint,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    globs: Globs = Globs(),
+    sort: str = "file",
+) -> dict[str, Any]:
+    """The report of ``keys``, schema ``ckptool.keys/1``.
+
+    The tensors of the state dicts found with high confidence, or of the one at ``key``; with ``everything`` all in
+    the file, or all below the path ``key``. Where there is no state dict it is all in any case. ``sort`` is
+    "file", "name" or "bytes" (largest first).
+    """
+    chosen = listed_entries(checkpoint, key, everything, globs, sort)
+    return listing(checkpoint, chosen)
+
+
+def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, Any]:
+    """The report of ``keys`` on these tensors."""
+    survey = checkpoint.survey
+    return {
+        "schema": "ckptool.keys/1",
+        "path": checkpoint.path,
+        "listed": len(chosen),
+        "in_file": len(survey.tensors),
+        "tensors": [described(survey, entry) for entry in chosen],
+    }
+
+
+def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
+    """One tensor at its place, as ``keys`` lists it."""
+    tensor = entry.tensor
+    return {
+        "state_dict": survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else None,
+        "key": entry.key,
+        "path": entry.path,
+        "kind": tensor.kind,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride),
+        "offset": tensor.offset,
+        "location": tensor.location,
+        "bytes": tensor.own_bytes,
+        "storage": tensor.storage or None,
+        "requires_grad": tensor.requires_grad,
+        "class": tensor.cls or None,
+    }
+
+
+def listed_entries(
+    checkpoint: Checkpoint,
+    key: str | None = None,
+    everything: bool = False,
+    globs: Globs = Globs(),
+    sort: str = "file",
+) -> list[TensorEntry]:
+    """The tensors that ``key_listing`` speaks of, in its order."""
+    entries = _listed(checkpoint, checkpoint.survey, key, everything)
+    if globs:
+        entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.path if everything else entry.key)
+    if sort == "bytes":
+        return sorted(entries, key=lambda entry: -entry.tensor.own_bytes)
+    return entries
+
+
+def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
+    if everything and key is not None:
+        base = normal_path(key)
+        below = [entry for entry in survey.tensors if entry.path.startswith(base) and _starts_step(entry.path, base)]
+        if not below:
+            what = f"no tensor below {key!r}"
+            raise TargetError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all")
+        return below
+    if everything:
+        return survey.tensors
+    chosen = {item.ref for item in selected(checkpoint, key)}
+    if not chosen:
+        return survey.tensors
+    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
+    return [entry for entry in survey.tensors if entry.state_dict in numbers]
+
+
+def _starts_step(path: str, base: str) -> bool:
+    """Does the path go on behind ``base`` with a new step?"""
+    return not base or path[len(base) : len(base) + 1] in ("", ".", "[", "(")

@@ -1,0 +1,279 @@
+"""Tensors are read and written a phrase at a time; nobody can tell: instruction by instruction it is the same."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.errors import PickleError
+from ckptool.limits import LIMITS
+from ckptool.pickles import decode, encode, phrase_reading, phrase_writing
+from ckptool.pickles.nodes import Call, Graph, Node, Persistent
+
+#: Tensors before the memo has numbers of four bytes, from which on there are phrases.
+_FIRST = 40
+
+
+class Storage(NamedTuple):
+    """What the persistent id tells."""
+
+    key: str
+    device: str
+    size: int
+
+
+class Tensor:
+    """Pickled like one of torch: a call with six arguments."""
+
+    def __init__(self, storage: Storage, offset: int, shape: tuple[int, ...], grad: bool, hooks: object) -> None:
+        self.args = storage, offset, (*shape,), tuple(reversed(shape)), grad, hooks
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return rebuild, self.args
+
+
+class Hooks:
+    """Pickled like an empty OrderedDict in a tensor."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Hooks, ()
+
+
+def rebuild(*args: object) -> object:
+    """What a pickle of tensors names and nobody calls."""
+    raise AssertionError(args)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> object:
+        # The word and the device may be one object for all.
+        return ("storage", Storage, *obj) if isinstance(obj, Storage) else None
+
+
+def written(value: object, protocol: int = 2) -> bytes:
+    """The pickle as torch.save would write it."""
+    out = io.BytesIO()
+    _Pickler(out, protocol).dump(value)
+    return out.getvalue()
+
+
+#: Few of each, so that tensors have much in common.
+_sizes = st.sampled_from((4, 4, 4, 300, 70_000, 1 << 40))
+_shapes = st.lists(_sizes, max_size=5).map(tuple)
+_devices = st.sampled_from(("cpu", "cuda:0", "cuda:0", "cuda:1", "m", "privateuseone:12", "gerät"))
+
+
+@st.composite
+def tensors(draw: Any) -> list[tuple[str, object]]:
+    """Some more tensors, of which some are the same as one before, have its hooks, its storage or its shape."""
+    made: list[tuple[str, object]] = []
+    for number in range(draw(st.integers(1, 20))):
+        device = draw(_devices)
+        fresh = "".join(list(device)) if len(device) > 1 and draw(st.booleans()) else device
+        storage = Storage(str(draw(st.integers(0, 10**9))), fresh, draw(_sizes))
+        tensor = Tensor(storage, draw(st.sampled_from((0, 0, 300))), draw(_shapes), draw(st.booleans()), Hooks())
+        if made and draw(st.integers(0, 3)) == 0:
+            other = draw(st.sampled_from(made))[1]
+            assert isinstance(other, Tensor)
+            place = draw(st.integers(0, 6))
+            tensor = other if place == 6 else tensor
+            if place < 6:
+                tensor.args = tuple((other if n == place else tensor).args[n] for n in range(6))  # type: ignore[assignment]
+        made.append((f"layer.{number}.wéight" if number % 5 == 4 else f"layer.{number}", tensor))
+    return made
+
+
+def checkpoint(more: list[tuple[str, object]]) -> tuple[object, ...]:
+    """Tensors enough to fill the small memo numbers, then these, then dicts of one pair."""
+    first = [
+        (f"first.{n}", Tensor(Storage(str(n), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks()))
+        for n in range(_FIRST)
+    ]
+    modules = {f"module.{n}": {"version": 1} for n in range(3)} | {
+        "odd": {"version": 2},
+        "none": {},
+        "two": {1: 2, 3: 4},
+    }
+    return OrderedDict([*first, *more]), modules
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """No phrases: every instruction by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["ckptool.pickles.decode"], "read", lambda *_: -1)
+        patch.setattr(phrase_writing.Phrases, "write", lambda *_: b"")
+        yield
+
+
+def told(node: Node) -> object:
+    """A node with everything in it."""
+    if not hasattr(node, "__slots__"):
+        return type(node), node
+    slots = [name for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())]
+    return type(node), [
+        (name, told(getattr(node, name)) if name == "filling" else getattr(node, name)) for name in slots
+    ]
+
+
+def outcome(data: bytes) -> object:
+    """All that can be known of a pickle: its graph number by number and how it is written again, or the error."""
+    try:
+        graph, end = decode(data)
+    except PickleError as error:
+        return type(error), error.what, error.offset, [told(node) for node in error.seen]
+    style = graph.style
+    about = (
+        style.forms,
+        style.unput,
+        style.put,
+        style.steps,
+        style.remade,
+        style.memo_base,
+        graph.refused,
+        graph.oddities,
+    )
+    return graph.root, end, [told(node) for node in graph.nodes], about, encode(graph)
+
+
+def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How many phrases are read, and how many written."""
+    read, write, counts = phrase_reading.read, phrase_writing.Phrases.write, [0, 0]
+
+    def counting_read(*args: Any) -> int:
+        end = read(*args)
+        counts[0] += end >= 0
+        return end
+
+    def counting_write(self: Any, *args: Any) -> bytes:
+        code = write(self, *args)
+        counts[1] += bool(code)
+        return code
+
+    monkeypatch.setattr(sys.modules["ckptool.pickles.decode"], "read", counting_read)
+    monkeypatch.setattr(phrase_writing.Phrases, "write", counting_write)
+    assert encode(decode(data).graph) == data
+    return counts[0], counts[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors(), st.sampled_from((2, 2, 2, 3, 1, 4, 5)))
+def test_a_phrase_is_what_its_instructions_are(more: list[tuple[str, object]], protocol: int) -> None:
+    data = written(checkpoint(more), protocol)
+    with one_by_one():
+        expected = outcome(data)
+    assert outcome(data) == expected
+    assert encode(decode(data).graph) == data
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(("flip", "cut", "double")))
+def test_damaged_phrases_are_what_their_instructions_are(place: int, byte: int, how: str) -> None:
+    data = DAMAGED
+    at = len(data) - 1 - place % 900
+    data = {
+        "flip": data[:at] + bytes((byte,)) + data[at + 1 :],
+        "cut": data[:at],
+        "double": data[:at] + data[at - 4 :],
+    }[how]
+    with one_by_one():
+        expected = outcome(data)
+    assert outcome(data) == expected
+
+
+def test_every_byte_of_a_phrase_counts() -> None:
+    begin = DAMAGED.rindex(b"((")
+    for at in range(begin, len(DAMAGED)):
+        for byte in b"\x84\x85\x86\x87\x88th)K(R\0":
+            data = DAMAGED[:at] + bytes((byte,)) + DAMAGED[at + 1 :]
+            with one_by_one():
+                expected = outcome(data)
+            assert outcome(data) == expected
+
+
+DAMAGED = written(
+    OrderedDict(
+        (
+            f"layer.{n}",
+            Tensor(Storage(str(n), "cpu" if n % 2 else "".join(("cuda:", "1")), 4), 0, (4, 300), False, Hooks()),
+        )
+        for n in range(_FIRST + 5)
+    )
+)
+
+
+def test_tensors_and_metadata_are_phrases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else this file would compare the loops with themselves."""
+    more: list[tuple[str, object]] = [
+        (f"more.{n}", Tensor(Storage(str(n), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks())) for n in range(20)
+    ]
+    read, wrote = phrases_in(written(checkpoint(more)), monkeypatch)
+    assert read >= 30
+    assert wrote >= 32
+
+
+def test_an_edited_tensor_is_written_as_its_instructions_are() -> None:
+    graph = decode(DAMAGED).graph
+    calls = [
+        ref for ref, node in enumerate(graph.nodes) if type(node) is Call and type(graph.nodes[node.args]) is tuple
+    ]
+    last = next(ref for ref in reversed(calls) if len(graph.nodes[graph.nodes[ref].args]) == 6)  # type: ignore[union-attr, arg-type]
+    args = graph.nodes[last].args  # type: ignore[union-attr]
+    outside, offset, shape, strides, flag, hooks = graph.nodes[args]  # type: ignore[misc]
+    storage = graph.nodes[outside]
+    assert type(storage) is Persistent
+    pid = graph.nodes[storage.pid]
+    assert type(pid) is tuple
+    twin = graph.edited({storage.pid: (*pid[:2], pid[2], pid[2], pid[4])})
+    with one_by_one():
+        expected = attempt(twin)
+    assert attempt(twin) == expected
+    for changed in (
+        (outside, offset, shape, shape, flag, hooks),
+        (outside, shape, shape, strides, flag, hooks),
+        (outside, offset, shape, strides, flag, last - 1),
+        (outside, offset, strides, shape, hooks, hooks),
+    ):
+        edited = graph.edited({args: changed})
+        with one_by_one():
+            expected = attempt(edited)
+        assert attempt(edited) == expected
+
+
+def test_phrases_count_towards_the_limit_of_nodes() -> None:
+    for nodes in range(300, 400, 7):
+        limits = LIMITS._replace(nodes=nodes)
+        with one_by_one(), pytest.raises(PickleError) as expected:
+            decode(DAMAGED, limits=limits)
+        with pytest.raises(PickleError) as found:
+            decode(DAMAGED, limits=limits)
+        assert (found.value.what, found.value.offset) == (expected.value.what, expected.value.offset)
+
+
+def test_a_memo_number_that_is_written_again_means_the_other_object() -> None:
+    key = DAMAGED.index(b"X\x07\0\0\0storage") + 12
+    assert DAMAGED[key : key + 1] == b"q"
+    number = DAMAGED[key + 1 : key + 2]
+    # Before the last tensors another string takes the number of the word.
+    at = DAMAGED.index(b"X\x08\0\0\0layer.44")
+    data = DAMAGED[:at] + b"X\x01\0\0\0aq" + number + b"0" + DAMAGED[at:]
+    with one_by_one():
+        expected = outcome(data)
+    assert outcome(data) == expected
+
+
+def attempt(graph: Graph) -> object:
+    """The bytes, or why there are none."""
+    try:
+        return encode(graph)
+    except ValueError as error:
+        return str(error)
