@@ -248,7 +248,7 @@ def _is_usual(archive: Archive, record: Record, limit: int, grid: int) -> bool:
     """
     if record.header + _torch_size(record, grid) != limit:
         return False
-    raw = archive.source.read(record.header, LOCAL.size)
+    raw = archive.near.read(record.header, LOCAL.size)
     name = len(record.name.encode("utf-8", "surrogateescape"))
     extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
     return raw[:4] == b"PK\x03\x04" and raw[26:30] == _u16(name) + _u16(extra)
