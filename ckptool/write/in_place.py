@@ -1,8 +1,8 @@
 """Edits in place: what is there never changes, a new version is appended behind it and can be taken back.
 
-Three steps, each on the disk before the next one begins: the new end of the file with a copy of the old end records;
-all that comes before it; the new end records in place of the copy, 98 bytes within one sector. Killed, or out of power,
-the file is the former version before the last step and the new one behind it.
+Three steps, each on the disk before the next one begins: the new end of the file, which leads to the old directory; all
+that comes before it; the one byte by which the end leads to the new directory. Killed, or out of power, the file is the
+former version before the last step and the new one behind it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from ..errors import OutputError, RefusedError
 from ..human import undo_step
-from ..source import Appending, FileSource
+from ..source import BLOCK, Appending, FileSource
 from .copying import write_all
 
 try:
@@ -23,6 +24,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["append", "shorten"]
+
+#: Of the 65,557 bytes in which an end record is looked for; it stands within the last sector of a step.
+_SIGHT: Final = 15 * BLOCK
 
 
 def append(appending: Appending, source: FileSource) -> None:
@@ -34,8 +38,9 @@ def append(appending: Appending, source: FileSource) -> None:
     with _opened(source) as fd:
         try:
             end = appending.size
-            _put(fd, end - len(appending.holding), appending.holding)
-            os.fsync(fd)
+            for size in _ends(appending.at, end):
+                _put(fd, size - len(appending.holding), appending.holding)
+                os.fsync(fd)
             _put(fd, appending.at, appending.body)
             os.fsync(fd)
             _put(fd, end - len(appending.ending), appending.ending)
@@ -43,6 +48,18 @@ def append(appending: Appending, source: FileSource) -> None:
         except BaseException:
             _take_back(fd, appending.at, source.name)
             raise
+
+
+def _ends(size: int, end: int) -> Iterator[int]:
+    """The sizes through which a file grows, in bytes.
+
+    Readers look for the end records in the last 64 KiB alone, and a disk may keep the size of a file without what was
+    written there: so each step leaves the end records of the one before it in their sight.
+    """
+    while size + _SIGHT < end:
+        size = (size + _SIGHT) // BLOCK * BLOCK
+        yield size
+    yield end
 
 
 def shorten(source: FileSource, size: int) -> None:
