@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
@@ -86,7 +86,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
-        "edited-in-place": command("repack", checkpoint.path, word="clean"),
+        EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
     }
     found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]

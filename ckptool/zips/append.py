@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from ..errors import RefusedError
 from ..human import undo_step
 from ..source import BLOCK, Appending
-from .fresh import Content, around, listed
+from .fresh import Content, around, listed, padding_of
 from .layout import ending
 from .read import Archive
 from .versions import ENDING, EXTRA, UNSIGNED, Note, spelled, without_note
@@ -47,7 +47,8 @@ def appended(
             entries.append(without_note(source.read(record.entry, record.entry_size)))
             continue
         new = Content(record.name, content, zlib.crc32(content), len(content))
-        header, descriptor = around(new, source.size + len(body))
+        # As the record whose place it takes: archives by other writers have no padding.
+        header, descriptor = around(new, source.size + len(body), padded=padding_of(archive, record) is not None)
         entries.append(listed(new, source.size + len(body)))
         assert isinstance(descriptor, bytes)
         body += header + content + descriptor
@@ -60,7 +61,7 @@ def appended(
     entries[-1] = _with_field(entries[-1], b" " * spare + note, source.name)
     listing = b"".join(entries)
     end = ending(archive, len(entries), directory, len(listing), wide=True)
-    unsigned = end[: -UNSIGNED] + b"\0" + end[1 - UNSIGNED :]
+    unsigned = end[:-UNSIGNED] + b"\0" + end[1 - UNSIGNED :]
     return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
 
 

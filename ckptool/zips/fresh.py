@@ -12,11 +12,13 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..source import Computed, Piece, Plan, Span, merged, size_of
-from .read import FULL32, LOCAL
+from .read import FULL32, LOCAL, Archive, Record, extras
 
-__all__ = ["Content", "Sum", "around", "fresh", "listed", "summed"]
+__all__ = ["PADDING", "Content", "Sum", "around", "fresh", "listed", "padding_of", "summed"]
 
 _GRID: Final = 64
+#: The extra field with which torch pads, "FB".
+PADDING: Final = 0x4246
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 
 
@@ -98,8 +100,8 @@ def _crc(content: Content) -> bytes:
     return _u32(content.crc.value if isinstance(content.crc, Sum) else content.crc)
 
 
-def around(content: Content, at: int) -> tuple[bytes, Piece]:
-    """The local header with its padding, and the descriptor, for a record at ``at``."""
+def around(content: Content, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
+    """The local header, with its padding if it is to be ``padded``, and the descriptor, for a record at ``at``."""
     stored = size_of(content.body)
     name = content.name.encode("utf-8")
     wide = b""
@@ -110,7 +112,7 @@ def around(content: Content, at: int) -> tuple[bytes, Piece]:
     if wide:
         wide = _u16(1) + _u16(len(wide)) + wide
     padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _GRID
-    extra = wide + b"FB" + _u16(padding) + b"Z" * padding
+    extra = wide + b"FB" + _u16(padding) + b"Z" * padding if padded else wide
     flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
     fixed = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra))
@@ -122,6 +124,13 @@ def around(content: Content, at: int) -> tuple[bytes, Piece]:
     if not stored:
         return fixed + name + extra, b""
     return fixed + name + extra, _late(descriptor) if isinstance(content.crc, Sum) else descriptor()
+
+
+def padding_of(archive: Archive, record: Record) -> bytes | None:
+    """What fills the local header of a record up to the alignment, None where the writer does not align."""
+    raw = archive.local(record).raw
+    fields = extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
+    return next((data for kind, data in fields if kind == PADDING), None)
 
 
 def listed(content: Content, at: int) -> bytes:
