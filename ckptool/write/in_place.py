@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ..errors import OutputError, RefusedError
@@ -36,6 +36,7 @@ def append(appending: Appending, source: FileSource) -> None:
     changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
     """
     with _opened(source) as fd:
+        done = False
         try:
             end = appending.size
             for size in _ends(appending.at, end):
@@ -43,10 +44,11 @@ def append(appending: Appending, source: FileSource) -> None:
                 os.fsync(fd)
             _put(fd, appending.at, appending.body)
             os.fsync(fd)
+            done = True
             _put(fd, end - len(appending.ending), appending.ending)
             os.fsync(fd)
         except BaseException:
-            _take_back(fd, appending.at, source.name)
+            _take_back(fd, appending.at, source.name, done)
             raise
 
 
@@ -90,7 +92,8 @@ def _opened(source: FileSource) -> Iterator[int]:
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
     finally:
-        os.close(fd)
+        with suppress(OSError):  # what it tells was asked for by fsync before
+            os.close(fd)
 
 
 def _lock(fd: int, path: str) -> None:
@@ -109,10 +112,13 @@ def _put(fd: int, at: int, data: bytes) -> None:
     write_all(fd, data)
 
 
-def _take_back(fd: int, size: int, path: str) -> None:
+def _take_back(fd: int, size: int, path: str, done: bool) -> None:
+    """Cut an edit that failed off again; ``done`` says that readers may see it already."""
     try:
         os.ftruncate(fd, size)
-        os.fsync(fd)
     except OSError as error:
-        what = f"an unfinished edit cannot be taken back ({error.strerror}): torch still reads the former version"
+        state = "may be the new one already" if done else "is the former one"
+        what = f"an edit that failed cannot be taken back ({error.strerror}): the version that torch reads {state}"
         raise OutputError(what, path=path, next=undo_step(path)) from error
+    with suppress(OSError):  # where it comes back after all, it leads to the former version still
+        os.fsync(fd)
