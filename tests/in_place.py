@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from outputs import CRASHES, UNSUMMED, faked, on_meta, plainly, works
+from outputs import CRASHES, UNSUMMED, faked, on_meta, saved, works
 
 import ckptool
 from ckptool.errors import CkptoolError, RefusedError, TargetError
@@ -210,22 +210,21 @@ def _history(path: Path) -> list[tuple[int, str | None]]:
     return [(version["bytes"], version["edit"]) for version in ckptool.history(path)["versions"]]
 
 
-__all__ = [
-    "EDITS",
-    "MARK",
-    "NAMES",
-    "UNMAPPABLE",
-    "Edit",
-    "archive_of",
-    "by_offsets",
-    "check_edit",
-    "check_modes",
-    "check_zip",
-    "complaints",
-    "copied",
-    "in_place",
-    "mapped",
-    "plainly",
-    "sha",
-    "storages",
-]
+SIZES = {"small": 3000, "large": 300_000}  # of the pickle: the second is longer than readers search for an end
+each_size = pytest.mark.parametrize("size", SIZES)
+
+
+def checkpoint_of(path: Path, size: str, **how: Any) -> Path:
+    value = {"n": 0, "text": "t" * SIZES[size], "weight": torch.arange(40.0), "more": torch.ones(3)}
+    return saved(value, path, **how)
+
+
+def to_one(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.set_entry(checkpoint, "n", 1)
+
+
+def read(path: Path) -> int:
+    """Which version torch reads, 0 or 1; its tensors are right."""
+    for loaded in (torch.load(path, weights_only=True), mapped(path)):
+        assert torch.equal(loaded["weight"], torch.arange(40.0)) and torch.equal(loaded["more"], torch.ones(3))
+    return int(loaded["n"])
