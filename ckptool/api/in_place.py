@@ -40,6 +40,7 @@ def save_in_place(checkpoint: Checkpoint) -> int:
 def appending_to(checkpoint: Checkpoint, command: str = "") -> tuple[Appending | None, bool]:
     """What ``save_in_place`` appends, None where nothing changed, and whether its pickle is proven byte-exact."""
     from ..planning import appending_of
+    from ..write import check_idle
 
     if not isinstance(checkpoint.source, FileSource):
         raise RefusedError("only a file can be edited in place", path=checkpoint.path)
@@ -47,7 +48,11 @@ def appending_to(checkpoint: Checkpoint, command: str = "") -> tuple[Appending |
     edit = cut(f"{command}: {words}" if command else words, _WORDS)
     # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return appending_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+    try:
+        return appending_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+    except RefusedError:
+        check_idle(checkpoint.source)  # what looks unfinished may be under way
+        raise
 
 
 def history(path: Path) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class TorchZip:
 
     def _check_versions(self) -> None:
         found = versions(self.archive.source)
-        if len(found) > 1 and found[0].finished:
+        if len(found) > 1 and not self.archive.end.beyond:
             times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
             self._note(EDITED, "note", f"edited in place {times}: what it was before is still in it")
 

@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["append", "shorten"]
+__all__ = ["append", "check_idle", "shorten"]
 
 #: Of the 65,557 bytes in which an end record is looked for; it stands within the last sector of a step.
 _SIGHT: Final = 15 * BLOCK
@@ -74,6 +74,15 @@ def shorten(source: FileSource, size: int) -> None:
         os.fsync(fd)
 
 
+def check_idle(source: FileSource) -> None:
+    """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
+    _lock(source.fd, source.name, exclusively=False)
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(source.fd, fcntl.LOCK_UN)
+    source.check_unchanged()
+
+
 @contextmanager
 def _opened(source: FileSource) -> Iterator[int]:
     """The file behind a source for writing, locked; OSErrors become OutputErrors."""
@@ -96,11 +105,11 @@ def _opened(source: FileSource) -> Iterator[int]:
             os.close(fd)
 
 
-def _lock(fd: int, path: str) -> None:
+def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
     if fcntl is None:
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise RefusedError("another process edits it in place", path=path, next="try again later") from error

@@ -17,7 +17,7 @@ from ..errors import MalformedError
 from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
-from .versions import ENDING, newest, note_at
+from .versions import ENDING, note_at
 
 __all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
 
@@ -242,7 +242,8 @@ def _find_end(source: Source) -> End:
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
     beyond = source.size - plain - _END.size
-    unfinished = ENDING < beyond < _SECTOR and not newest(source).finished
+    # By what was read already: the edit may be finished in this very moment.
+    unfinished = ENDING < beyond < _SECTOR and note_at(source, source.size) is not None
     return End(zip64, plain, offset, size, count, beyond if unfinished else 0)
 
 

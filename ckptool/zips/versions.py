@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ..source import Source
 
-__all__ = ["ENDING", "EXTRA", "UNSIGNED", "Note", "Version", "newest", "note_at", "spelled", "versions", "without_note"]
+__all__ = ["ENDING", "EXTRA", "UNSIGNED", "Note", "Version", "note_at", "spelled", "versions", "without_note"]
 
 #: The id of the extra field, "ck".
 EXTRA: Final = 0x6B63
@@ -78,15 +78,10 @@ def note_at(source: Source, size: int) -> Note | None:
 
 def versions(source: Source) -> list[Version]:
     """Every version in the file, the newest first; one where it was never edited in place."""
-    found = [newest(source)]
+    found = [_version(source, source.size)]
     while note := found[-1].note:
         found.append(_version(source, note.was))
     return found
-
-
-def newest(source: Source) -> Version:
-    """The first of ``versions``, which takes two reads."""
-    return _version(source, source.size)
 
 
 def _version(source: Source, size: int) -> Version:
