@@ -20,8 +20,8 @@ from ckptool.errors import CkptoolError, RefusedError, TargetError
 from ckptool.source import open_source
 from ckptool.zips import Archive, read_archive
 
-#: Torch reads garbage from the first when it maps them, and does not swap the bytes of the second.
-UNMAPPABLE = ("zip_deflated.pth", "big_endian.pth")
+#: Torch reads garbage from deflated storages when it maps them.
+UNMAPPABLE = ("zip_deflated.pth",)
 MARK = b"ckptool1"
 
 
@@ -77,6 +77,8 @@ EDITS = (
     Edit("edit", lambda c: ckptool.edit(c, [("wrap", "inner"), ("to", "cpu")])),
 )
 NAMES = {edit.name: edit for edit in EDITS}
+#: Five different ones in a row.
+FIVE = ("add-module", "wrap", "set", "add-long-prefix", "remap")
 
 
 def in_place(path: Path, edit: Callable[[ckptool.Checkpoint], ckptool.Checkpoint]) -> int:

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, by_name, corpus_files, needs_corpus
-from in_place import EDITS, MARK, NAMES, Edit, archive_of, by_offsets, check_edit, check_modes, copied, in_place
+from in_place import EDITS, FIVE, MARK, NAMES, Edit, archive_of, by_offsets, check_edit, check_modes, copied, in_place
 from outputs import WHOLE, saved
 
 import ckptool
@@ -18,8 +18,6 @@ from ckptool.errors import CkptoolError, RefusedError
 from ckptool.write import in_place as writing
 
 ZIPS = [item for item in WHOLE if item.container == "torch-zip"]
-#: Files whose text differs at each edit, whatever it is.
-FIVE = ("add-module", "wrap", "set", "add-long-prefix", "remap")
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 
 
