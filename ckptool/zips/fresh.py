@@ -103,7 +103,7 @@ def _crc(content: Content) -> bytes:
 def around(content: Content, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
     """The local header, with its padding if it is to be ``padded``, and the descriptor, for a record at ``at``."""
     stored = size_of(content.body)
-    name = content.name.encode("utf-8")
+    name = content.name.encode("utf-8", "surrogateescape")
     wide = b""
     if content.size >= FULL32:
         wide += _u64(content.size) + _u64(0)  # torch leaves the compressed size 0 here
@@ -135,7 +135,7 @@ def padding_of(archive: Archive, record: Record) -> bytes | None:
 
 def listed(content: Content, at: int) -> bytes:
     """The directory entry of a record at ``at``."""
-    name, stored = content.name.encode("utf-8"), size_of(content.body)
+    name, stored = content.name.encode("utf-8", "surrogateescape"), size_of(content.body)
     wide = b"".join(_u64(value) for value in (content.size, stored, at) if value >= FULL32)
     if wide:
         wide = _u16(1) + _u16(len(wide)) + wide
