@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import zipfile
@@ -311,3 +312,33 @@ def test_unzip_finds_what_torch_finds(tmp_path: Path) -> None:
     for _ in range(3):
         in_place(path, wrapped)
     assert subprocess.run(["unzip", "-tqq", str(path)], check=False).returncode == 0
+
+
+def test_flipped_bits_in_what_was_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No command fails at it, and where the note is still whole ``undo`` gives the former bytes."""
+    path = copied(FIXTURES / "bare.pth", tmp_path)
+    former = path.read_bytes()
+    in_place(path, wrapped)
+    whole = path.read_bytes()
+    chance = random.Random(7)
+    bits = [chance.randrange(len(former) * 8, len(whole) * 8) for _ in range(150)]
+    bits += [chance.randrange((len(whole) - 512) * 8, len(whole) * 8) for _ in range(250)]
+    back = 0
+    for bit in bits:
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        for command in (
+            ["history"],
+            ["validate", "-q"],
+            ["inspect"],
+            ["wrap", "x", "--in-place", "-q"],
+            ["undo", "-q"],
+        ):
+            path.write_bytes(flipped)
+            code = run([command[0], str(path), *command[1:]])
+            said = capsys.readouterr()
+            assert code in (0, 1, 3, 4), (bit, command, said.err)
+            assert "Traceback" not in said.err and path.read_bytes().startswith(former)
+        back += path.read_bytes() == former
+        assert path.read_bytes() in (former, bytes(flipped))
+    assert back > 200
