@@ -98,15 +98,29 @@ def test_what_stands_behind_the_archive_refuses(more: str, tmp_path: Path) -> No
     assert path.read_bytes() == whole
 
 
-def test_bytes_behind_an_edit(tmp_path: Path) -> None:
-    """Somebody appended something: the edit is not the last thing in the file, and nothing is cut off."""
+@pytest.mark.parametrize("more", [b"more", bytes(5000), bytes(61_000)], ids=["text", "zeros", "many-zeros"])
+def test_bytes_behind_an_edit(more: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever appended them, or if power was lost while the file grew: nothing is cut off unasked."""
     path = copied(FIXTURES / "bare.pth", tmp_path)
     in_place(path, wrapped)
-    path.write_bytes(path.read_bytes() + b"more")
+    whole = path.read_bytes()
+    path.write_bytes(whole + more)
     assert oracle.load(path)["w"]
-    assert ckptool.undo(path)["undone"] == []
-    with pytest.raises(RefusedError):
+    listed = ckptool.history(path)
+    assert listed["bytes"] == len(whole + more) and [v["bytes"] for v in listed["versions"]] == [3740, len(whole)]
+    with pytest.raises(RefusedError, match="stand behind the last edit in place, and would be cut off"):
+        ckptool.undo(path)
+    with pytest.raises(RefusedError, match="bytes stand behind the archive") as caught:
         in_place(path, wrapped)
+    notes = [note for check in ckptool.validate(path)["checks"] for note in check["notes"]]
+    assert {note["code"] for note in notes if note["level"] != "note"} == {"trailing-bytes"}
+    assert path.read_bytes() == whole + more
+    step = caught.value.next or ""
+    assert ("as a loss of power leaves them" in step) is (not more.strip(b"\0"))
+    if "truncate" in step:
+        subprocess.run(["sh", "-c", step.partition(": ")[2].removesuffix(" takes them off")], check=True)
+        assert ckptool.undo(path)["output_bytes"] == 3740
+        assert path.read_bytes() == (FIXTURES / "bare.pth").read_bytes()
 
 
 def test_more_than_4_gib(tmp_path: Path) -> None:

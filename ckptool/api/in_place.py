@@ -8,9 +8,9 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
-from ..human import cut
+from ..human import argument, counted, cut
 from ..source import Appending, FileSource, SliceSource, open_source
-from ..zips import Version, read_archive, versions
+from ..zips import Version, note_at, read_archive, versions
 
 __all__ = ["appending_to", "history", "save_in_place", "undo"]
 
@@ -64,11 +64,11 @@ def history(path: Path) -> dict[str, Any]:
     name = os.fspath(path)
     source = open_source(name)
     try:
-        found = versions(source)[::-1]
+        found = versions(source, _end(source))[::-1]
     finally:
         source.close()
     listed = [{"version": number, **_told(version)} for number, version in enumerate(found)]
-    return {"schema": "ckptool.history/1", "path": name, "bytes": found[-1].size, "versions": listed}
+    return {"schema": "ckptool.history/1", "path": name, "bytes": source.size, "versions": listed}
 
 
 def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
@@ -82,7 +82,12 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     name = os.fspath(path)
     source = open_source(name)
     try:
-        found = versions(source)
+        end = _end(source)
+        found = versions(source, end)
+        if end < source.size:
+            what = f"{counted(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
+            step = f"if nobody needs them: truncate -s {end} {argument(name)}, then undo"
+            raise RefusedError(what, path=name, next=step)
         target = found[-1] if everything else found[min(1, len(found) - 1)]
         undone = found[: found.index(target)]
         if undone:
@@ -94,12 +99,23 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     return {
         "schema": "ckptool.undo/1",
         "path": name,
-        "bytes": found[0].size,
+        "bytes": source.size,
         "output_bytes": target.size,
         "dry_run": dry_run,
         "undone": [_told(version) for version in undone],
         "left": len(found) - len(undone) - 1,
     }
+
+
+def _end(source: FileSource) -> int:
+    """Where the last version ends: what stands behind it belongs to somebody else."""
+    if note_at(source, source.size) is not None:
+        return source.size
+    try:
+        tail = read_archive(source).end.tail
+    except MalformedError:
+        return source.size
+    return source.size if note_at(source, tail) is None else tail
 
 
 def _check(source: FileSource, version: Version) -> None:

@@ -176,7 +176,7 @@ class TorchZip:
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
 
     def _check_versions(self) -> None:
-        found = versions(self.archive.source)
+        found = versions(self.archive.source, self.archive.end.tail)
         if len(found) > 1 and not self.archive.end.beyond:
             times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
             self._note(EDITED, "note", f"edited in place {times}: what it was before is still in it")

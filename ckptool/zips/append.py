@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from ..errors import RefusedError
-from ..human import undo_step
+from ..human import argument, undo_step
 from ..source import BLOCK, Appending
 from .fresh import Content, around, listed, padding_of
 from .layout import ending
@@ -20,6 +21,9 @@ from .read import Archive
 from .versions import ENDING, EXTRA, UNSIGNED, Note, spelled, without_note
 
 __all__ = ["appended"]
+
+#: Bytes by which an edit in place at most lets a file grow before it is on the disk.
+_SPARE: Final = 1 << 16
 
 
 def appended(
@@ -36,7 +40,7 @@ def appended(
         raise RefusedError(what, path=source.name, next=f"take it back: {undo_step(source.name)}")
     if source.size != archive.end.tail:
         what = "bytes stand behind the archive, and would stand in the middle of it"
-        raise RefusedError(what, path=source.name, next="write a new file with -o: they come along")
+        raise RefusedError(what, path=source.name, next=_way_on(archive))
     body = b""
     entries = []
     for record in archive.records:
@@ -63,6 +67,14 @@ def appended(
     end = ending(archive, len(entries), directory, len(listing), wide=True)
     unsigned = end[:-UNSIGNED] + b"\0" + end[1 - UNSIGNED :]
     return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
+
+
+def _way_on(archive: Archive) -> str:
+    """What to do about bytes behind the archive."""
+    source, tail = archive.source, archive.end.tail
+    if source.size - tail > _SPARE or source.read(tail, _SPARE).strip(b"\0"):
+        return "write a new file with -o: they come along"
+    return f"they are zeros, as a loss of power leaves them: truncate -s {tail} {argument(source.name)} takes them off"
 
 
 def _with_field(entry: bytes, data: bytes, path: str) -> bytes:

@@ -108,7 +108,7 @@ def _former(archive: Archive, found: Audit) -> list[_Stretch]:
     seen = {record.header for record in archive.records}
     stretches = []
     # An edit that was not finished leaves the version before it as this one.
-    for version in versions(archive.source)[2 if archive.end.beyond else 1 :]:
+    for version in versions(archive.source, archive.end.tail)[2 if archive.end.beyond else 1 :]:
         try:
             older = read_archive(SliceSource(archive.source, 0, version.size))
         except MalformedError:

@@ -349,5 +349,5 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         note(Oddity("directory-gap", what, gap < 0 or between < 0))
     if archive.records:
         first = min(record.header for record in archive.records)
-        if first > 0 and note_at(archive.source, archive.source.size) is None:  # else a former version stands there
+        if first > 0 and note_at(archive.source, end.tail) is None:  # else a former version stands there
             note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))

@@ -76,9 +76,12 @@ def note_at(source: Source, size: int) -> Note | None:
     return Note(was, end, edit, time)
 
 
-def versions(source: Source) -> list[Version]:
-    """Every version in the file, the newest first; one where it was never edited in place."""
-    found = [_version(source, source.size)]
+def versions(source: Source, size: int | None = None) -> list[Version]:
+    """Every version in the file, the newest first; one where it was never edited in place.
+
+    ``size`` is where the newest one ends, if something else stands behind it.
+    """
+    found = [_version(source, source.size if size is None else size)]
     while note := found[-1].note:
         found.append(_version(source, note.was))
     return found
