@@ -7,7 +7,7 @@ new one at every instant; ``copying`` moves the bytes of both.
 from __future__ import annotations
 
 from .copying import rehearse
-from .in_place import append, shorten
+from .in_place import append, check_idle, shorten
 from .output import HASH, Written, check_output, write_plan
 
-__all__ = ["HASH", "Written", "append", "check_output", "rehearse", "shorten", "write_plan"]
+__all__ = ["HASH", "Written", "append", "check_idle", "check_output", "rehearse", "shorten", "write_plan"]
