@@ -43,12 +43,15 @@ def appended(
         raise RefusedError(what, path=source.name, next=_way_on(archive))
     body = b""
     entries = []
+    base = archive.records[0].entry
+    old = source.read(base, archive.records[-1].entry + archive.records[-1].entry_size - base)
     for record in archive.records:
         if record.name in dropped:
             continue
         content = contents.get(record.name)
         if content is None:
-            entries.append(without_note(source.read(record.entry, record.entry_size)))
+            begin = record.entry - base
+            entries.append(without_note(old[begin : begin + record.entry_size]))
             continue
         new = Content(record.name, content, zlib.crc32(content), len(content))
         # As the record whose place it takes: archives by other writers have no padding.
