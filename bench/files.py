@@ -57,7 +57,8 @@ LARGE = Spec("200,000 tensors", 200_000, 1, 220)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
 SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
-SPARSE_100 = Spec("100 GB (sparse), 2,000 tensors", 2000, 5000, 2500, sparse=True)
+#: As many tensors as a transformer of 25 billion parameters has.
+SPARSE_100 = Spec("100 GB (sparse), 700 tensors", 700, 5000, 7143, sparse=True)
 EVERY_SPEC = (BIG, MANY, LARGE, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
 
 

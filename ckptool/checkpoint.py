@@ -35,6 +35,8 @@ __all__ = [
 #: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
+#: Of a file that holds former versions of itself.
+EDITED = "edited-in-place"
 UNEDITABLE = frozenset((DAMAGED, CUT))
 #: Codes of the problems on whose account nobody knows what torch reads.
 AMBIGUOUS = frozenset(

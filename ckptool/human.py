@@ -7,7 +7,7 @@ from shlex import quote
 
 from .limits import LIMITS
 
-__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown", "undo_step"]
+__all__ = ["argument", "counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown", "undo_step"]
 
 
 def human_bytes(size: int) -> str:
@@ -40,14 +40,28 @@ def shown(text: str) -> str:
     return repr(cut(text))
 
 
+def argument(path: str) -> str:
+    """A path as a command line has it, to be pasted into a shell."""
+    if path.startswith("-"):
+        path = f"./{path}"
+    if path.isprintable():
+        return quote(path)
+    # What acts on a terminal is not printed. Bash, zsh and POSIX of 2024 read this.
+    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else _octal(char) for char in path) + "'"
+
+
+def _octal(char: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
+
+
 def salvage_step(path: str) -> str:
     """The next step for a file of which only a part is whole."""
-    return f"ckptool salvage {quote(path)} -o OUT saves what is whole"
+    return f"ckptool salvage {argument(path)} -o OUT saves what is whole"
 
 
 def undo_step(path: str) -> str:
     """The next step for a file whose last edit in place is to be taken back."""
-    return f"ckptool undo {quote(path)}"
+    return f"ckptool undo {argument(path)}"
 
 
 def counted(count: int, noun: str) -> str:

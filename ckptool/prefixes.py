@@ -65,7 +65,7 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     for key in names:
         if "module" not in key and "_orig_mod" not in key:
             continue
-        for segment in set(key.split(".")[:-1]):
+        for segment in dict.fromkeys(key.split(".")[:-1]):
             if segment in WRAPPERS:
                 counts[segment] = counts.get(segment, 0) + 1
     return counts

@@ -322,8 +322,8 @@ class Files(NamedTuple):
 class Appending(NamedTuple):
     """A new version of a file behind its ``at`` bytes, as data: only ``write`` executes it.
 
-    ``body`` follows what is there. The file then ends with ``holding``, the last bytes of which (as many as
-    ``ending`` has) lead readers to the former version until ``ending`` takes their place.
+    ``body`` follows what is there. The file then ends with ``holding``, at most a sector of 512 bytes, which leads
+    readers to the former version until ``ending`` takes the place of its last bytes. Those differ in one byte.
     """
 
     at: int

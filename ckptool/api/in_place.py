@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
-from ..human import cut
+from ..human import argument, counted, cut
 from ..source import FileSource, SliceSource, open_source
-from ..zips import Version, read_archive, versions
+from ..zips import Version, note_at, read_archive, versions
 
 __all__ = ["history", "in_place", "save_in_place", "undo"]
 
@@ -43,6 +43,7 @@ def save_in_place(checkpoint: Checkpoint) -> int:
 def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
     """What ``save_in_place`` appends."""
     from ..planning import in_place_of
+    from ..write import check_idle
 
     if not isinstance(checkpoint.source, FileSource):
         raise RefusedError("only a file can be edited in place", path=checkpoint.path)
@@ -50,7 +51,11 @@ def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
     edit = cut(f"{command}: {words}" if command else words, _WORDS)
     # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+    try:
+        return in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+    except RefusedError:
+        check_idle(checkpoint.source)  # what looks unfinished may be under way
+        raise
 
 
 def history(path: Path) -> dict[str, Any]:
@@ -62,11 +67,11 @@ def history(path: Path) -> dict[str, Any]:
     name = os.fspath(path)
     source = open_source(name)
     try:
-        found = versions(source)[::-1]
+        found = versions(source, _end(source))[::-1]
     finally:
         source.close()
     listed = [{"version": number, **_told(version)} for number, version in enumerate(found)]
-    return {"schema": "ckptool.history/1", "path": name, "bytes": found[-1].size, "versions": listed}
+    return {"schema": "ckptool.history/1", "path": name, "bytes": source.size, "versions": listed}
 
 
 def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
@@ -80,7 +85,12 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     name = os.fspath(path)
     source = open_source(name)
     try:
-        found = versions(source)
+        end = _end(source)
+        found = versions(source, end)
+        if end < source.size:
+            what = f"{counted(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
+            step = f"if nobody needs them: truncate -s {end} {argument(name)}, then undo"
+            raise RefusedError(what, path=name, next=step)
         target = found[-1] if everything else found[min(1, len(found) - 1)]
         undone = found[: found.index(target)]
         if undone:
@@ -92,12 +102,23 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     return {
         "schema": "ckptool.undo/1",
         "path": name,
-        "bytes": found[0].size,
+        "bytes": source.size,
         "output_bytes": target.size,
         "dry_run": dry_run,
         "undone": [_told(version) for version in undone],
         "left": len(found) - len(undone) - 1,
     }
+
+
+def _end(source: FileSource) -> int:
+    """Where the last version ends: what stands behind it belongs to somebody else."""
+    if note_at(source, source.size) is not None:
+        return source.size
+    try:
+        tail = read_archive(source).end.tail
+    except MalformedError:
+        return source.size
+    return source.size if note_at(source, tail) is None else tail
 
 
 def _check(source: FileSource, version: Version) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
-from ..human import counted, human_bytes, listed, undo_step
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, UNEDITABLE, Checkpoint
+from ..human import argument, counted, human_bytes, listed, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
@@ -40,10 +40,8 @@ def suggested_output(path: str, word: str) -> str:
 
 def command(name: str, path: str, *options: str, word: str) -> str:
     """A command line that writes beside the input, quoted for a shell."""
-    if path.startswith("-"):
-        path = os.path.join(os.curdir, path)
-    words = ["ckptool", name, path, *options, "-o", suggested_output(path, word)]
-    return " ".join(shlex.quote(part) for part in words)
+    words = ["ckptool", name, argument(path), *map(shlex.quote, options), "-o", argument(suggested_output(path, word))]
+    return " ".join(words)
 
 
 def findings(
@@ -86,7 +84,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
-        "edited-in-place": command("repack", checkpoint.path, word="clean"),
+        EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
     }
     found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]

@@ -10,7 +10,7 @@ import click
 
 from .. import api
 from ..api.in_place import in_place
-from ..checkpoint import Change, Checkpoint, file_mode
+from ..checkpoint import EDITED, Change, Checkpoint, file_mode
 from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, undo_step
@@ -18,7 +18,7 @@ from ..planning import plan_of
 from ..source import Files, FileSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
-from .render import clean, emit, emit_json, failure, say, say_error, say_problems
+from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
 from .streams import progress_bar, watched
 
 __all__ = ["Job", "account", "edit_all"]
@@ -133,6 +133,8 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
         if not job.code:
             say_problems(checkpoint)
         edited = job.edit(checkpoint)
+        if target is not None and not edited.edited:
+            _say_versions(checkpoint)
         outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
@@ -158,6 +160,14 @@ def _modules(edited: Checkpoint) -> list[str]:
     if "_modules" not in edited.graph.nodes or edited.state_dicts:
         return []
     return edited.survey.modules[:1]
+
+
+def _say_versions(checkpoint: Checkpoint) -> None:
+    """An output that is its input, byte for byte, holds what that was before edits in place, too."""
+    for problem in checkpoint.container.problems:
+        if problem.code == EDITED:
+            say(f"note: {checkpoint.path}: {problem.message}, and the output has all of it")
+            tell(f"  -> {clean(command('repack', checkpoint.path, word='clean'))} leaves it out")
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ..objects import callable_name, elements, listed_pairs
-from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Ref, Set
+from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from ..tensors import Storage, TensorReader
 from .rewrite import Rewrite
 
@@ -18,8 +18,9 @@ __all__ = ["fallen", "prune", "used_storages"]
 
 def used_storages(graph: Graph) -> dict[str, Storage]:
     """The storages that the root leads to, by key, in the order in which a reader meets them."""
-    reader = TensorReader(graph)
-    return {found.key: found for ref in graph.reachable() if (found := reader.storage(ref)) is not None}
+    reader, nodes = TensorReader(graph), graph.nodes
+    outside = [ref for ref in graph.reachable() if type(nodes[ref]) is Persistent]
+    return {found.key: found for ref in outside if (found := reader.storage(ref)) is not None}
 
 
 def fallen(graph: Graph, lost: Collection[Ref]) -> set[Ref]:

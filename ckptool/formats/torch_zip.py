@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from ..checkpoint import DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -182,10 +182,10 @@ class TorchZip:
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
 
     def _check_versions(self) -> None:
-        found = versions(self.archive.source)
-        if len(found) > 1 and found[0].finished:
+        found = versions(self.archive.source, self.archive.end.tail)
+        if len(found) > 1 and not self.archive.end.beyond:
             times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
-            self._note("edited-in-place", "note", f"edited in place {times}: what it was before is still in it")
+            self._note(EDITED, "note", f"edited in place {times}: what it was before is still in it")
 
     def _writer(self) -> str:
         archive = self.archive

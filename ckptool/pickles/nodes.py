@@ -213,6 +213,8 @@ Node: TypeAlias = (
 )
 
 
+#: Kinds that hold no references.
+_LEAVES: Final = frozenset((str, bytes, int, float, bool, type(None)))
 #: Kinds without identity, besides ``()``.
 CONSTANTS: Final = (type(None), bool, int, float)
 
@@ -323,7 +325,11 @@ class Graph:
                 continue
             seen[ref] = 1
             yield ref
-            work.extend(reversed(children(nodes[ref])))
+            node = nodes[ref]
+            if type(node) is tuple:
+                work += node[::-1]
+            elif type(node) not in _LEAVES:  # most nodes are one of these
+                work += children(node)[::-1]
 
 
 def children(node: Node) -> Sequence[Ref]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .copying import rehearse
 from .folder import check_folder, write_files
-from .in_place import append, shorten
+from .in_place import append, check_idle, shorten
 from .output import HASH, Written, check_output, write_plan
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Written",
     "append",
     "check_folder",
+    "check_idle",
     "check_output",
     "rehearse",
     "shorten",

@@ -1,8 +1,8 @@
 """Edits in place: what is there never changes, a new version is appended behind it and can be taken back.
 
-Three steps, each on the disk before the next one begins: the new end of the file with a copy of the old end records;
-all that comes before it; the new end records in place of the copy, 98 bytes within one sector. Killed, or out of power,
-the file is the former version before the last step and the new one behind it.
+Three steps, each on the disk before the next one begins: the new end of the file, which leads to the old directory; all
+that comes before it; the one byte by which the end leads to the new directory. Killed, or out of power, the file is the
+former version before the last step and the new one behind it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Final
 
 from ..errors import OutputError, RefusedError
 from ..human import undo_step
-from ..source import Appending, FileSource
+from ..source import BLOCK, Appending, FileSource
 from .copying import write_all
 
 try:
@@ -22,7 +23,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["append", "shorten"]
+__all__ = ["append", "check_idle", "shorten"]
+
+#: Of the 65,557 bytes in which an end record is looked for; it stands within the last sector of a step.
+_SIGHT: Final = 15 * BLOCK
 
 
 def append(appending: Appending, source: FileSource) -> None:
@@ -32,17 +36,32 @@ def append(appending: Appending, source: FileSource) -> None:
     changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
     """
     with _opened(source) as fd:
+        done = False
         try:
             end = appending.size
-            _put(fd, end - len(appending.holding), appending.holding)
-            os.fsync(fd)
+            for size in _ends(appending.at, end):
+                _put(fd, size - len(appending.holding), appending.holding)
+                os.fsync(fd)
             _put(fd, appending.at, appending.body)
             os.fsync(fd)
+            done = True
             _put(fd, end - len(appending.ending), appending.ending)
             os.fsync(fd)
         except BaseException:
-            _take_back(fd, appending.at, source.name)
+            _take_back(fd, appending.at, source.name, done)
             raise
+
+
+def _ends(size: int, end: int) -> Iterator[int]:
+    """The sizes through which a file grows, in bytes.
+
+    Readers look for the end records in the last 64 KiB alone, and a disk may keep the size of a file without what was
+    written there: so each step leaves the end records of the one before it in their sight.
+    """
+    while size + _SIGHT < end:
+        size = (size + _SIGHT) // BLOCK * BLOCK
+        yield size
+    yield end
 
 
 def shorten(source: FileSource, size: int) -> None:
@@ -53,6 +72,15 @@ def shorten(source: FileSource, size: int) -> None:
     with _opened(source) as fd:
         os.ftruncate(fd, size)
         os.fsync(fd)
+
+
+def check_idle(source: FileSource) -> None:
+    """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
+    _lock(source.fd, source.name, exclusively=False)
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(source.fd, fcntl.LOCK_UN)
+    source.check_unchanged()
 
 
 @contextmanager
@@ -73,14 +101,15 @@ def _opened(source: FileSource) -> Iterator[int]:
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
     finally:
-        os.close(fd)
+        with suppress(OSError):  # what it tells was asked for by fsync before
+            os.close(fd)
 
 
-def _lock(fd: int, path: str) -> None:
+def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
     if fcntl is None:
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise RefusedError("another process edits it in place", path=path, next="try again later") from error
@@ -92,10 +121,13 @@ def _put(fd: int, at: int, data: bytes) -> None:
     write_all(fd, data)
 
 
-def _take_back(fd: int, size: int, path: str) -> None:
+def _take_back(fd: int, size: int, path: str, done: bool) -> None:
+    """Cut an edit that failed off again; ``done`` says that readers may see it already."""
     try:
         os.ftruncate(fd, size)
-        os.fsync(fd)
     except OSError as error:
-        what = f"an unfinished edit cannot be taken back ({error.strerror}): torch still reads the former version"
+        state = "may be the new one already" if done else "is the former one"
+        what = f"an edit that failed cannot be taken back ({error.strerror}): the version that torch reads {state}"
         raise OutputError(what, path=path, next=undo_step(path)) from error
+    with suppress(OSError):  # where it comes back after all, it leads to the former version still
+        os.fsync(fd)

@@ -7,7 +7,7 @@ from .audit import Audit, audit, signatures
 from .fresh import Content, Sum, fresh, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
-from .versions import Version, versions
+from .versions import Version, note_at, versions
 from .walk import Walked, walk
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "contents",
     "fresh",
     "layout_holds",
+    "note_at",
     "read_archive",
     "rewritten",
     "signatures",

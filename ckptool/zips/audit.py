@@ -114,7 +114,8 @@ def _former(archive: Archive, found: Audit) -> list[_Stretch]:
     """What only the former versions of a file that was edited in place list. Their pickles are looked at, too."""
     seen = {record.header for record in archive.records}
     stretches = []
-    for version in versions(archive.source)[1:]:
+    # An edit that was not finished leaves the version before it as this one.
+    for version in versions(archive.source, archive.end.tail)[2 if archive.end.beyond else 1 :]:
         try:
             older = read_archive(SliceSource(archive.source, 0, version.size))
         except MalformedError:

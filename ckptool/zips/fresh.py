@@ -12,11 +12,13 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..source import Computed, Piece, Plan, Span, merged, size_of
-from .read import FULL32, LOCAL
+from .read import FULL32, LOCAL, Archive, Record, extras
 
-__all__ = ["Content", "Sum", "around", "fresh", "listed", "summed"]
+__all__ = ["PADDING", "Content", "Sum", "around", "fresh", "listed", "padding_of", "summed"]
 
 _GRID: Final = 64
+#: The extra field with which torch pads, "FB".
+PADDING: Final = 0x4246
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 
 
@@ -98,10 +100,10 @@ def _crc(content: Content) -> bytes:
     return _u32(content.crc.value if isinstance(content.crc, Sum) else content.crc)
 
 
-def around(content: Content, at: int) -> tuple[bytes, Piece]:
-    """The local header with its padding, and the descriptor, for a record at ``at``."""
+def around(content: Content, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
+    """The local header, with its padding if it is to be ``padded``, and the descriptor, for a record at ``at``."""
     stored = size_of(content.body)
-    name = content.name.encode("utf-8")
+    name = content.name.encode("utf-8", "surrogateescape")
     wide = b""
     if content.size >= FULL32:
         wide += _u64(content.size) + _u64(0)  # torch leaves the compressed size 0 here
@@ -110,7 +112,7 @@ def around(content: Content, at: int) -> tuple[bytes, Piece]:
     if wide:
         wide = _u16(1) + _u16(len(wide)) + wide
     padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _GRID
-    extra = wide + b"FB" + _u16(padding) + b"Z" * padding
+    extra = wide + b"FB" + _u16(padding) + b"Z" * padding if padded else wide
     flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
     fixed = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra))
@@ -124,9 +126,16 @@ def around(content: Content, at: int) -> tuple[bytes, Piece]:
     return fixed + name + extra, _late(descriptor) if isinstance(content.crc, Sum) else descriptor()
 
 
+def padding_of(archive: Archive, record: Record) -> bytes | None:
+    """What fills the local header of a record up to the alignment, None where the writer does not align."""
+    raw = archive.local(record).raw
+    fields = extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
+    return next((data for kind, data in fields if kind == PADDING), None)
+
+
 def listed(content: Content, at: int) -> bytes:
     """The directory entry of a record at ``at``."""
-    name, stored = content.name.encode("utf-8"), size_of(content.body)
+    name, stored = content.name.encode("utf-8", "surrogateescape"), size_of(content.body)
     wide = b"".join(_u64(value) for value in (content.size, stored, at) if value >= FULL32)
     if wide:
         wide = _u16(1) + _u16(len(wide)) + wide

@@ -24,12 +24,12 @@ from typing import Final, NamedTuple
 
 from ..errors import RefusedError
 from ..source import BLOCK, Piece, Plan, Span, merged, size_of
+from .fresh import PADDING, padding_of
 from .read import FULL32, LOCAL, Archive, Record, extras
 from .versions import without_note
 
 __all__ = ["alignment", "ending", "layout_holds", "rewritten"]
 
-_PADDING: Final = 0x4246  # "FB"
 _WIDE: Final = 1  # zip64
 _MOST_EXTRA: Final = 0xFFFF
 #: Where a directory entry holds the offset of the local header.
@@ -118,9 +118,7 @@ def _filler(archive: Archive) -> _Filler:
     if first is None:
         return _Filler(None, False)
     before = [record for record in archive.records if record.header < first.header]
-    local = archive.local(first)
-    padded = any(kind == _PADDING for kind, _ in extras(local.raw[LOCAL.size + _name_size(local.raw) :]))
-    return _Filler(max(before, key=lambda record: record.header, default=None), not padded)
+    return _Filler(max(before, key=lambda record: record.header, default=None), padding_of(archive, first) is None)
 
 
 def _stretches(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid: int) -> Iterator[_Stretch]:
@@ -248,7 +246,7 @@ def _is_usual(archive: Archive, record: Record, limit: int, grid: int) -> bool:
     """
     if record.header + _torch_size(record, grid) != limit:
         return False
-    raw = archive.source.read(record.header, LOCAL.size)
+    raw = archive.near.read(record.header, LOCAL.size)
     name = len(record.name.encode("utf-8", "surrogateescape"))
     extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
     return raw[:4] == b"PK\x03\x04" and raw[26:30] == _u16(name) + _u16(extra)
@@ -324,22 +322,22 @@ def _header(new: _Moved, raw: bytes, grid: int, anew: bool, spare: tuple[int, bo
         if any(fixed[14:26]):  # this writer puts the sizes here, not only into the descriptor
             fixed[14:26] = _u32(new.crc) + _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
     kinds = [kind for kind, _ in fields]
-    if _PADDING not in kinds or (spare and spare[1]):
+    if PADDING not in kinds or (spare and spare[1]):
         rest = raw[LOCAL.size + name_size :]
         if spare:
-            rest = b"".join(_field(kind, data) for kind, data in fields if kind != _PADDING)
+            rest = b"".join(_field(kind, data) for kind, data in fields if kind != PADDING)
             if spare[0]:
-                rest += _field(_PADDING, b"Z" * (spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK))
+                rest += _field(PADDING, b"Z" * (spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK))
             fixed[28:30] = _u16(len(rest))
         return bytes(fixed) + name + rest, _WIDE in kinds
-    old_padding = next(data for kind, data in fields if kind == _PADDING)
+    old_padding = next(data for kind, data in fields if kind == PADDING)
     wide = b""
     if new.size >= FULL32:
         # Torch leaves the compressed size 0 here.
         wide += _u64(new.size) + _u64(0)
     if new.header >= FULL32:
         wide += _u64(new.header)
-    others = b"".join(_field(kind, data) for kind, data in fields if kind not in (_PADDING, _WIDE))
+    others = b"".join(_field(kind, data) for kind, data in fields if kind not in (PADDING, _WIDE))
     front = (_field(_WIDE, wide) if wide else b"") + others
     head = len(fixed) + len(name) + len(front) + 4
     old_head = len(raw) - len(old_padding)
@@ -349,7 +347,7 @@ def _header(new: _Moved, raw: bytes, grid: int, anew: bool, spare: tuple[int, bo
     elif (record.header + len(raw)) % grid == 0:
         # More than the least padding, yet aligned: keep it so.
         padding = (padding // grid) * grid + -(new.header + head) % grid
-    extra = front + _field(_PADDING, b"Z" * padding)
+    extra = front + _field(PADDING, b"Z" * padding)
     fixed[28:30] = _u16(len(extra))
     return bytes(fixed) + name + extra, bool(wide)
 

@@ -17,7 +17,7 @@ from ..errors import MalformedError
 from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
-from .versions import versions
+from .versions import ENDING, note_at
 from .window import Window
 
 __all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
@@ -31,6 +31,8 @@ LOCAL: Final = Struct("<4s5H3I2H")
 FULL32: Final = 0xFFFFFFFF
 #: Compressed patched data, strong encryption, masked header values.
 _SPECIAL: Final = 0x20 | 0x40 | 0x2000
+#: An edit in place ends within a sector of a disk.
+_SECTOR: Final = 512
 #: Bytes read at once: they stay in the cache of the processor until they are summed.
 _CHUNK: Final = 1 << 18
 #: Up to so many bytes a pickle may be deflated as well as it likes.
@@ -81,7 +83,8 @@ class End(NamedTuple):
     """The end records: what they say of the directory, and where they stand.
 
     ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory``
-    and ``size`` are offset and bytes of the directory, ``entries`` what it counts.
+    and ``size`` are offset and bytes of the directory, ``entries`` what it counts. ``beyond`` are the bytes behind
+    them that an edit in place left which was not finished.
     """
 
     zip64: int
@@ -89,6 +92,7 @@ class End(NamedTuple):
     directory: int
     size: int
     entries: int
+    beyond: int = 0
 
     @property
     def begin(self) -> int:
@@ -98,7 +102,7 @@ class End(NamedTuple):
     @property
     def tail(self) -> int:
         """The offset behind the plain end record: the comment, and whatever follows it."""
-        return self.plain + _END.size
+        return self.plain + _END.size + self.beyond
 
 
 class Archive:
@@ -240,7 +244,10 @@ def _find_end(source: Source) -> End:
             zip64 = there
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
-    return End(zip64, plain, offset, size, count)
+    beyond = source.size - plain - _END.size
+    # By what was read already: the edit may be finished in this very moment.
+    unfinished = ENDING < beyond < _SECTOR and note_at(source, source.size) is not None
+    return End(zip64, plain, offset, size, count, beyond if unfinished else 0)
 
 
 def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]]:
@@ -319,7 +326,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
     between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
     signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
-    if (gap or between) and not versions(archive.source)[0].finished:
+    if end.beyond:
         what = "an edit in place was not finished: torch reads the version before it"
         note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
     elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
@@ -329,7 +336,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         note(Oddity("directory-gap", what, gap < 0 or between < 0))
     if archive.records:
         first = min(record.header for record in archive.records)
-        if first > 0 and len(versions(archive.source)) == 1:  # else a former version stands there
+        if first > 0 and note_at(archive.source, end.tail) is None:  # else a former version stands there
             note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
 
 

@@ -14,17 +14,19 @@ from typing import Final, NamedTuple
 
 from ..source import Source
 
-__all__ = ["ENDING", "EXTRA", "Note", "Version", "note_at", "spelled", "versions", "without_note"]
+__all__ = ["ENDING", "EXTRA", "UNSIGNED", "Note", "Version", "note_at", "spelled", "versions", "without_note"]
 
 #: The id of the extra field, "ck".
 EXTRA: Final = 0x6B63
 #: Bytes of the end records that each appended version ends with: zip64 end record, locator, end record.
 ENDING: Final = 56 + 20 + 22
+#: How far from the end the end record begins, the one that tells readers of an archive at all.
+UNSIGNED: Final = 22
 #: What stands between the note and the end records: the bytes of the note, and a mark.
 _TRAILER: Final = Struct("<H8s")
 _MARK: Final = b"ckptool1"
-#: A note and the end records must fit into one page.
-_MOST: Final = 1024
+#: A note must fit into one sector of 512 bytes, with the end records and what of the old ones is kept before it.
+_MOST: Final = 512 - ENDING - _TRAILER.size - 42
 
 
 class Note(NamedTuple):
@@ -64,7 +66,7 @@ def note_at(source: Source, size: int) -> Note | None:
         return None
     try:
         was, end, edit, time = json.loads(source.read(at - length, length))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     if not all(type(value) is int for value in (was, end, time)) or type(edit) is not str:
         return None
@@ -74,20 +76,21 @@ def note_at(source: Source, size: int) -> Note | None:
     return Note(was, end, edit, time)
 
 
-def versions(source: Source) -> list[Version]:
-    """Every version in the file, the newest first; one where it was never edited in place."""
-    found = []
-    size = source.size
-    while note := note_at(source, size):
-        found.append(Version(size, note, _finished(source, size, note)))
-        size = note.was
-    return [*found, Version(size, None)]
+def versions(source: Source, size: int | None = None) -> list[Version]:
+    """Every version in the file, the newest first; one where it was never edited in place.
+
+    ``size`` is where the newest one ends, if something else stands behind it.
+    """
+    found = [_version(source, source.size if size is None else size)]
+    while note := found[-1].note:
+        found.append(_version(source, note.was))
+    return found
 
 
-def _finished(source: Source, size: int, note: Note) -> bool:
-    """Does the end of this version lead to its own directory? Before its very last step it leads to the former one."""
-    directory = int.from_bytes(source.read(size - ENDING + 48, 8), "little")
-    return directory >= note.was and source.read(size - ENDING, 4) == b"PK\x06\x06"
+def _version(source: Source, size: int) -> Version:
+    note = note_at(source, size)
+    # Before the very last step of an edit the first byte of this signature is missing.
+    return Version(size, note, note is None or source.read(size - UNSIGNED, 4) == b"PK\x05\x06")
 
 
 def without_note(entry: bytes) -> bytes:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from ckptool.cli.show import _labels
+from ckptool.cli.key_tables import labels
+from ckptool.survey import TensorEntry
+from ckptool.tensors import Tensor
+
+TENSOR = Tensor("dense", "float32", (), (), 0, "0", "cpu", False)
 
 
-class Counted(list[dict[str, Any]]):
+class Counted(list[TensorEntry]):
     passes = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[TensorEntry]:
         self.passes += 1
         return super().__iter__()
 
 
 def test_the_tensors_are_passed_over_a_fixed_number_of_times() -> None:
-    tensors = Counted({"state_dict": "", "key": f"w{number}", "path": f"w{number}"} for number in range(50))
-    assert _labels({"tensors": tensors}) == [f"w{number}" for number in range(50)]
-    assert tensors.passes <= 3
+    entries = Counted(TensorEntry(f"w{number}", f"w{number}", number, TENSOR, 0, 0) for number in range(50))
+    assert list(labels(entries)) == [f"w{number}" for number in range(50)]
+    assert entries.passes <= 3

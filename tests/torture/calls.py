@@ -13,12 +13,12 @@ from .rows import FIXTURES, Options, Tally
 from .stage import Stage, writing
 from .straced import Hit, Point, inject, need_strace, points
 
-__all__ = ["ended", "errors", "interrupted", "kill"]
+__all__ = ["DISK", "ended", "errors", "interrupted", "kill"]
 
 #: Of a large file: from here on a second thread brings the output to the disk while it grows.
 _LARGE = 72 << 20
 #: Calls that a disk can fail. Failing stat calls and random numbers are left to themselves.
-_DISK = (
+DISK = (
     "openat read pread64 getdents64 flock copy_file_range sendfile write pwrite64 writev ftruncate fallocate fchmod"
     " fsync fdatasync close link linkat rename renameat renameat2 unlink unlinkat"
 )
@@ -46,7 +46,7 @@ def errors(tally: Tally, options: Options) -> None:
     """ENOSPC and EIO, once at each call, and from a call on for good."""
     need_strace()
     for stage, force, found in _stages(options):
-        places = [point for point in found if point.name in _DISK.split()]
+        places = [point for point in found if point.name in DISK.split()]
         begin = next((n for n, point in enumerate(places) if "O_CREAT" in point.text), 0)
         lasting = {point.name: point for point in reversed(places[begin:])}
         tried = [(point, f"when={point.number}") for point in places]

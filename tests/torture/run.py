@@ -25,11 +25,13 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torture import calls, cuts, flips, fuzz, large, moments, places, sameness, transfers
+from torture import calls, cuts, flips, fuzz, in_place, large, moments, places, sameness, transfers
 from torture.page import PAGE, Result, rewrite
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "the output is old or complete, the input untouched"
+_EITHER = "torch reads the former version or the new one; no former byte changes"
+_FORMER = "the file has its former bytes; path and reason are named"
 ROWS = (
     Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", calls.kill),
     Row(
@@ -57,6 +59,15 @@ ROWS = (
         moments.pipes,
     ),
     Row("changing", "the input changes while it is copied", "noticed and said; no output", moments.changing),
+    Row(
+        "in-place-kill",
+        "edits in place, killed at every system call",
+        f"{_EITHER}; `undo` gives it back",
+        in_place.kill,
+    ),
+    Row("in-place-errors", "edits in place, ENOSPC, EDQUOT and EIO at every system call", _FORMER, in_place.errors),
+    Row("in-place-ended", "edits in place, SIGINT, SIGTERM, SIGHUP at every system call", _EITHER, in_place.ended),
+    Row("in-place-ulimit", "edits in place, `ulimit -f` in steps of 128 bytes", _FORMER, in_place.file_size_limit),
     Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", cuts.cuts),
     Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", flips.flips),
     Row("fuzz", "mutated files", "only ckptool's own errors, in 1 s and 256 MiB", fuzz.fuzz),

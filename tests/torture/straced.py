@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .rows import ROOT, Skipped
-from .stage import ENVIRONMENT, Answer, Stage
+from .stage import ENVIRONMENT, Answer
 
 __all__ = ["Hit", "Point", "inject", "need_strace", "points"]
 
@@ -53,7 +53,15 @@ def need_strace() -> None:
         raise Skipped("strace may not trace here")
 
 
-def points(stage: Stage, log: Path) -> list[Point]:
+class Run(Protocol):
+    """What is put to the test: the file that it opens, and its command line."""
+
+    source: Path
+
+    def process(self) -> list[str]: ...
+
+
+def points(stage: Run, log: Path) -> list[Point]:
     """The calls of a run from the opening of its input on: what Python does to start is none of ours."""
     names = ",".join("?" + name for name in _CALLS.split())
     _strace(stage, log, ["-e", f"trace={names}"])
@@ -76,7 +84,7 @@ def points(stage: Stage, log: Path) -> list[Point]:
     return found
 
 
-def inject(stage: Stage, log: Path, name: str, what: str) -> Hit:
+def inject(stage: Run, log: Path, name: str, what: str) -> Hit:
     """A run in which something happens to a call; ``what`` is in strace's words: "signal=KILL:when=3"."""
     # The filter in the kernel makes a run twice as fast, but strace 6.1 then forgets the signals.
     filtered = [] if "signal=" in what else ["--seccomp-bpf"]
@@ -90,7 +98,7 @@ def inject(stage: Stage, log: Path, name: str, what: str) -> Hit:
     return Hit(done, "(".join(hit[0]) if hit else "")
 
 
-def _strace(stage: Stage, log: Path, options: list[str]) -> Answer:
+def _strace(stage: Run, log: Path, options: list[str]) -> Answer:
     command = ["strace", "-f", "-q", "-s", "300", "-o", str(log), *options, *stage.process()]
     done = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120, errors="replace"
