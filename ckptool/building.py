@@ -10,6 +10,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from .dtypes import Dtype
+from .pickles.moving import moved
 from .pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style
 from .pickles.opcodes import REDUCE
 
@@ -113,6 +114,15 @@ class Builder:
         if dtype.storage:
             return self.call("torch._utils", "_rebuild_tensor_v2", args)
         return self.call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
+
+    def graft(self, graph: Graph) -> Ref:
+        """Another graph as a part of this one: all that its root leads to, with references of our own."""
+        places: dict[Ref, Ref] = {}
+        for ref in graph.reachable():
+            places[ref] = self.add(None)
+        for ref, place in places.items():
+            self.nodes[place] = moved(graph.nodes[ref], places)
+        return places[graph.root]
 
     def graph(self, root: Ref) -> Graph:
         """The graph, in the style of ``torch.save``."""

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import FolderSource, Source
-from . import identify, safetensors, torch_legacy, torch_zip
+from . import dcp, identify, safetensors, torch_legacy, torch_zip
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "read_container", "read_folder"]
 
@@ -39,7 +39,7 @@ class FolderFormat(NamedTuple):
     read: Callable[[str], tuple[FolderSource, Container]]
 
 
-FOLDERS: Final[tuple[FolderFormat, ...]] = ()
+FOLDERS: Final[tuple[FolderFormat, ...]] = (FolderFormat("dcp", dcp.WORDS, dcp.sniff, dcp.read),)
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.
 _HEAD = 1024
