@@ -35,10 +35,18 @@ __all__ = [
 #: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
-UNEDITABLE = frozenset((DAMAGED, CUT))
+UNEDITABLE = frozenset((DAMAGED, CUT, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"))
 #: Codes of the problems on whose account nobody knows what torch reads.
 AMBIGUOUS = frozenset(
-    ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+    (
+        "duplicate-record",
+        "case-twin",
+        "second-archive",
+        "encrypted",
+        "special-flags",
+        "folder-attribute",
+        "chunk-overlap",
+    )
 )
 
 

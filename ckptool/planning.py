@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from shlex import quote
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from .errors import MalformedError, RefusedError
 from .human import salvage_step
 from .outputs import safetensors, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
-from .source import Appending, Files, Plan
+from .source import Appending, Files, FolderSource, Plan, Span
 from .tensors import TensorReader
 
 __all__ = ["InPlace", "in_place_of", "plan_of", "refuse_damage"]
@@ -23,7 +24,7 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
     Raises MalformedError for a damaged file, RefusedError where something would be lost.
     """
     if not checkpoint.edited and not checkpoint.changes:
-        return checkpoint.container.plan(None), True
+        return _as_it_is(checkpoint), True
     refuse_damage(checkpoint)
     target = checkpoint.target or Target("safetensors" if checkpoint.format == "safetensors" else "")
     if checkpoint.edited and target.format == "safetensors":
@@ -31,9 +32,17 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
     if checkpoint.anew:
         return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
     if not checkpoint.edited:
-        return checkpoint.container.plan(None), True
+        return _as_it_is(checkpoint), True
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
+
+
+def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
+    """The input byte for byte, all its files where it is a folder."""
+    source = checkpoint.source
+    if not isinstance(source, FolderSource):
+        return checkpoint.container.plan(None)
+    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
 
 
 def _safetensors(checkpoint: Checkpoint, target: Target) -> Plan:

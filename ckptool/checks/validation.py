@@ -56,6 +56,7 @@ _CHECK_OF: Final = {
     "missing-storage": "complete",
     "unreferenced-storage": "complete",
     "unreferenced-record": "complete",
+    **dict.fromkeys(("missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"), "complete"),
     "storage-size": "sizes",
     "odd-pickle": "pickles",
     "after-stop": "pickles",

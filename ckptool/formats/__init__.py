@@ -10,7 +10,7 @@ from ..checkpoint import Container
 from ..source import FolderSource, Source
 from . import dcp, identify, safetensors, torch_legacy, torch_zip
 
-__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "read_container", "read_folder"]
+__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
 
 class Format(NamedTuple):
@@ -45,16 +45,21 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (FolderFormat("dcp", dcp.WORDS, dcp.s
 _HEAD = 1024
 
 
+def folder_format(path: str) -> FolderFormat | None:
+    """The format of a folder that is one checkpoint, None for every other path."""
+    try:
+        names = frozenset(os.listdir(path))
+    except OSError:
+        return None
+    return next((known for known in FOLDERS if known.sniff(names)), None)
+
+
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:
     """Read a folder in the format that the names of its files tell; None where it is no checkpoint as a whole.
 
     Raises as ``read_container`` does.
     """
-    try:
-        names = frozenset(os.listdir(path))
-    except OSError:
-        return None
-    found = next((known for known in FOLDERS if known.sniff(names)), None)
+    found = folder_format(path)
     return None if found is None else found.read(path)
 
 

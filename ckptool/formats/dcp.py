@@ -21,7 +21,7 @@ from ..human import counted, human_bytes, listed, shown
 from ..limits import LIMITS
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent
-from ..source import Appending, Files, FileSource, FolderSource, Plan, Span, open_source
+from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
 from ..tensors import TensorReader
 from .dcp_chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
 from .dcp_items import Opened, open_item, storage_span, tensor_rows
@@ -60,12 +60,10 @@ class Dcp:
         read: Metadata,
         files: Mapping[str, FileSource],
         own: Sequence[FoundPickle],
-        every: Sequence[FileSource],
     ) -> None:
         self.folder = folder
         self.read = read
         self.files = files
-        self._all = every
         self.problems: list[Problem] = []
         self._own = own
         self._mentioned = {(item.name, item.offset) for item in read.items}
@@ -158,10 +156,6 @@ class Dcp:
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
-
-    def copied(self) -> Files:
-        """The folder as it is."""
-        return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in self._all))
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         what = "a DCP folder cannot be edited in place"
@@ -391,7 +385,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             one = read_metadata(source.read(0, source.size), name)
             found.append(one)
             own.append(FoundPickle(name, one.graph, "", source.size - one.end))
-        container = Dcp(path, merged_metadata(found), files, own, tuple(opened))
+        container = Dcp(path, merged_metadata(found), files, own)
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)
