@@ -71,6 +71,8 @@ class Dcp:
         self._usable: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
+        #: That of the objects' pickles: what they hold may need it.
+        self._protocol = 0
         #: Storages of objects: the span of each.
         self._grafted: dict[str, Span] = {}
         for text in read.odd:
@@ -229,7 +231,7 @@ class Dcp:
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
-        return builder.graph(nested.built(builder))
+        return builder.graph(nested.built(builder), self._protocol)
 
     def _is_whole(self, name: str, value: Listed) -> bool:
         """Are all pieces of a tensor there, as far as sizes tell? Says what is wrong."""
@@ -328,7 +330,8 @@ class Dcp:
             assert isinstance(pid, tuple)
             changes[node.pid] = (*pid[:2], len(opened.graph.nodes) + len(added), *pid[3:])
             added.append(key)
-        return builder.graft(opened.graph.edited(changes, added))
+        self._protocol = max(self._protocol, opened.graph.style.protocol)
+        return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
 
 
 def _is_name(text: str) -> bool:

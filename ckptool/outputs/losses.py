@@ -13,6 +13,7 @@ __all__ = ["KINDS", "Loss", "refuse"]
 #: Every kind of loss, and what it means.
 KINDS: Final = {
     "entries": "what is no tensor of the state dict",
+    "containers": "dicts that are empty, and keys that are no texts",
     "strides": "the order of the elements of tensors that are not contiguous",
     "sharing": "that tensors share memory",
     "dtypes": "tensors of dtypes that the format lacks",
