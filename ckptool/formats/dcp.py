@@ -112,17 +112,23 @@ class Dcp:
         return found
 
     def records(self) -> Iterator[StoredRecord]:
+        """Those of every item. What is no archive has none: ``audit`` says so."""
         keys = {name: key for key, name in self._names.items()}
         for (name, offset), item in self._usable.items():
-            opened = self._open(item)
-            # A storage that is one record is checked under its own key.
-            alone = offset is not None and len(self.read.listed[name].chunks) == 1
-            for record in opened.archive.records:
-                span = opened.archive.payload(record)
-                whole = alone and "/data/" in record.name and record.size == self._sizes.get(keys[name])
-                crc = record.crc if record.size else None
-                label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
-                yield StoredRecord(label, span, record.size, crc, record.method != 0, keys[name] if whole else "")
+            try:
+                opened = self._open(item)
+                alone = offset is not None and len(self.read.listed[name].chunks) == 1
+                # A storage that is one record, row by row, is known by its key.
+                whole = self.stored(keys[name]).span if alone and name in keys else None
+                for record in opened.archive.records:
+                    span = opened.archive.payload(record)
+                    there = Span(self.files[item.file], item.at + span.offset, span.size)
+                    crc = record.crc if record.size else None
+                    label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
+                    key = keys[name] if there == whole and record.size else ""
+                    yield StoredRecord(label, there, record.size, crc, record.method != 0, key)
+            except MalformedError:
+                continue
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         """Open every item."""

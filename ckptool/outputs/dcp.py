@@ -17,9 +17,10 @@ from ..dtypes import BY_NAME, Dtype
 from ..elements import elements, holds_rows, tensor_size
 from ..errors import RefusedError
 from ..human import salvage_step
-from ..objects import class_name, is_ordered_dict, mapping, spell_key
+from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
+from ..objects import elements as elements_of
 from ..pickles import encode
-from ..pickles.nodes import Graph, List, Ref
+from ..pickles.nodes import Call, Graph, List, Ref
 from ..source import Computed, Files, Piece, Plan, Span, merged
 from ..tensors import Tensor
 from ..zips import Content, fresh, summed
@@ -34,6 +35,8 @@ _FILE: Final = "__0_0.distcp"
 _ROOT: Final = "archive"
 #: Mappings within mappings that are followed.
 _DEPTH: Final = 200
+#: Arguments of ``_rebuild_tensor_v2`` without the dict of its bits.
+_PLAIN_ARGUMENTS: Final = 6
 
 
 class Leaf(NamedTuple):
@@ -47,10 +50,7 @@ class Leaf(NamedTuple):
     where: str
     ref: Ref
     tensor: Tensor | None
-
-    @property
-    def plain(self) -> bool:
-        return self.tensor is not None and _dtype(self.tensor) is not None
+    plain: bool
 
 
 class _Walk:
@@ -96,7 +96,24 @@ class _Walk:
             for number, value in enumerate(node.items):
                 self._follow(value, (*path, number), f"{where}[{number}]", depth + 1)
         else:
-            self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor))
+            plain = tensor is not None and _dtype(tensor) is not None and self._is_bare(ref)
+            self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, plain))
+
+    def _is_bare(self, ref: Ref) -> bool:
+        """Is it a tensor or Parameter and nothing else: no attributes, no class of its own, no conjugate bit?
+
+        What is more than that becomes an object, which keeps it.
+        """
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call) or node.states:
+            return False
+        args = elements_of(self.graph.nodes[node.args])
+        name = callable_name(self.graph, node.func).rpartition(".")[2]
+        if name == "_rebuild_parameter" and args:
+            return self._is_bare(args[0])
+        if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return False
+        return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
         """Is it a list that is stored as it is? One with mappings or tensors in it, at any depth of lists, is not."""
