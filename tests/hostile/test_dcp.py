@@ -14,7 +14,7 @@ from conftest import FIXTURES
 from torch import Size
 
 import ckptool
-from ckptool.errors import MalformedError, UnreadableError
+from ckptool.errors import MalformedError, RefusedError, UnreadableError
 
 FOLDER = FIXTURES / "dcp4"
 FILES = sorted(path.name for path in FOLDER.glob("*.distcp"))
@@ -56,7 +56,7 @@ def found(folder: Path) -> str:
 def refused(folder: Path, tmp_path: Path) -> None:
     """No edit and no conversion of it is written."""
     for target in ("torch", "dcp"):
-        with pytest.raises((MalformedError, ckptool.RefusedError)), ckptool.open(folder) as checkpoint:
+        with pytest.raises((MalformedError, RefusedError)), ckptool.open(folder) as checkpoint:
             ckptool.save(ckptool.convert(checkpoint, target), tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
