@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from shlex import quote
 
@@ -41,7 +42,9 @@ def shown(text: str) -> str:
 
 
 def salvage_step(path: str) -> str:
-    """The next step for a file of which only a part is whole."""
+    """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
+    if os.path.isdir(path):
+        return "get the files again that are missing or damaged"
     return f"ckptool salvage {quote(path)} -o OUT saves what is whole"
 
 

@@ -266,6 +266,19 @@ def test_what_a_folder_cannot_hold_is_refused(name: str, kind: str, tmp_path: Pa
     assert f"--allow-loss {kind}" in error.value.next
 
 
+def test_what_one_rank_had_is_no_whole_tensor(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"what one rank had of larger ones: layers\.0\.weight"):
+        to_dcp(FIXTURES / "dtensor.pt", tmp_path / "out")
+
+
+def test_a_dtensor_says_what_it_is_a_part_of() -> None:
+    listed = ckptool.keys(FIXTURES / "dtensor.pt")["tensors"]
+    assert [item.get("placements") for item in listed] == [["Shard(0)"], ["Replicate()"], None]
+    mesh = {"device": "cpu", "names": ["shard"], "ranks": 1}
+    assert [item.get("mesh") for item in listed] == [mesh, mesh, None]
+    assert [item.get("local_shape") for item in listed] == [[4, 3], [4, 3], None]
+
+
 def test_keys_that_are_no_texts_are_a_loss(tmp_path: Path) -> None:
     torch.save({"state": {0: torch.ones(2)}, "none": {}}, tmp_path / "x.pt")
     with pytest.raises(RefusedError, match=r"keys that are no texts: state\[0\] and none"):

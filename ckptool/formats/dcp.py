@@ -17,20 +17,18 @@ from typing import Final
 from ..building import Builder, contiguous
 from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import CkptoolError, MalformedError, RefusedError
-from ..human import counted, human_bytes, listed, shown
+from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent
 from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
 from ..tensors import TensorReader
-from .dcp_chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
+from .dcp_checks import is_whole, usable_items
+from .dcp_chunks import Chunk, ChunkedSource
 from .dcp_items import Opened, open_item, storage_span, tensor_rows
 from .dcp_metadata import (
-    Box,
     Item,
-    Listed,
     Metadata,
-    box_text,
     foreign_globals,
     merged_metadata,
     read_metadata,
@@ -68,7 +66,6 @@ class Dcp:
         self._own = own
         self._mentioned = {(item.name, item.offset) for item in read.items}
         self._spans: dict[str, StoredBytes] = {}
-        self._usable: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
         #: That of the objects' pickles: what they hold may need it.
@@ -83,7 +80,7 @@ class Dcp:
                     f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs it"
                 )
                 self._note("foreign-global", "error", what, pickle.where)
-        self._look_at_items()
+        self._usable = usable_items(read, {name: file.size for name, file in files.items()}, self._note)
         self.graph = self._build()
         ranks = {name.split("_")[2] for name in files if re.match(r"__\d+_\d+\.distcp\Z", name)}
         chunks = sum(len(value.chunks) for value in read.listed.values())
@@ -175,48 +172,6 @@ class Dcp:
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
 
-    def _look_at_items(self) -> None:
-        """Which items are in their files, as far as sizes tell."""
-        read = self.read
-        missing: dict[str, list[str]] = {}
-        strange: set[str] = set()
-        for item in read.items:
-            words = _piece(item, read.listed.get(item.name))
-            if item.name not in read.listed:
-                self._note("unlisted-item", "warning", f"{item.place} holds {words}, which .metadata does not list")
-            elif not _is_name(item.file):
-                if item.file not in strange:
-                    what = f"{words} is said to be in {shown(item.file)}, outside of the folder: not opened"
-                    self._note("outside-path", "error", what, item.file)
-                strange.add(item.file)
-            elif item.file not in self.files:
-                missing.setdefault(item.file, []).append(words)
-            elif item.at + item.length > self.files[item.file].size:
-                size = self.files[item.file].size
-                what = f"{item.file} has {size:,} bytes, and {words} ends at {item.at + item.length:,}: the file is cut"
-                self._note("short-file", "error", what, item.file, item.at)
-            elif item.transforms:
-                what = f"{words} in {item.file} went through {listed(list(item.transforms))}: its bytes cannot be read"
-                self._note("transformed-item", "error", what, item.file, item.at)
-            elif (item.name, item.offset) in self._usable:
-                self._note("item-twice", "warning", f"{words} is listed twice; the first counts", item.file, item.at)
-            else:
-                self._usable[item.name, item.offset] = item
-        for file, pieces in missing.items():
-            what = f"{file} is missing, and with it {listed(pieces, most=3)}"
-            self._note("missing-file", "error", what, file)
-        self._look_for_overlaps()
-
-    def _look_for_overlaps(self) -> None:
-        """Items that claim the same bytes: one of them was put in the place of the other."""
-        last: dict[str, Item] = {}
-        for item in sorted(self._usable.values(), key=lambda item: (item.file, item.at)):
-            before = last.get(item.file)
-            if before is not None and before.at + before.length > item.at:
-                what = f"{item.file}: {before.name!r} and {item.name!r} overlap at byte {item.at:,}"
-                self._note("item-overlap", "error", what, item.file, item.at)
-            last[item.file] = item
-
     def _build(self) -> Graph:
         builder = Builder()
         nested = Nested()
@@ -231,38 +186,13 @@ class Dcp:
             if size >= _TOO_LARGE:
                 self._note("odd-metadata", "error", f".metadata: {shown(name)} is larger than any tensor can be")
                 continue
-            key = str(len(self._names))
-            self._names[key] = name
-            self._sizes[key] = size if self._is_whole(name, value) else None
+            key = self._names[name] = name  # so that what is said of a storage says which tensor's
+            whole = is_whole(name, value, self._usable, self._mentioned, self._note)
+            self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
         return builder.graph(nested.built(builder), self._protocol)
-
-    def _is_whole(self, name: str, value: Listed) -> bool:
-        """Are all pieces of a tensor there, as far as sizes tell? Says what is wrong."""
-        good: list[Box] = []
-        for box in value.chunks:
-            outside = any(at + size > whole for at, size, whole in zip(*box, value.shape))
-            if outside:
-                what = f"{name}: the piece {box_text(box)} lies outside of the tensor, {list(value.shape)}"
-                self._note("chunk-bounds", "error", what, name)
-            else:
-                good.append(box)
-        twice = regions_overlapping(good)
-        if twice:
-            what = f"{name}: the pieces {box_text(twice[0])} and {box_text(twice[1])} overlap"
-            self._note("chunk-overlap", "error", what, name)
-            return False
-        hole = region_missing(value.shape, good) if value.shape or not good else None
-        if hole and prod(value.shape):
-            self._note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(hole)}", name)
-        lost = [box for box in good if (name, box[0]) not in self._usable]
-        for box in lost:
-            if (name, box[0]) not in self._mentioned and 0 not in box[1]:
-                what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
-                self._note("missing-item", "error", what, name)
-        return not hole and len(good) == len(value.chunks) and all(0 in box[1] for box in lost)
 
     # -- items --------------------------------------------------------------------------------------------------
 
@@ -323,7 +253,7 @@ class Dcp:
         changes: dict[int, Node] = {}
         added: list[Node] = []
         for ref, storage in reader.uses():
-            key = f"{opened.item.name}/{storage.key}"
+            key = f"{opened.item.name}, storage {storage.key}"
             if key not in self._grafted:
                 try:
                     span, _ = storage_span(opened, storage.key)
@@ -338,19 +268,6 @@ class Dcp:
             added.append(key)
         self._protocol = max(self._protocol, opened.graph.style.protocol)
         return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
-
-
-def _is_name(text: str) -> bool:
-    """Is it the name of a file in the folder, and no way out of it?"""
-    return bool(text) and text not in (".", "..") and not any(mark in text for mark in "/\\\0:")
-
-
-def _piece(item: Item, value: Listed | None) -> str:
-    """What an item is, in words: a name, and which part of the tensor."""
-    if value is None or item.offset is None or len(value.chunks) <= 1:
-        return item.name
-    box = next((box for box in value.chunks if box[0] == item.offset), None)
-    return f"{item.name} {box_text(box)}" if box else f"{item.name} at {list(item.offset)}"
 
 
 def sniff(names: Collection[str]) -> bool:

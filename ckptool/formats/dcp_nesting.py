@@ -33,7 +33,7 @@ class Nested:
         kinds = [*map(type, way[1:]), type(last)]
         for step, kind in zip(way, kinds):
             inner = level.setdefault(step, {})
-            if not isinstance(inner, dict) or any(type(key) is not kind for key in list(inner)[:1]):
+            if not isinstance(inner, dict) or (inner and type(next(iter(inner))) is not kind):
                 self.misfits.append(name)
                 return
             level = inner

@@ -36,14 +36,18 @@ class Placed(NamedTuple):
 def metadata_pickle(items: Sequence[Placed], file: str) -> bytes:
     """The pickle of a ``Metadata``; the same for the same items."""
     builder = Builder()
+    sizes = _Sizes(builder)
     listed, places, storage = [], [], []
     for item in items:
         name = builder.add(item.name)
-        listed += [name, _tensor(builder, item) if item.dtype else _made(builder, _METADATA, "BytesStorageMetadata")]
+        listed += [
+            name,
+            _tensor(builder, sizes, item) if item.dtype else _made(builder, _METADATA, "BytesStorageMetadata"),
+        ]
         places += [name, builder.group(builder.constant(step) for step in item.path)]
         index = [("fqn", name), ("index", builder.constant(0 if item.dtype else None))]
         if item.dtype:
-            index.append(("offset", _size(builder, (0,) * len(item.shape))))
+            index.append(("offset", sizes.of((0,) * len(item.shape))))
         storage.append(_made(builder, _METADATA, "MetadataIndex", index))
         where = [
             ("relative_path", builder.constant(file)),
@@ -51,12 +55,12 @@ def metadata_pickle(items: Sequence[Placed], file: str) -> bytes:
             ("length", builder.constant(item.length)),
         ]
         storage.append(_made(builder, _FILESYSTEM, "_StorageInfo", where))
-    about = [(name, builder.constant(None)) for name in ("checkpoint_id", "save_id", "load_id")]
+    unsaid = [(name, builder.constant(None)) for name in ("checkpoint_id", "save_id", "load_id")]
     fields = [
         ("state_dict_metadata", builder.pairs(listed)),
         ("planner_data", builder.pairs(places)),
         ("storage_data", builder.pairs(storage)),
-        ("storage_meta", _made(builder, _METADATA, "StorageMeta", [*about, ("modules", builder.sequence(()))])),
+        ("storage_meta", _made(builder, _METADATA, "StorageMeta", [*unsaid, ("modules", builder.sequence(()))])),
         ("version", builder.constant(_VERSION)),
     ]
     return encode(builder.graph(_made(builder, _METADATA, "Metadata", fields)))
@@ -71,27 +75,40 @@ def _made(builder: Builder, module: str, name: str, fields: Sequence[tuple[str, 
     return builder.add(call.filled((), (), (state,)))
 
 
-def _size(builder: Builder, numbers: Sequence[int]) -> Ref:
-    return builder.call("torch", "Size", [builder.numbers(numbers)])
+class _Sizes:
+    """Every ``torch.Size`` once, and what all properties share: a third of what must be read."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.layout = builder.call("torch.serialization", "_get_layout", [builder.constant("torch.strided")])
+        self.memory = builder.call(_METADATA, "_MEM_FORMAT_ENCODING", [builder.constant(0)])
+        self._known: dict[tuple[int, ...], Ref] = {}
+
+    def of(self, numbers: tuple[int, ...]) -> Ref:
+        known = self._known.get(numbers)
+        if known is None:
+            known = self.builder.call("torch", "Size", [self.builder.numbers(numbers)])
+            self._known[numbers] = known
+        return known
 
 
-def _tensor(builder: Builder, item: Placed) -> Ref:
+def _tensor(builder: Builder, sizes: _Sizes, item: Placed) -> Ref:
     zeros = (0,) * len(item.shape)
-    chunk = [("offsets", _size(builder, zeros)), ("sizes", _size(builder, item.shape))]
+    chunk = [("offsets", sizes.of(zeros)), ("sizes", sizes.of(item.shape))]
     # dtype, layout, requires_grad, memory format, pinned: ``TensorProperties.__getstate__``.
     state = builder.group(
         [
             builder.named("torch", item.dtype),
-            builder.call("torch.serialization", "_get_layout", [builder.constant("torch.strided")]),
+            sizes.layout,
             builder.constant(False),
-            builder.call(_METADATA, "_MEM_FORMAT_ENCODING", [builder.constant(0)]),
+            sizes.memory,
             builder.constant(False),
         ]
     )
     properties = Call(NEWOBJ, builder.named(_METADATA, "TensorProperties"), builder.constant(()))
     fields = [
         ("properties", builder.add(properties.filled((), (), (state,)))),
-        ("size", _size(builder, item.shape)),
+        ("size", sizes.of(item.shape)),
         ("chunks", builder.sequence([_made(builder, _METADATA, "ChunkStorageMetadata", chunk)])),
     ]
     return _made(builder, _METADATA, "TensorStorageMetadata", fields)
