@@ -5,12 +5,13 @@ So every command sees one kind of checkpoint, whatever the container.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
 from .dtypes import Dtype
-from .pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style
+from .pickles.moving import moved
+from .pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children
 from .pickles.opcodes import REDUCE
 
 __all__ = ["Builder", "PlainTensor", "contiguous"]
@@ -114,10 +115,30 @@ class Builder:
             return self.call("torch._utils", "_rebuild_tensor_v2", args)
         return self.call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
 
-    def graph(self, root: Ref) -> Graph:
-        """The graph, in the style of ``torch.save``."""
-        return Graph(self.nodes, root, Style(_PROTOCOL))
+    def pairs(self, refs: Sequence[Ref]) -> Ref:
+        """An exact dict of references: key, value, key, value ..."""
+        return self.add(Dict(list(refs)))
+
+    def graft(self, graph: Graph, root: Ref) -> Ref:
+        """A part of another graph: all that a reference of it leads to, with references of our own."""
+        places: dict[Ref, Ref] = {}
+        work = [root]
+        while work:
+            ref = work.pop()
+            if ref not in places:
+                places[ref] = self.add(None)
+                work.extend(reversed(children(graph.nodes[ref])))
+        for ref, place in places.items():
+            self.nodes[place] = moved(graph.nodes[ref], places)
+        return places[root]
+
+    def graph(self, root: Ref, protocol: int = 0) -> Graph:
+        """The graph, in the style of ``torch.save``; ``protocol`` is the least one to use."""
+        used = max(protocol, _PROTOCOL)
+        return Graph(self.nodes, root, Style(used, framed=used >= _FRAMED))
 
 
 #: That of torch.save.
 _PROTOCOL: Final = 2
+#: The first whose pickles come in frames.
+_FRAMED: Final = 4

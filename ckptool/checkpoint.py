@@ -37,10 +37,18 @@ DAMAGED = "damaged"
 CUT = "cut"
 #: Of a file that holds former versions of itself.
 EDITED = "edited-in-place"
-UNEDITABLE = frozenset((DAMAGED, CUT))
+UNEDITABLE = frozenset((DAMAGED, CUT, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"))
 #: Codes of the problems on whose account nobody knows what torch reads.
 AMBIGUOUS = frozenset(
-    ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+    (
+        "duplicate-record",
+        "case-twin",
+        "second-archive",
+        "encrypted",
+        "special-flags",
+        "folder-attribute",
+        "chunk-overlap",
+    )
 )
 
 

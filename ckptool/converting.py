@@ -11,17 +11,20 @@ from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import listed
-from .outputs import safetensors
+from .outputs import dcp, safetensors
 from .outputs.losses import KINDS, refuse
 from .outputs.safetensors import Tied
 
-__all__ = ["TARGETS", "convert", "target_of"]
+__all__ = ["FOLDERS", "TARGETS", "convert", "target_of"]
 
 #: The formats that are written, and the suffixes that mean them.
 TARGETS: Final = {
     "torch": (".pt", ".pth", ".ckpt", ".bin", ".th"),
     "safetensors": (".safetensors",),
+    "dcp": (".dcp",),
 }
+#: Those that are a folder of files.
+FOLDERS: Final = frozenset(("dcp",))
 
 
 def target_of(path: str) -> str:
@@ -43,7 +46,7 @@ def convert(
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in another format, "torch" or "safetensors", when it is saved.
+    """The checkpoint in another format, "torch", "safetensors" or "dcp", when it is saved.
 
     ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
@@ -62,6 +65,8 @@ def convert(
             raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
         change = Change("convert", "", 1, 0, f"{source} -> torch-zip")
         return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
+    if target == "dcp":
+        return _dcp(checkpoint, key, tied, allow, metadata)
     path = _one(checkpoint, key)
     chosen = next(item for item in checkpoint.state_dicts if item.path == path)
     found = safetensors.losses(checkpoint, chosen, tied)
@@ -70,6 +75,25 @@ def convert(
     change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
     return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
+
+
+def _dcp(
+    checkpoint: Checkpoint, key: str | None, tied: Tied, allow: Collection[str], metadata: Mapping[str, str] | None
+) -> Checkpoint:
+    """The whole checkpoint as a DCP folder."""
+    if key is not None or metadata:
+        what = "a DCP folder holds the whole checkpoint, and no texts beside it"
+        step = f"take the state dict out first: ckptool extract {quote(checkpoint.path)}"
+        raise TargetError(what, path=checkpoint.path, next=step if key is not None else "leave --metadata out")
+    if tied == "keep-first":
+        raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
+    found = dcp.losses(checkpoint, tied=tied == "clone")
+    refuse(found, allow, checkpoint.path, "a DCP folder")
+    notes = [f"without {loss.words}" for loss in found]
+    if dcp.has_ordered_dicts(checkpoint):
+        notes.append("OrderedDicts come back as dicts, without the versions of modules")
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> dcp", tuple(notes))
+    return checkpoint.changed(checkpoint.graph, [change], target=Target("dcp", "", tied))
 
 
 def _one(checkpoint: Checkpoint, key: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from shlex import quote
 
@@ -55,7 +56,9 @@ def _octal(char: str) -> str:
 
 
 def salvage_step(path: str) -> str:
-    """The next step for a file of which only a part is whole."""
+    """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
+    if os.path.isdir(path):
+        return "get the files again that are missing or damaged"
     return f"ckptool salvage {argument(path)} -o OUT saves what is whole"
 
 

@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint
 from .edits.select import normal_path, selected
 from .errors import TargetError
 from .names import Globs
+from .sharding import sharding
 from .survey import Survey, TensorEntry
 
 __all__ = ["described", "key_listing", "listed_entries", "listing"]
@@ -46,8 +47,9 @@ def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, 
 
 
 def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
-    """One tensor at its place, as ``keys`` lists it."""
+    """One tensor at its place, as ``keys`` lists it; of a DTensor the ``shape`` is that of all ranks together."""
     tensor = entry.tensor
+    part = sharding(survey.reader, entry.ref, tensor)
     return {
         "state_dict": survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else None,
         "key": entry.key,
@@ -62,7 +64,15 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
         "storage": tensor.storage or None,
         "requires_grad": tensor.requires_grad,
         "class": tensor.cls or None,
-    }
+    } | (
+        {
+            "local_shape": list(part.local_shape),
+            "placements": list(part.placements),
+            "mesh": {"device": part.device, "names": list(part.names), "ranks": part.ranks},
+        }
+        if part
+        else {}
+    )
 
 
 def listed_entries(

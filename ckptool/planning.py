@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from shlex import quote
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .human import salvage_step
-from .outputs import safetensors, torch_zip
+from .outputs import dcp, safetensors, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
-from .source import Appending, Files, Plan
+from .source import Appending, Files, FolderSource, Plan, Span
 from .tensors import TensorReader
 
 __all__ = ["InPlace", "in_place_of", "plan_of", "refuse_damage"]
@@ -23,17 +24,41 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
     Raises MalformedError for a damaged file, RefusedError where something would be lost.
     """
     if not checkpoint.edited and not checkpoint.changes:
-        return checkpoint.container.plan(None), True
+        return _as_it_is(checkpoint), True
     refuse_damage(checkpoint)
-    target = checkpoint.target or Target("safetensors" if checkpoint.format == "safetensors" else "")
+    target = checkpoint.target or Target(checkpoint.format if checkpoint.format in _OWN else "")
     if checkpoint.edited and target.format == "safetensors":
         return _safetensors(checkpoint, target), True
+    if checkpoint.edited and target.format == "dcp":
+        return _dcp(checkpoint), True
     if checkpoint.anew:
         return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
     if not checkpoint.edited:
-        return checkpoint.container.plan(None), True
+        return _as_it_is(checkpoint), True
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
+
+
+#: Formats that an edit keeps, and that are not a pickle with its storages.
+_OWN: Final = frozenset(("safetensors", "dcp"))
+
+
+def _dcp(checkpoint: Checkpoint) -> Files:
+    """A DCP folder; where that was not asked for, RefusedError for what it cannot hold."""
+    if checkpoint.target is None:
+        losses = dcp.losses(checkpoint)
+        if losses:
+            step = f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
+            raise RefusedError(f"a DCP folder cannot hold {losses[0].words}", path=checkpoint.path, next=step)
+    return dcp.plan(checkpoint)
+
+
+def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
+    """The input byte for byte, all its files where it is a folder."""
+    source = checkpoint.source
+    if not isinstance(source, FolderSource):
+        return checkpoint.container.plan(None)
+    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
 
 
 def _safetensors(checkpoint: Checkpoint, target: Target) -> Plan:

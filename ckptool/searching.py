@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from .errors import MalformedError, NotACheckpointError, UnreadableError
-from .formats import FORMATS
+from .formats import FORMATS, folder_format
 from .formats.identify import explain, zip_kind
 from .human import listed
 from .source import open_source
@@ -41,8 +41,10 @@ class Target(NamedTuple):
 
 
 def names_one_file(paths: Sequence[str]) -> bool:
-    """Is it one file that the user named: no folder, no glob, whatever these hold today?"""
-    return len(paths) == 1 and not os.path.isdir(paths[0]) and not _is_glob(paths[0])
+    """Is it one file that the user named, or a folder that is one checkpoint: nothing that is searched?"""
+    if len(paths) != 1:
+        return False
+    return not _is_glob(paths[0]) and (not os.path.isdir(paths[0]) or folder_format(paths[0]) is not None)
 
 
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
@@ -72,7 +74,9 @@ def _is_glob(path: str) -> bool:
 
 
 def _behind(path: str) -> Iterator[Target]:
-    if os.path.isdir(path):
+    if os.path.isdir(path) and folder_format(path):
+        yield Target(path, True)
+    elif os.path.isdir(path):
         yield from _walk(path)
     elif _is_glob(path):
         import glob
@@ -93,6 +97,9 @@ def _walk(folder: str) -> Iterator[Target]:
     closed: list[OSError] = []
     for root, folders, files in os.walk(folder, onerror=closed.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        whole = [name for name in folders if folder_format(os.path.join(root, name))]
+        yield from (Target(os.path.join(root, name), False) for name in whole)
+        folders[:] = [name for name in folders if name not in whole]
         yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
     yield from (Target(str(error.filename), False) for error in closed)
 
@@ -137,10 +144,6 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
-    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        what = "it is a directory of torch.distributed.checkpoint; ckptool does not read this format yet"
-        step = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it"
-        return NotACheckpointError(what, kind="dcp", path=path, next=step)
     files = [os.path.join(path, name) for name in names[:_LISTED]]
     found = [file for file in files if os.path.isfile(file) and _claims(file)]
     if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import fspath
+from os.path import isdir
 from shlex import quote
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from .human import counted, listed, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
-from .opening import checkpoint_of
+from .opening import checkpoint_of, open_checkpoint
 from .runtime.need import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
@@ -55,9 +56,11 @@ def validation_report(
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
     source: FileSource | None = None
     try:
-        source = open_source(name)
-        report["bytes"] = source.size
-        with checkpoint_of(source) as checkpoint:
+        if not isdir(name):
+            source = open_source(name)
+            report["bytes"] = source.size
+        with open_checkpoint(name) if source is None else checkpoint_of(source) as checkpoint:
+            report["bytes"] = checkpoint.source.size
             report["format"] = checkpoint.format
             return report | _checked(checkpoint, policy, torch, quick, progress)
     except MalformedError as error:

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pickles", "threads"}),  # knows nothing of torch
     frozenset({"building", "objects", "zips"}),
     frozenset({"tensors"}),
-    frozenset({"survey"}),
+    frozenset({"sharding", "survey"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
     frozenset({"decoding", "elements"}),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..accounting import Account
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, UNEDITABLE, Checkpoint
-from ..human import argument, counted, human_bytes, listed, undo_step
+from ..human import argument, counted, human_bytes, listed, salvage_step, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
@@ -79,7 +79,8 @@ _NO_EDITS = UNEDITABLE | AMBIGUOUS
 
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
     container = checkpoint.container
-    rescue = command("salvage", checkpoint.path, word="saved")
+    whole_file = checkpoint.format != "dcp"
+    rescue = command("salvage", checkpoint.path, word="saved") if whole_file else salvage_step(checkpoint.path)
     ways = {
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),

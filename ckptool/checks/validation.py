@@ -56,6 +56,7 @@ _CHECK_OF: Final = {
     "missing-storage": "complete",
     "unreferenced-storage": "complete",
     "unreferenced-record": "complete",
+    **dict.fromkeys(("missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"), "complete"),
     "storage-size": "sizes",
     "odd-pickle": "pickles",
     "after-stop": "pickles",
@@ -113,6 +114,8 @@ def validation(
         ),
     ]
     found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
+    if checkpoint.format == "dcp":
+        found.checks[-1] = found.checks[-1]._replace(message=f"as one file: {found.checks[-1].message}")
     either = [note for note in notes["structure"] if note.code in AMBIGUOUS]
     if either:
         what = f"it depends on which record torch reads: {either[0].message}"

@@ -8,7 +8,7 @@ import click
 
 from .. import api
 from ..checkpoint import Checkpoint
-from ..converting import TARGETS, target_of
+from ..converting import FOLDERS, TARGETS, target_of
 from ..outputs.losses import KINDS
 from .editing import Job, edit_all
 from .options import key_option, paths, writing
@@ -20,6 +20,7 @@ Examples:
   ckptool convert model.pth -o model.safetensors
   ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
+  ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -50,7 +51,7 @@ def convert(
     key: str | None,
     **how: Any,
 ) -> int:
-    """Write the same checkpoint in another format: torch or safetensors.
+    """Write the same checkpoint in another format: torch, safetensors or dcp.
 
     What the target cannot hold is said before anything is written, and refused unless it may be lost. The bytes of
     tensors stream from file to file.
@@ -67,4 +68,4 @@ def convert(
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         return api.convert(checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata)
 
-    return edit_all(Job("convert", edit), paths, **how)
+    return edit_all(Job("convert", edit, folder=chosen in FOLDERS), paths, **how)

@@ -15,7 +15,7 @@ from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, undo_step
 from ..planning import plan_of
-from ..source import Files, FileSource, Plan
+from ..source import Files, FileSource, FolderSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
@@ -35,7 +35,8 @@ class Job(NamedTuple):
 
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
-    other files that it reads, which must not be the output either; ``folder`` says that the output is one.
+    other files that it reads, which must not be the output either; ``folder`` says whether the output is
+    one; None: as the input is.
     """
 
     command: str
@@ -45,7 +46,7 @@ class Job(NamedTuple):
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
-    folder: bool = False
+    folder: bool | None = None
 
 
 def edit_all(
@@ -127,7 +128,8 @@ class _How(NamedTuple):
 def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check = check_folder if job.folder else check_output
+            folder = isinstance(checkpoint.source, FolderSource) if job.folder is None else job.folder
+            check = check_folder if folder else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
@@ -182,9 +184,11 @@ def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any
 
 def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
     """Append the edit to its own file, and say what came of it."""
-    found = in_place(edited, job.command)
     source = edited.source
-    assert isinstance(source, FileSource)
+    if not isinstance(source, FileSource):
+        what = "a folder cannot be edited in place"
+        raise RefusedError(what, path=edited.path, next="write a new one with -o")
+    found = in_place(edited, job.command)
     if found.appending is not None and not how.dry_run:
         append(found.appending, source)
     size = found.appending.size if found.appending else source.size

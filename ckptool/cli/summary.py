@@ -106,7 +106,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
         facts.append(("dtypes", ", ".join(dtypes)))
     verdict = report["weights_only"]
-    facts.append(("torch.load", _verdict(verdict)))
+    # Nobody loads a folder by torch.load: what is said is said of the one file that convert makes of it.
+    facts.append(("as one file" if report["format"] == "dcp" else "torch.load", _verdict(verdict)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
     return facts

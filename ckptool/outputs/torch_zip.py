@@ -17,7 +17,7 @@ from ..tensors import TensorReader
 from ..zips import Content, Sum, fresh, summed
 from .proof import prove
 
-__all__ = ["plan"]
+__all__ = ["plan", "renumbered"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -30,7 +30,7 @@ def plan(checkpoint: Checkpoint) -> Plan:
 
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
-    graph, keys = _renumbered(without_views(checkpoint.graph))
+    graph, keys = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     prove(graph, data, "new", checkpoint.path)
     root = checkpoint.root
@@ -89,7 +89,7 @@ def _identity(contents: list[Content]) -> bytes:
     return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
 
 
-def _renumbered(graph: Graph) -> tuple[Graph, list[str]]:
+def renumbered(graph: Graph) -> tuple[Graph, list[str]]:
     """The graph with its storages called 0, 1, ... in the order of their first mention, and their old keys."""
     reader = TensorReader(graph)
     numbers: dict[str, int] = {}

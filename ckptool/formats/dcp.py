@@ -1,0 +1,326 @@
+"""A folder of ``torch.distributed.checkpoint`` (DCP): tensors in pieces, as many processes wrote them.
+
+``.metadata`` says what there is; each piece is an archive of ``torch.save`` within a ``.distcp`` file. What a command
+sees is the nested object that ``dcp_to_torch_save`` makes of it, each tensor with a storage of its own. A piece is
+looked at only when its bytes are asked for. Source: torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Final
+
+from ..building import Builder, contiguous
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..errors import CkptoolError, MalformedError, RefusedError
+from ..human import counted, human_bytes, shown
+from ..limits import LIMITS
+from ..pickles import encode
+from ..pickles.nodes import Graph, Node, Persistent
+from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
+from ..tensors import TensorReader
+from .dcp_checks import is_whole, usable_items
+from .dcp_chunks import Chunk, ChunkedSource
+from .dcp_items import Opened, open_item, storage_span, tensor_rows
+from .dcp_metadata import (
+    Item,
+    Metadata,
+    foreign_globals,
+    merged_metadata,
+    read_metadata,
+)
+from .dcp_nesting import Nested
+
+__all__ = ["Dcp", "read", "sniff"]
+
+WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files"
+_OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
+_DATA: Final = ".distcp"
+#: A tensor with more bytes than this is hostile: torch counts in int64.
+_TOO_LARGE: Final = 1 << 62
+
+
+class Dcp:
+    """A DCP folder; ``metadata`` are facts about it for people."""
+
+    format = "dcp"
+    root = ""
+    byteorder = "little"
+    others: Sequence[Graph] = ()
+
+    def __init__(
+        self,
+        folder: str,
+        read: Metadata,
+        files: Mapping[str, FileSource],
+        own: Sequence[FoundPickle],
+    ) -> None:
+        self.folder = folder
+        self.read = read
+        self.files = files
+        self.problems: list[Problem] = []
+        self._own = own
+        self._mentioned = {(item.name, item.offset) for item in read.items}
+        self._spans: dict[str, StoredBytes] = {}
+        self._names: dict[str, str] = {}
+        self._sizes: dict[str, int | None] = {}
+        #: That of the objects' pickles: what they hold may need it.
+        self._protocol = 0
+        #: Storages of objects: the span of each.
+        self._grafted: dict[str, Span] = {}
+        for text in read.odd:
+            self._note("odd-metadata", "error", f".metadata: {text}")
+        for pickle in own:
+            for name in foreign_globals(pickle.graph) if pickle.graph else []:
+                what = (
+                    f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs it"
+                )
+                self._note("foreign-global", "error", what, pickle.where)
+        self._usable = usable_items(read, {name: file.size for name, file in files.items()}, self._note)
+        self.graph = self._build()
+        ranks = {name.split("_")[2] for name in files if re.match(r"__\d+_\d+\.distcp\Z", name)}
+        chunks = sum(len(value.chunks) for value in read.listed.values())
+        self.metadata: Mapping[str, str] = MappingProxyType({})
+        self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
+            (counted(len(ranks), "rank"), counted(len(files), "file"), counted(chunks, "piece"))
+        )
+
+    @property
+    def pickle(self) -> bytes:
+        """There is none: what ``torch.save`` would write for the whole object."""
+        return encode(self.graph)
+
+    def stored_size(self, key: str) -> int | None:
+        return self._sizes.get(key)
+
+    def stored(self, key: str) -> StoredBytes:
+        size = self._sizes.get(key)
+        if size is None:
+            return StoredBytes(None, 0)
+        if key in self._grafted:
+            return StoredBytes(self._grafted[key], size)
+        found = self._spans.get(key)
+        if found is None:
+            found = self._spans[key] = self._found(self._names[key], size)
+        return found
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Those of every item. What is no archive has none: ``audit`` says so."""
+        keys = {name: key for key, name in self._names.items()}
+        for (name, offset), item in self._usable.items():
+            try:
+                opened = self._open(item)
+                alone = offset is not None and len(self.read.listed[name].chunks) == 1
+                # A storage that is one record, row by row, is known by its key.
+                whole = self.stored(keys[name]).span if alone and name in keys else None
+                for record in opened.archive.records:
+                    span = opened.archive.payload(record)
+                    there = Span(self.files[item.file], item.at + span.offset, span.size)
+                    crc = record.crc if record.size else None
+                    label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
+                    key = keys[name] if there == whole and record.size else ""
+                    yield StoredRecord(label, there, record.size, crc, record.method != 0, key)
+            except MalformedError:
+                continue
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        """Open every item."""
+        found = []
+        for item in self._usable.values():
+            try:
+                opened = self._open(item)
+                self._rows(opened, item)
+            except MalformedError as error:
+                found.append(Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at))
+        used: dict[str, int] = {}
+        for item in self.read.items:
+            used[item.file] = used.get(item.file, 0) + item.length
+        for name, file in self.files.items():
+            rest = file.size - used.get(name, 0)
+            if rest > 0:
+                what = f"{human_bytes(rest)} of {name} belong to no item of .metadata"
+                found.append(Problem("unlisted-bytes", "warning", what, False, name))
+        return found
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        """Those of the items, which torch loads with ``weights_only=False`` where they are objects; ``.metadata``
+        comes with them where it names more than it should."""
+        for pickle in self._own:
+            if pickle.graph is None or foreign_globals(pickle.graph) or pickle.rest:
+                yield pickle
+        for item in self._usable.values():
+            where = f"{item.place} ({item.name})"
+            try:
+                yield FoundPickle(where, self._open(item).graph)
+            except MalformedError as error:
+                yield FoundPickle(where, None, error.what)
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        what = "a DCP folder cannot be edited in place"
+        raise RefusedError(what, path=self.folder, next="write a new folder with -o")
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
+        if len(self.problems) < LIMITS.listed:
+            self.problems.append(Problem(code, level, message, False, where, offset))
+
+    def _build(self) -> Graph:
+        builder = Builder()
+        nested = Nested()
+        for name, value in self.read.listed.items():
+            path = self.read.paths.get(name, (name,))
+            if value.dtype is None:
+                ref = self._object(builder, name)
+                if ref is not None:
+                    nested.put(name, path, ref)
+                continue
+            size = prod(value.shape) * value.dtype.itemsize
+            if size >= _TOO_LARGE:
+                self._note("odd-metadata", "error", f".metadata: {shown(name)} is larger than any tensor can be")
+                continue
+            key = self._names[name] = name  # so that what is said of a storage says which tensor's
+            whole = is_whole(name, value, self._usable, self._mentioned, self._note)
+            self._sizes[key] = size if whole else None
+            nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
+        for name in nested.misfits:
+            self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
+        return builder.graph(nested.built(builder), self._protocol)
+
+    # -- items --------------------------------------------------------------------------------------------------
+
+    def _open(self, item: Item) -> Opened:
+        opened = open_item(item, self.files[item.file])
+        if opened.byteorder == "big" and self.read.listed[item.name].dtype is not None:
+            what = f"{item.name!r}: its numbers are big-endian"
+            raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
+        return opened
+
+    def _rows(self, opened: Opened, item: Item) -> Chunk | None:
+        """The piece of a tensor that an item is; None for an object. Raises MalformedError where it is not as said."""
+        value = self.read.listed[item.name]
+        if value.dtype is None or item.offset is None:
+            return None
+        box = next((box for box in value.chunks if box[0] == item.offset), None)
+        if box is None:
+            what = f"{item.name!r}: .metadata lists no piece at {list(item.offset)}"
+            raise MalformedError(what, where=item.place)
+        source, begin = tensor_rows(opened, value.dtype, box[1])
+        return Chunk(box, source, begin)
+
+    def _found(self, name: str, size: int) -> StoredBytes:
+        value = self.read.listed[name]
+        assert value.dtype is not None
+        chunks = []
+        for box in value.chunks:
+            item = self._usable.get((name, box[0]))
+            if item is not None and 0 not in box[1]:
+                chunk = self._rows(self._open(item), item)
+                assert chunk is not None
+                chunks.append(chunk)
+        if len(chunks) == 1:
+            return StoredBytes(Span(chunks[0].source, chunks[0].begin, size), size)
+        joined = ChunkedSource(value.shape, value.dtype.itemsize, chunks, f"{self.folder}: {name}")
+        return StoredBytes(Span(joined, 0, size), size)
+
+    def _object(self, builder: Builder, name: str) -> int | None:
+        """An object, with what it leads to; None where it cannot be had, which is said."""
+        item = self._usable.get((name, None))
+        if item is None:
+            if (name, None) not in self._mentioned:
+                self._note("missing-item", "error", f".metadata does not say where {shown(name)} is", name)
+            return None
+        try:
+            opened = self._open(item)
+        except MalformedError as error:
+            self._note("bad-item", "error", f"{item.place}: {error.what}", item.file, item.at)
+            return None
+        return self._graft(builder, opened)
+
+    def _graft(self, builder: Builder, opened: Opened) -> int:
+        """The object of an item in our graph, its storages under keys of their own."""
+        root = opened.graph.nodes[opened.graph.root]
+        if root is None or isinstance(root, bool | int | float | str):
+            return builder.constant(root)
+        reader = TensorReader(opened.graph)
+        changes: dict[int, Node] = {}
+        added: list[Node] = []
+        for ref, storage in reader.uses():
+            key = f"{opened.item.name}, storage {storage.key}"
+            if key not in self._grafted:
+                try:
+                    span, _ = storage_span(opened, storage.key)
+                    self._grafted[key], self._sizes[key] = span, span.size
+                except MalformedError as error:
+                    self._note("bad-item", "error", f"{opened.item.place}: {error.what}", opened.item.file)
+            node = opened.graph.nodes[ref]
+            assert isinstance(node, Persistent)
+            pid = opened.graph.nodes[node.pid]
+            assert isinstance(pid, tuple)
+            changes[node.pid] = (*pid[:2], len(opened.graph.nodes) + len(added), *pid[3:])
+            added.append(key)
+        self._protocol = max(self._protocol, opened.graph.style.protocol)
+        return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
+
+
+def sniff(names: Collection[str]) -> bool:
+    if any(name.endswith(_DATA) for name in names):
+        return True
+    metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or _OF_RANK.match(name)]
+    return bool(metadata) and all(name.startswith(".") or name in metadata for name in names)
+
+
+def _metadata_names(folder: str) -> list[str]:
+    names = os.listdir(folder)
+    if ".metadata" in names:
+        return [".metadata"]
+    ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.match(name)))
+    return [name for _, name in ranks]
+
+
+def read(path: str) -> tuple[FolderSource, Dcp]:
+    """Open a DCP folder; raises MalformedError where nothing says what is in it."""
+    opened: list[FileSource] = []
+    names = sorted(os.listdir(path))
+    wanted = _metadata_names(path)
+    data = [name for name in names if name.endswith(_DATA)]
+    if not wanted:
+        unfinished = ".metadata.tmp" in names or any(name.endswith(".metadata.tmp") for name in names)
+        what = (
+            "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
+            if unfinished
+            else f"{counted(len(data), 'file')} of torch.distributed.checkpoint, and no .metadata to say what they hold"
+        )
+        step = "wait until it is saved" if unfinished else "get the folder again, with its hidden files"
+        raise MalformedError(what, path=path, next=step)
+    try:
+        # One by one, so that those that are open are closed where the next cannot be opened.
+        opened.extend(open_source(os.path.join(path, name)) for name in [*data, *wanted])
+        files = dict(zip(data, opened))
+        found, own = [], []
+        for name, source in zip(wanted, opened[len(data) :]):
+            if source.size > LIMITS.pickle_bytes:
+                raise MalformedError(f"{name} has {human_bytes(source.size)}: more than any metadata", path=path)
+            one = read_metadata(source.read(0, source.size), name)
+            found.append(one)
+            own.append(FoundPickle(name, one.graph, "", source.size - one.end))
+        container = Dcp(path, merged_metadata(found), files, own)
+        if ".metadata.tmp" in names:
+            what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
+            container._note("unfinished-save", "warning", what)
+        return FolderSource(path, opened), container
+    except BaseException as error:
+        for source in opened:
+            source.close()
+        if isinstance(error, CkptoolError):
+            error.path = error.path or path
+        if isinstance(error, MalformedError):
+            error.next = error.next or "it is damaged: get the folder again"
+        raise

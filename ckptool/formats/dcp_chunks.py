@@ -1,0 +1,247 @@
+"""A tensor in pieces, read as if it were whole: nothing is brought together but what is asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import Final, NamedTuple
+
+from ..source import Source
+from .dcp_metadata import Box
+
+__all__ = ["Chunk", "ChunkedSource", "RowSource", "region_missing", "regions_overlapping", "row_strides"]
+
+#: Bytes of a piece with odd strides that are held at once.
+_WINDOW: Final = 64 << 20
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor: the box that it fills, and its elements row by row from byte ``begin`` of ``source`` on."""
+
+    box: Box
+    source: Source
+    begin: int
+
+
+def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor whose last dimension runs fastest."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class _Runs(NamedTuple):
+    """A chunk as runs of bytes that stand together in it and in the tensor.
+
+    ``counts`` and ``steps`` of the outer dimensions: how many, and how far apart in the tensor in bytes; ``first`` is
+    the byte of the tensor at which the first run begins, ``length`` the bytes of each.
+    """
+
+    first: int
+    length: int
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+    number: int
+    source: Source
+    begin: int
+
+    def place(self, number: int) -> int:
+        """Where in the tensor a run begins, in bytes. It grows with the number."""
+        at = self.first
+        for count, step in zip(reversed(self.counts), reversed(self.steps)):
+            number, index = divmod(number, count)
+            at += index * step
+        return at
+
+    def from_(self, at: int) -> int:
+        """The number of the first run that ends behind byte ``at`` of the tensor."""
+        low, high = 0, self.number
+        while low < high:
+            middle = (low + high) // 2
+            if self.place(middle) + self.length > at:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+class ChunkedSource:
+    """The rows of a tensor, from pieces that may be cut along any dimension.
+
+    A piece that is cut along the first dimension is one run. Of others runs are found by number, so that a tensor of
+    millions of short ones takes no memory.
+    """
+
+    def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
+        self.name = name
+        self.size = prod(shape) * width
+        runs = [_runs(shape, width, chunk) for chunk in chunks if prod(chunk.box[1])]
+        self._runs = sorted(runs, key=lambda run: run.first)
+        self._firsts = [run.first for run in self._runs]
+
+    def read(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self.size)
+        if end <= offset:
+            return b""
+        out = memoryview(bytearray(end - offset))
+        for run in self._runs[: bisect_right(self._firsts, end - 1)]:
+            _copy(run, offset, end, out)
+        return bytes(out)
+
+    def close(self) -> None:
+        pass
+
+
+def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _Runs:
+    offsets, sizes = chunk.box
+    steps = row_strides(shape)
+    first = sum(at * step for at, step in zip(offsets, steps)) * width
+    axis = len(shape)
+    while axis > 0 and sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    # Everything from ``axis`` on is whole, so the dimension before it runs on, too.
+    axis = max(axis - 1, 0)
+    outer = [(sizes[dim], steps[dim] * width) for dim in range(axis) if sizes[dim] != 1]
+    counts, ways = tuple(count for count, _ in outer), tuple(step for _, step in outer)
+    return _Runs(first, prod(sizes[axis:]) * width, counts, ways, prod(counts), chunk.source, chunk.begin)
+
+
+def _copy(run: _Runs, begin: int, end: int, out: memoryview) -> None:
+    """Put what a chunk has of the bytes ``begin`` to ``end`` of the tensor in their places."""
+    length = run.length
+    one = run.from_(begin)
+    stop = run.from_(end)
+    if stop < run.number and run.place(stop) < end:
+        stop += 1
+    if one >= stop:
+        return
+    head = max(begin - run.place(one), 0)
+    tail = min(end - run.place(stop - 1), length)
+    start = one * length + head
+    data = memoryview(run.source.read(run.begin + start, (stop - 1) * length + tail - start))
+    if stop - one == 1:
+        here = run.place(one) + head - begin
+        out[here : here + len(data)] = data
+        return
+    at = 0
+    for number, place in enumerate(_places(run, one, stop)):
+        skip = head if number == 0 else 0
+        take = (tail if number == stop - one - 1 else length) - skip
+        here = place + skip - begin
+        out[here : here + take] = data[at : at + take]
+        at += take
+
+
+def _places(run: _Runs, one: int, stop: int) -> Iterator[int]:
+    """The places of some runs, the innermost dimension stepped through rather than computed."""
+    count, step = run.counts[-1], run.steps[-1]
+    while one < stop:
+        many = min(count - one % count, stop - one)
+        place = run.place(one)
+        yield from range(place, place + many * step, step)
+        one += many
+
+
+class RowSource:
+    """The elements of a view with other strides, row by row: what a transposed tensor looks like to a reader.
+
+    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. Some rows are held at a time.
+    """
+
+    def __init__(
+        self, source: Source, begin: int, shape: tuple[int, ...], stride: tuple[int, ...], width: int, name: str
+    ) -> None:
+        self.name = name
+        self.source, self.begin = source, begin
+        self.shape, self.stride, self.width = shape, stride, width
+        self.size = prod(shape) * width
+        self._row = prod(shape[1:]) * width
+        self._most = max(_WINDOW // max(self._row, 1), 1)
+        self._held: tuple[int, bytes] = (-1, b"")
+
+    def read(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self.size)
+        parts = []
+        while offset < end:
+            group = offset // (self._row * self._most)
+            if self._held[0] != group:
+                self._held = (group, self._rows(group * self._most))
+            begin = group * self._most * self._row
+            part = self._held[1][offset - begin : end - begin]
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def _rows(self, first: int) -> bytes:
+        width = self.width
+        shape = (min(self._most, self.shape[0] - first), *self.shape[1:])
+        extent = sum((size - 1) * step for size, step in zip(shape, self.stride)) + 1
+        data = memoryview(self.source.read(self.begin + first * self.stride[0] * width, extent * width))
+        # A strided copy along the longest dimension for each byte of an element and each other place.
+        out = memoryview(bytearray(prod(shape) * width))
+        target = row_strides(shape)
+        longest = max(range(len(shape)), key=lambda axis: shape[axis])
+        others = [axis for axis in range(len(shape)) if axis != longest]
+        count, step, along = shape[longest], self.stride[longest] * width, target[longest] * width
+        for place in product(*(range(shape[axis]) for axis in others)):
+            here = sum(index * self.stride[axis] for index, axis in zip(place, others)) * width
+            there = sum(index * target[axis] for index, axis in zip(place, others)) * width
+            for byte in range(width):
+                stop = there + byte + (count - 1) * along + 1
+                one = here + byte
+                if step:
+                    out[there + byte : stop : along] = data[one : one + (count - 1) * step + 1 : step]
+                else:
+                    out[there + byte : stop : along] = data[one : one + 1].tobytes() * count
+        return bytes(out)
+
+    def close(self) -> None:
+        pass
+
+
+def regions_overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that have elements in common, or None. They are swept along the dimension that tells most apart."""
+    full = [box for box in boxes if prod(box[1])]
+    if len(full) < 2 or not full[0][0]:
+        return (full[0], full[1]) if len(full) > 1 else None
+    axis = max(range(len(full[0][0])), key=lambda dim: len({box[0][dim] for box in full}))
+    full.sort(key=lambda box: box[0][axis])
+    active: list[Box] = []
+    for box in full:
+        active = [other for other in active if other[0][axis] + other[1][axis] > box[0][axis]]
+        for other in active:
+            if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other)):
+                return other, box
+        active.append(box)
+    return None
+
+
+def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
+    """A box of the tensor that none of the boxes, which do not overlap, covers; None where all is covered.
+
+    Where the edges of the pieces make a fine grid, the answer is the whole tensor: some of it is missing.
+    """
+    if sum(prod(sizes) for _, sizes in boxes) >= prod(shape):
+        return None
+    whole = (tuple(0 for _ in shape), shape)
+    edges = [
+        sorted({0, size, *(box[0][dim] for box in boxes), *(box[0][dim] + box[1][dim] for box in boxes)})
+        for dim, size in enumerate(shape)
+    ]
+    if prod(len(edge) - 1 for edge in edges) * max(len(boxes), 1) > _GRID:
+        return whole
+    for cell in product(*(tuple(pairwise(edge)) for edge in edges)):
+        if not any(all(at <= low and high <= at + size for (low, high), at, size in zip(cell, *box)) for box in boxes):
+            return tuple(low for low, _ in cell), tuple(high - low for low, high in cell)
+    return whole
+
+
+#: Comparisons of boxes that are made to name what is missing.
+_GRID: Final = 200_000

@@ -1,0 +1,99 @@
+"""One item of a ``.distcp`` file: an archive of ``torch.save`` with one object, somewhere within the file."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..dtypes import Dtype
+from ..errors import MalformedError, PickleError
+from ..limits import LIMITS
+from ..pickles import decode
+from ..pickles.nodes import Graph
+from ..source import FileSource, SliceSource, Source, Span
+from ..tensors import Tensor, TensorReader, extent
+from ..zips import Archive, Record, read_archive
+from .dcp_chunks import RowSource, row_strides
+from .dcp_metadata import Item
+
+__all__ = ["Opened", "open_item", "storage_span", "tensor_rows"]
+
+
+class Opened(NamedTuple):
+    """An item: its archive, the record of its pickle, and the object in it."""
+
+    item: Item
+    archive: Archive
+    record: Record
+    graph: Graph
+
+    @property
+    def byteorder(self) -> str:
+        """ "little" or "big", as the archive says."""
+        return "big" if self.archive.text("byteorder") == b"big" else "little"
+
+
+def open_item(item: Item, file: FileSource) -> Opened:
+    """Open an item; raises MalformedError, which names it, where it is no archive of torch.save."""
+    source = SliceSource(file, item.at, item.length, item.place)
+    try:
+        archive = read_archive(source)
+        record = archive.find("data.pkl")
+        if record is None:
+            raise MalformedError("an archive without data.pkl", where=item.place)
+        return Opened(item, archive, record, decode(archive.read(record, LIMITS.pickle_bytes), where="data.pkl").graph)
+    except MalformedError as error:
+        why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
+        what = f"{item.name!r}: no archive of torch.save is where .metadata says ({why})"
+        raise MalformedError(what, path=file.name, where=item.place) from error
+
+
+def storage_span(opened: Opened, key: str) -> tuple[Span, Record]:
+    """Where the bytes of a storage of an item are in the file, and their record; raises MalformedError."""
+    record = opened.archive.find(f"data/{key}")
+    if record is None or record.method != 0:
+        what = f"{opened.item.name!r}: the bytes of its storage are {'compressed' if record else 'missing'}"
+        raise MalformedError(what, where=opened.item.place)
+    span = opened.archive.payload(record)
+    assert isinstance(span.source, SliceSource)
+    return Span(span.source.source, span.source.offset + span.offset, span.size), record
+
+
+def tensor_rows(opened: Opened, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:
+    """The elements of the tensor in an item, row by row: (source, offset in bytes).
+
+    Raises MalformedError where it is no tensor of this dtype and shape, or its bytes are not there.
+    """
+    item = opened.item
+    reader = TensorReader(opened.graph)
+    tensor = reader.tensor(opened.graph.root)
+    if tensor is None or tensor.kind != "dense":
+        what = f"{item.name!r}: .metadata speaks of a tensor, and the item holds none that is plain"
+        raise MalformedError(what, where=item.place)
+    if (tensor.dtype, tensor.shape) != (dtype.name, shape):
+        what = (
+            f"{item.name!r}: .metadata speaks of {_words(dtype.name, shape)},"
+            f" and the item holds {_words(tensor.dtype, tensor.shape)}"
+        )
+        raise MalformedError(what, where=item.place)
+    if 0 in shape:
+        return opened.archive.source, 0
+    span, _ = storage_span(opened, tensor.storage)
+    if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
+        raise MalformedError(f"{item.name!r}: strides that make no sense", where=item.place)
+    if (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize > span.size:
+        raise MalformedError(f"{item.name!r}: the tensor reaches beyond its storage", where=item.place)
+    begin = span.offset + tensor.offset * dtype.itemsize
+    if _in_rows(tensor):
+        return span.source, begin
+    return RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, item.place), 0
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    return all(
+        size == 1 or step == wanted
+        for size, step, wanted in zip(tensor.shape, tensor.stride, row_strides(tensor.shape))
+    )
+
+
+def _words(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"

@@ -1,0 +1,281 @@
+"""The ``.metadata`` of a DCP folder: which tensors and objects there are, and where their pieces lie.
+
+It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which torch reads with plain ``pickle.load``. Here
+it is read as a graph, and nothing in it is run. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from ..dtypes import BY_NAME, Dtype
+from ..errors import MalformedError
+from ..human import counted, shown
+from ..limits import LIMITS
+from ..objects import attributes, callable_name, elements, mapped_name, mapping
+from ..pickles import decode
+from ..pickles.nodes import Call, Global, Graph, Ref
+
+__all__ = [
+    "EXPECTED",
+    "Box",
+    "Item",
+    "Listed",
+    "Metadata",
+    "box_text",
+    "foreign_globals",
+    "merged_metadata",
+    "read_metadata",
+]
+
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
+#: Everything that torch's own writer names in a ``.metadata``, besides dtypes.
+EXPECTED: Final = frozenset(
+    (
+        *(
+            f"{_MODULE}.{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "MetadataIndex",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_FILESYSTEM}._StorageInfo",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")),
+        *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath")),
+        "collections.OrderedDict",
+    )
+)
+#: Steps from the root to a value: no state dict is nested so deep.
+_DEPTH: Final = 200
+_TOO_LARGE: Final = 1 << 62
+
+#: Where a piece of a tensor lies, in elements: (offsets, sizes), one of each a dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Item(NamedTuple):
+    """A stretch of a file, with an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
+
+    ``offset`` is that of the piece within its tensor, None for an object. ``transforms`` name what was done to the
+    bytes, such as compression.
+    """
+
+    name: str
+    offset: tuple[int, ...] | None
+    file: str
+    at: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return f"{self.file} at byte {self.at:,}"
+
+
+class Listed(NamedTuple):
+    """What a name stands for: a tensor of ``shape`` in pieces, or with ``dtype`` None an object."""
+
+    dtype: Dtype | None
+    shape: tuple[int, ...] = ()
+    chunks: tuple[Box, ...] = ()
+
+
+class Metadata(NamedTuple):
+    """``listed`` by name, in the order of the file; ``paths`` say where in the nested object each belongs; ``items`` is
+    what the files hold; ``odd`` are remarks on what makes no sense."""
+
+    graph: Graph
+    end: int
+    listed: dict[str, Listed]
+    paths: Mapping[str, tuple[str | int, ...]]
+    items: list[Item]
+    version: str
+    odd: list[str]
+
+
+def box_text(box: Box) -> str:
+    """``[0:4, 8:16]``, "all" for a scalar."""
+    return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
+
+
+def foreign_globals(graph: Graph) -> list[str]:
+    """The names in a ``.metadata`` that torch does not write there: reading it as torch does imports or calls them."""
+    names = {mapped_name(node) for node in graph.nodes if isinstance(node, Global)}
+    return sorted(name for name in names if name not in EXPECTED and name.removeprefix("torch.") not in BY_NAME)
+
+
+def read_metadata(data: bytes, where: str) -> Metadata:
+    """Read a ``.metadata``; raises MalformedError where it is none."""
+    decoded = decode(data, where=where)
+    return _Reader(decoded.graph, where).metadata(decoded.end)
+
+
+class _Reader:
+    """Reads the objects of the graph, equal ones once."""
+
+    def __init__(self, graph: Graph, where: str) -> None:
+        self.graph = graph
+        self.where = where
+        self.odd: list[str] = []
+        self._classes: dict[Ref, str] = {}
+
+    def metadata(self, end: int) -> Metadata:
+        root = self._fields(self.graph.root, "Metadata")
+        if root is None:
+            what = f"it is a pickle, but not of {_MODULE}.Metadata"
+            raise MalformedError(what, where=self.where)
+        listed: dict[str, Listed] = {}
+        for key, value in self._pairs(root.get("state_dict_metadata")):
+            found = self._listed(value)
+            if found is None:
+                self._note(f"what it says of {shown(key)} makes no sense")
+            else:
+                listed[key] = found
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for key, value in self._pairs(root.get("planner_data")):
+            path = tuple(self._step(ref) for ref in elements(self.graph.nodes[value]))
+            if path and None not in path and len(path) <= _DEPTH:
+                paths[key] = path  # type: ignore[assignment]  # None was looked for
+            else:
+                self._note(f"the place of {shown(key)} in the object makes no sense")
+        items = []
+        storage = root.get("storage_data")
+        for number, (key_ref, value) in enumerate(mapping(self.graph, storage) or () if storage is not None else ()):
+            item = self._item(key_ref, value)
+            if item is None:
+                self._note(f"entry {number:,} of storage_data makes no sense")
+            else:
+                items.append(item)
+        version = self.graph.nodes[root["version"]] if "version" in root else ""
+        return Metadata(self.graph, end, listed, paths, items, version if isinstance(version, str) else "", self.odd)
+
+    def _note(self, text: str) -> None:
+        if len(self.odd) < LIMITS.listed:
+            self.odd.append(text)
+
+    def _fields(self, ref: Ref, name: str) -> dict[str, Ref] | None:
+        """The attributes of an object of the class ``name``, None for another one."""
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call):
+            return None
+        cls = self._classes.get(node.func)
+        if cls is None:
+            cls = self._classes[node.func] = callable_name(self.graph, node.func)
+        if cls.rpartition(".")[2] != name or cls not in EXPECTED:
+            return None
+        nodes = self.graph.nodes
+        return {str(nodes[key]): value for key, value in attributes(self.graph, node)}
+
+    def _pairs(self, ref: Ref | None) -> list[tuple[str, Ref]]:
+        """The entries of a dict whose keys are strings; nothing for what is none."""
+        pairs = mapping(self.graph, ref) if ref is not None else None
+        found = []
+        for key_ref, value in pairs or ():
+            key = self.graph.nodes[key_ref]
+            if isinstance(key, str):
+                found.append((key, value))
+            else:
+                self._note("a key is no text")
+        return found
+
+    def _step(self, ref: Ref) -> str | int | None:
+        node = self.graph.nodes[ref]
+        if isinstance(node, str) or (type(node) is int and 0 <= node < _TOO_LARGE):
+            return node
+        return None
+
+    def _size(self, ref: Ref | None) -> tuple[int, ...] | None:
+        """The numbers of a ``torch.Size``."""
+        if ref is None:
+            return None
+        node = self.graph.nodes[ref]
+        if isinstance(node, Call):
+            if callable_name(self.graph, node.func) != "torch.Size":
+                return None
+            args = elements(self.graph.nodes[node.args])
+            node = self.graph.nodes[args[0]] if len(args) == 1 else ()
+        numbers = [self.graph.nodes[part] for part in elements(node)]
+        if len(numbers) > LIMITS.dimensions:
+            return None
+        found = tuple(number for number in numbers if type(number) is int and 0 <= number < _TOO_LARGE)
+        return found if len(found) == len(numbers) else None
+
+    def _listed(self, ref: Ref) -> Listed | None:
+        if self._fields(ref, "BytesStorageMetadata") is not None:
+            return Listed(None)
+        fields = self._fields(ref, "TensorStorageMetadata")
+        if fields is None:
+            return None
+        shape, dtype = self._size(fields.get("size")), self._dtype(fields.get("properties"))
+        if shape is None or dtype is None or "chunks" not in fields:
+            return None
+        boxes = []
+        for chunk in elements(self.graph.nodes[fields["chunks"]]):
+            parts = self._fields(chunk, "ChunkStorageMetadata") or {}
+            offsets, sizes = self._size(parts.get("offsets")), self._size(parts.get("sizes"))
+            if offsets is None or sizes is None or len(offsets) != len(shape) or len(sizes) != len(shape):
+                return None
+            boxes.append((offsets, sizes))
+        return Listed(dtype, shape, tuple(boxes))
+
+    def _dtype(self, ref: Ref | None) -> Dtype | None:
+        """The first of the five values that ``TensorProperties.__getstate__`` gives."""
+        node = self.graph.nodes[ref] if ref is not None else None
+        if not isinstance(node, Call) or not node.states:
+            return None
+        state = elements(self.graph.nodes[node.states[-1]])
+        named = self.graph.nodes[state[0]] if state else None
+        return BY_NAME.get(named.name) if isinstance(named, Global) and named.module == "torch" else None
+
+    def _item(self, key: Ref, value: Ref) -> Item | None:
+        index, info = self._fields(key, "MetadataIndex"), self._fields(value, "_StorageInfo")
+        if index is None or info is None:
+            return None
+        nodes = self.graph.nodes
+        name = nodes[index["fqn"]] if "fqn" in index else None
+        there = "offset" in index and nodes[index["offset"]] is not None
+        offset = self._size(index["offset"]) if there else None
+        file, at, length = (
+            nodes[info[part]] if part in info else None for part in ("relative_path", "offset", "length")
+        )
+        if not isinstance(name, str) or not isinstance(file, str) or (there and offset is None):
+            return None
+        if type(at) is not int or type(length) is not int or not 0 <= at < _TOO_LARGE or not 0 <= length < _TOO_LARGE:
+            return None
+        names = elements(nodes[info["transform_descriptors"]]) if "transform_descriptors" in info else ()
+        return Item(name, offset, file, at, length, tuple(str(nodes[ref]) for ref in names))
+
+
+def merged_metadata(found: list[Metadata]) -> Metadata:
+    """Those that the ranks wrote each for itself, as one: of a piece that several have, the first counts."""
+    if len(found) == 1:
+        return found[0]
+    listed: dict[str, Listed] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    odd: list[str] = []
+    for one in found:
+        odd += one.odd
+        paths = {**one.paths, **paths}
+        for name, value in one.listed.items():
+            known = listed.setdefault(name, value)
+            if (known.dtype, known.shape) != (value.dtype, value.shape):
+                odd.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
+            elif known is not value:
+                more = tuple(box for box in value.chunks if box not in known.chunks)
+                listed[name] = known._replace(chunks=known.chunks + more)
+        for item in one.items:
+            items.setdefault((item.name, item.offset), item)
+    words = f"{counted(len(found), 'rank')}, each with its own metadata"
+    return Metadata(found[0].graph, found[0].end, listed, paths, list(items.values()), words, odd)

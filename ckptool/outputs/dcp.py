@@ -1,0 +1,263 @@
+"""A DCP folder of a whole checkpoint, as one process writes it: ``dcp.load`` reads it at any number of ranks.
+
+Sources in torch/distributed/checkpoint: ``traverse_state_dict`` (_traverse.py) says what becomes an item,
+``FileSystemWriter`` (filesystem.py) how items lie in a file, metadata.py what ``.metadata`` is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Final, NamedTuple
+
+from ..building import Builder, contiguous
+from ..checkpoint import Checkpoint
+from ..dtypes import BY_NAME, Dtype
+from ..elements import elements, holds_rows, tensor_size
+from ..errors import RefusedError
+from ..human import salvage_step
+from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
+from ..objects import elements as elements_of
+from ..pickles import encode
+from ..pickles.nodes import Call, Graph, List, Ref
+from ..sharding import is_sharded
+from ..source import Computed, Files, Piece, Plan, Span, merged
+from ..tensors import Tensor
+from ..zips import Content, fresh, summed
+from .dcp_listing import Placed, metadata_pickle
+from .losses import Loss
+from .proof import prove
+from .torch_zip import renumbered
+
+__all__ = ["losses", "plan"]
+
+_FILE: Final = "__0_0.distcp"
+_ROOT: Final = "archive"
+#: Mappings within mappings that are followed.
+_DEPTH: Final = 200
+#: Arguments of ``_rebuild_tensor_v2`` without the dict of its bits.
+_PLAIN_ARGUMENTS: Final = 6
+
+
+class Leaf(NamedTuple):
+    """What becomes an item: its flat name, its place in the object, and in words as ``inspect`` spells it.
+
+    ``tensor`` is None for an object; ``plain`` says that it becomes a tensor in pieces rather than an object.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    where: str
+    ref: Ref
+    tensor: Tensor | None
+    plain: bool
+
+
+class _Walk:
+    """The items of an object, and what does not come through."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.graph = checkpoint.graph
+        self.reader = checkpoint.survey.reader
+        self.leaves: list[Leaf] = []
+        #: Paths of containers that are another kind afterwards, or gone.
+        self.containers: list[str] = []
+        self._terminal: dict[Ref, bool] = {}
+        if mapping(self.graph, self.graph.root) is None or self.reader.tensor(self.graph.root):
+            what = f"a DCP folder holds a dict, and this is {class_name(self.graph, self.graph.root)}"
+            raise RefusedError(what, path=checkpoint.path, next="torch.save holds any object")
+        self._follow(self.graph.root, (), "", 0)
+        names: dict[str, str] = {}
+        for leaf in self.leaves:
+            if leaf.name in names:
+                what = f"{names[leaf.name]} and {leaf.where} would both be called {leaf.name!r}"
+                raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
+            names[leaf.name] = leaf.where
+
+    def _follow(self, ref: Ref, path: tuple[str | int, ...], where: str, depth: int) -> None:
+        if depth > _DEPTH:
+            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+        node = self.graph.nodes[ref]
+        tensor = self.reader.tensor(ref)
+        inner = None if tensor else mapping(self.graph, ref)
+        if inner is not None:
+            if not inner and path:
+                self.containers.append(where)
+            for key_ref, value in inner:
+                key = self.graph.nodes[key_ref]
+                if type(key) not in (str, int, float, bool, type(None)):
+                    what = f"a key at {where or 'the top'} is no text: {class_name(self.graph, key_ref)}"
+                    raise RefusedError(what, path=self.checkpoint.path)
+                if not isinstance(key, str):
+                    self.containers.append(spell_key(where, key))
+                self._follow(value, (*path, str(key)), spell_key(where, key), depth + 1)
+        elif isinstance(node, List) and not self._is_terminal(ref, depth):
+            for number, value in enumerate(node.items):
+                self._follow(value, (*path, number), f"{where}[{number}]", depth + 1)
+        else:
+            plain = tensor is not None and _dtype(tensor) is not None and self._is_bare(ref)
+            self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, plain))
+
+    def _is_bare(self, ref: Ref) -> bool:
+        """Is it a tensor or Parameter and nothing else: no attributes, no class of its own, no conjugate bit?
+
+        What is more than that becomes an object, which keeps it.
+        """
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call) or node.states:
+            return False
+        args = elements_of(self.graph.nodes[node.args])
+        name = callable_name(self.graph, node.func).rpartition(".")[2]
+        if name == "_rebuild_parameter" and args:
+            return self._is_bare(args[0])
+        if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return False
+        return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
+
+    def _is_terminal(self, ref: Ref, depth: int) -> bool:
+        """Is it a list that is stored as it is? One with mappings or tensors in it, at any depth of lists, is not."""
+        if ref in self._terminal:
+            return self._terminal[ref]
+        if depth > _DEPTH:
+            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+        self._terminal[ref] = True  # where it leads back to itself
+        node = self.graph.nodes[ref]
+        found = True
+        for part in node.items if isinstance(node, List) else ():
+            inner = self.graph.nodes[part]
+            if isinstance(inner, List):
+                found = found and self._is_terminal(part, depth + 1)
+            elif self.reader.tensor(part) or mapping(self.graph, part) is not None:
+                found = False
+        self._terminal[ref] = found
+        return found
+
+
+def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
+    """What the folder would lack, kind by kind; ``tied`` whether tensors that share memory may be copied each."""
+    walk = _Walk(checkpoint)
+    plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.plain and leaf.tensor]
+    users: dict[str, list[str]] = {}
+    for where, tensor in plain:
+        if tensor_size(tensor):
+            users.setdefault(tensor.storage, []).append(where)
+    shared = [name for names in users.values() if len(names) > 1 for name in names]
+    found = [
+        Loss("containers", tuple(walk.containers)),
+        Loss("shards", tuple(leaf.name for leaf in walk.leaves if leaf.tensor and is_sharded(leaf.tensor))),
+        Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
+        Loss("sharing", () if tied else tuple(shared)),
+        Loss("requires-grad", tuple(where for where, tensor in plain if tensor.requires_grad or tensor.cls)),
+        Loss("devices", tuple(dict.fromkeys(tensor.location for _, tensor in plain if tensor.location != "cpu"))),
+    ]
+    return [loss for loss in found if loss.where]
+
+
+def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
+    """Are there OrderedDicts, which come back as dicts, without the versions of modules that they carry?"""
+    return any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
+
+
+def plan(checkpoint: Checkpoint) -> Files:
+    """The folder, without what ``losses`` tells: objects first, then tensors, as torch has it.
+
+    Raises RefusedError where bytes are missing, or two values would have one name.
+    """
+    leaves = _Walk(checkpoint).leaves
+    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
+    pieces: list[Piece] = []
+    placed: dict[str, Placed] = {}
+    at = 0
+    for leaf in sorted(leaves, key=lambda leaf: leaf.plain):
+        item = _tensor_item(checkpoint, leaf, crcs) if leaf.plain else _object_item(checkpoint, leaf, crcs)
+        shape = leaf.tensor.shape if leaf.plain and leaf.tensor else ()
+        dtype = _dtype(leaf.tensor).name if leaf.plain and leaf.tensor else ""  # type: ignore[union-attr]
+        placed[leaf.name] = Placed(leaf.name, leaf.path, dtype, shape, at, item.size)
+        pieces += item.pieces
+        at += item.size
+    # Listed in the order of the object, which is that in which it is put together again.
+    listing = metadata_pickle([placed[leaf.name] for leaf in leaves], _FILE)
+    return Files(((_FILE, Plan(merged(pieces))), (".metadata", Plan((listing,)))))
+
+
+def _dtype(tensor: Tensor) -> Dtype | None:
+    """The dtype of a tensor that DCP stores in pieces; it copies elements, which not every dtype of torch allows."""
+    dtype = BY_NAME.get(tensor.dtype)
+    if tensor.kind != "dense" or not tensor.storage or dtype is None:
+        return None
+    odd = dtype.packed > 1 or dtype.name.startswith(("q", "bits", "float4"))
+    return None if odd else dtype
+
+
+def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]) -> Plan:
+    tensor = leaf.tensor
+    assert tensor is not None
+    dtype = _dtype(tensor)
+    assert dtype is not None
+    builder = Builder()
+    graph = builder.graph(builder.tensor(contiguous(dtype, tensor.shape, "0")))
+    size = tensor_size(tensor)
+    name = f"{_ROOT}/data/0"
+    body = _rows(checkpoint, leaf.where, tensor, dtype, size)
+    known = crcs.get(tensor.storage) if isinstance(body, Span) else None
+    stored = checkpoint.container.stored_size(tensor.storage) if known else None
+    content = Content(name, body, known, size) if known and stored == size else summed(name, body)
+    return _archive(graph, [content if size else Content(name, b"", 0, 0)], "little")
+
+
+def _rows(checkpoint: Checkpoint, where: str, tensor: Tensor, dtype: Dtype, size: int) -> Piece:
+    """The bytes of a tensor: a stretch of the input where they stand there as they must."""
+    if not size:
+        return b""
+    body = checkpoint.body(tensor.storage)
+    begin = tensor.offset * dtype.itemsize
+    if body is None or tensor.location == "meta" or (holds_rows(tensor) and begin + size > body.size):
+        what = f"the bytes of {where} are not in the file"
+        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+    swapped = checkpoint.container.byteorder == "big" and dtype.itemsize > 1
+    if isinstance(body.piece, Span) and not body.compressed and holds_rows(tensor) and not swapped:
+        return Span(body.piece.source, body.piece.offset + begin, size)
+    return Computed(size, partial(elements, checkpoint, tensor))
+
+
+def _object_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]) -> Plan:
+    """An object as torch.save writes it, with the storages that it uses."""
+    builder = Builder()
+    root = builder.graft(checkpoint.graph, leaf.ref)
+    graph, keys = renumbered(builder.graph(root, checkpoint.graph.style.protocol))
+    return _archive(graph, _stored(checkpoint, leaf, keys, crcs), checkpoint.container.byteorder)
+
+
+def _stored(checkpoint: Checkpoint, leaf: Leaf, keys: list[str], crcs: dict[str, int | None]) -> Iterator[Content]:
+    for number, key in enumerate(keys):
+        name = f"{_ROOT}/data/{number}"
+        body = checkpoint.body(key)
+        if body is None:
+            what = f"bytes of {leaf.where} are not in the file"
+            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+        crc = body.crc if key in checkpoint.added else crcs.get(key)
+        if crc is None and body.size:
+            yield summed(name, body.piece)
+        else:
+            yield Content(name, body.piece, crc or 0, body.size, body.compressed)
+
+
+def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorder: str) -> Plan:
+    """An archive as torch.save writes it to a stream."""
+    data = encode(graph)
+    prove(graph, data, "new", "")
+    contents = [
+        *(_record(name, text) for name, text in (("data.pkl", data), (".format_version", b"1"))),
+        *(_record(name, text) for name, text in ((".storage_alignment", b"64"), ("byteorder", byteorder.encode()))),
+        *storages,
+        _record("version", b"3\n"),
+        # Forty digits that nobody reads; torch takes them from the names and checksums.
+        _record(".data/serialization_id", b"%040d" % zlib.crc32(data)),
+    ]
+    return fresh(contents)
+
+
+def _record(name: str, data: bytes) -> Content:
+    return Content(f"{_ROOT}/{name}", data, zlib.crc32(data), len(data))

@@ -1,0 +1,305 @@
+"""DCP folders with a piece missing, cut or exchanged, and those that are made to do harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FIXTURES
+from torch import Size
+
+import ckptool
+from ckptool.errors import MalformedError, RefusedError, UnreadableError
+
+FOLDER = FIXTURES / "dcp4"
+FILES = sorted(path.name for path in FOLDER.glob("*.distcp"))
+UP = "model.up.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "saved"))
+
+
+def spoil(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the metadata, as torch reads it."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def entry(metadata: Any, name: str, offset: tuple[int, ...] | None) -> tuple[Any, Any]:
+    """The index and the place of a piece."""
+    return next(
+        (index, info)
+        for index, info in metadata.storage_data.items()
+        if index.fqn == name
+        and (index.offset is None) == (offset is None)
+        and tuple(index.offset or ()) == (offset or ())
+    )
+
+
+def found(folder: Path) -> str:
+    """What ``validate`` has to say, all of it; the folder must not be valid, and nothing is written of it."""
+    report = ckptool.validate(folder)
+    assert report["status"] == "invalid"
+    return "\n".join(note["message"] for check in report["checks"] for note in check["notes"])
+
+
+def refused(folder: Path, tmp_path: Path) -> None:
+    """No edit and no conversion of it is written."""
+    for target in ("torch", "dcp"):
+        with pytest.raises((MalformedError, RefusedError)), ckptool.open(folder) as checkpoint:
+            ckptool.save(ckptool.convert(checkpoint, target), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).unlink()
+    text = found(folder)
+    assert f"{name} is missing, and with it " in text
+    refused(folder, tmp_path)
+    with ckptool.open(folder) as checkpoint:
+        assert {problem.code for problem in checkpoint.container.problems} >= {"missing-file"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut(name: str, folder: Path, tmp_path: Path) -> None:
+    os.truncate(folder / name, (folder / name).stat().st_size - 1)
+    assert f"{name} has " in found(folder)
+    assert "the file is cut" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_two_files_exchanged(folder: Path, tmp_path: Path) -> None:
+    one, two = folder / FILES[0], folder / FILES[2]
+    one.rename(folder / "x")
+    two.rename(one)
+    (folder / "x").rename(two)
+    text = found(folder)
+    assert f"{FILES[0]} at byte " in text
+    assert f"{FILES[2]} at byte " in text or f"{FILES[2]} has " in text
+
+
+def test_two_items_exchanged(folder: Path) -> None:
+    """Of another shape, which the items themselves tell."""
+
+    def change(metadata: Any) -> None:
+        _, one = entry(metadata, UP, (0, 0))
+        _, two = entry(metadata, "model.norm.weight", (0,))
+        one.relative_path, two.relative_path = two.relative_path, one.relative_path
+        one.offset, two.offset = two.offset, one.offset
+        one.length, two.length = two.length, one.length
+
+    spoil(folder, change)
+    assert f"'{UP}': .metadata speaks of float32[7, 3], and the item holds float32[3]" in found(folder)
+
+
+def test_a_flipped_bit_names_the_tensor(folder: Path) -> None:
+    with ckptool.open(folder) as checkpoint:
+        span = next(r.span for r in checkpoint.container.records() if UP in r.name and "data/0" in r.name and r.size)
+        name, at = span.source.name, span.offset
+    data = bytearray(Path(name).read_bytes())
+    data[at] ^= 1
+    Path(name).write_bytes(data)
+    assert f"{UP}: data/0' has another checksum" in found(folder)
+
+
+def test_an_item_that_is_no_archive(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].offset += 7
+
+    spoil(folder, change)
+    assert f"'{UP}': no archive of torch.save is where .metadata says" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_a_hole_between_pieces(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        del metadata.state_dict_metadata[UP].chunks[1]
+        del metadata.storage_data[entry(metadata, UP, (0, 3))[0]]
+
+    spoil(folder, change)
+    assert f"{UP}: no piece of .metadata has [0:7, 3:6]" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_pieces_that_overlap(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        chunk = metadata.state_dict_metadata[UP].chunks[0]
+        chunk.sizes = Size((7, 4))
+
+    spoil(folder, change)
+    assert f"{UP}: the pieces [0:7, 0:4] and [0:7, 3:6] overlap" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_a_piece_out_of_bounds(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata[UP].chunks[0].sizes = Size((8, 3))
+
+    spoil(folder, change)
+    assert f"{UP}: the piece [0:8, 0:3] lies outside of the tensor, [7, 9]" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_items_that_overlap(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].length += 10
+
+    spoil(folder, change)
+    assert "overlap at byte" in found(folder)
+
+
+def test_a_piece_that_nothing_stores(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        del metadata.storage_data[entry(metadata, UP, (0, 3))[0]]
+        del metadata.storage_data[entry(metadata, "epoch", None)[0]]
+
+    spoil(folder, change)
+    text = found(folder)
+    assert f"{UP}: .metadata does not say where the piece [0:7, 3:6] is" in text
+    assert ".metadata does not say where 'epoch' is" in text
+    refused(folder, tmp_path)
+
+
+def test_an_item_that_nothing_lists(folder: Path) -> None:
+    spoil(folder, lambda metadata: metadata.state_dict_metadata.pop("epoch"))
+    with ckptool.open(folder) as checkpoint:
+        assert [p.message for p in checkpoint.container.problems if p.code == "unlisted-item"]
+
+
+def test_transformed_items_are_opaque(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].transform_descriptors = ["stream.zstd"]
+
+    spoil(folder, change)
+    assert f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.zstd" in found(folder)
+    refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "..", "a/b.distcp", "a\\b", "c:x", "x\0y", ""])
+def test_a_way_out_of_the_folder(path: str, folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            if info.relative_path == FILES[0]:
+                info.relative_path = path
+
+    spoil(folder, change)
+    text = found(folder)
+    assert f"is said to be in {path!r}, outside of the folder: not opened" in text
+    refused(folder, tmp_path)
+
+
+class Runs:
+    """Its pickle calls a function."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("echo run > /tmp/never",)
+
+
+def test_a_call_in_the_metadata(folder: Path) -> None:
+    spoil(folder, lambda metadata: setattr(metadata, "extra", Runs()))
+    text = found(folder)
+    assert "posix.system" in text or "nt.system" in text
+    assert "loading it imports or runs it" in text
+
+
+def test_an_object_that_calls(folder: Path) -> None:
+    import torch
+
+    def change(metadata: Any) -> None:
+        info = entry(metadata, "epoch", None)[1]
+        info.relative_path, info.offset = "__9_0.distcp", 0
+        torch.save(Runs(), folder / "__9_0.distcp")
+        info.length = (folder / "__9_0.distcp").stat().st_size
+
+    spoil(folder, change)
+    assert "system" in found(folder)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"nonsense",
+        b"\x80\x04.",
+        pickle.dumps({"state_dict_metadata": {}}),
+        pickle.dumps(None),
+        b"\x80\x04\x95" + b"\xff" * 8,
+    ],
+)
+def test_metadata_of_nonsense(data: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(MalformedError):
+        ckptool.open(folder)
+    assert ckptool.validate(folder)["status"] == "invalid"
+
+
+def test_sizes_beyond_all_bounds(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        tensor = metadata.state_dict_metadata[UP]
+        tensor.size = Size((2**60, 2**2))
+        metadata.planner_data["epoch"] = ("history", 2**60)
+
+    spoil(folder, change)
+    assert "larger than any tensor" in found(folder)
+
+
+def test_a_list_with_a_distant_place(folder: Path) -> None:
+    spoil(folder, lambda metadata: metadata.planner_data.update({"history.0": ("history", 2**50)}))
+    with ckptool.open(folder) as checkpoint:
+        assert checkpoint.survey.tensors
+
+
+def test_values_in_the_way_of_others(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.planner_data.update({"epoch": ("model", "norm.weight"), "note": ("nothing", "x")})
+
+    spoil(folder, change)
+    assert "there is no room for 'epoch' where it belongs" in found(folder)
+
+
+def test_one_that_is_not_finished(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    with pytest.raises(UnreadableError, match="not finished"):
+        ckptool.open(folder)
+    shutil.copy(FOLDER / ".metadata", folder / ".metadata")
+    with ckptool.open(folder) as checkpoint:
+        assert [problem.code for problem in checkpoint.container.problems] == ["unfinished-save"]
+
+
+def test_one_without_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    with pytest.raises(MalformedError, match=r"no \.metadata to say what they hold"):
+        ckptool.open(folder)
+
+
+def test_every_cut_of_the_metadata_is_told(folder: Path) -> None:
+    data = (FOLDER / ".metadata").read_bytes()
+    for size in range(0, len(data), 97):
+        (folder / ".metadata").write_bytes(data[:size])
+        with pytest.raises(MalformedError):
+            ckptool.open(folder)
+
+
+def test_bytes_changed_at_random_never_end_in_a_bug(folder: Path) -> None:
+    import random
+
+    numbers = random.Random(5)
+    data = (FOLDER / ".metadata").read_bytes()
+    for _ in range(150):
+        spoilt = bytearray(data)
+        for _ in range(numbers.choice((1, 1, 3))):
+            spoilt[numbers.randrange(len(spoilt))] = numbers.randrange(256)
+        (folder / ".metadata").write_bytes(spoilt)
+        report = ckptool.validate(folder)
+        assert report["status"] in ("valid", "invalid", "unreadable")
