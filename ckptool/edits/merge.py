@@ -11,17 +11,12 @@ from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
 from ..names import EVERY, Globs
 from ..objects import mapping, parse_path, spell_key
+from ..pickles.moving import moved
 from ..pickles.nodes import (
     Buffer,
     ByteArray,
-    Call,
-    Dict,
     Extension,
-    Filling,
     FrozenSet,
-    Global,
-    Instance,
-    List,
     Node,
     Persistent,
     Ref,
@@ -270,30 +265,3 @@ class _Graft:
             return (swapped(data, dtype) for data in whole_chunks(stored_bytes(foreign, key), dtype.itemsize))
 
         return Body(Computed(body.size, chunks), body.size)
-
-
-def moved(node: Node, places: dict[Ref, Ref]) -> Node:
-    """A node with other references, by ``places``."""
-    if isinstance(node, tuple):
-        return tuple(places[part] for part in node)
-    if isinstance(node, List | Set | FrozenSet):
-        return type(node)([places[part] for part in node.items])
-    if isinstance(node, Dict):
-        return Dict([places[part] for part in node.pairs])
-    if not isinstance(node, Instance):
-        return Buffer(places[node.inner]) if isinstance(node, Buffer) and node.inner >= 0 else node
-    twin: Instance
-    if isinstance(node, Call):
-        kwargs = places[node.kwargs] if node.kwargs >= 0 else -1
-        twin = Call(node.op, places[node.func], places[node.args], kwargs)
-    elif isinstance(node, Persistent):
-        twin = Persistent(places[node.pid], node.text)
-    elif isinstance(node, Global):
-        twin = Global(node.module, node.name, node.parts and (places[node.parts[0]], places[node.parts[1]]))
-    else:
-        assert isinstance(node, Extension)
-        twin = Extension(node.code)
-    if node.filling is not None:
-        parts = ([places[ref] for ref in refs] for refs in (node.items, node.pairs, node.states))
-        twin.filling = Filling(*parts)
-    return twin
