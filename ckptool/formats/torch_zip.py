@@ -21,7 +21,7 @@ from ..zips import Archive, Audit, Oddity, Record, appended, audit, layout_holds
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
-__all__ = ["TorchZip", "read", "read_records", "read_whole", "sniff"]
+__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff"]
 
 
 #: The records that torch.save writes beside the storages.
@@ -103,7 +103,7 @@ class TorchZip:
     def audit(self, keys: Collection[str]) -> list[Problem]:
         archive = self.archive
         known = {problem.code for problem in self.problems}
-        found = [_problem(oddity) for oddity in self._audit().oddities if oddity.code not in known]
+        found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.root + "/" if archive.root else ""
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
         folded = {name.lower() for name in used}
@@ -149,7 +149,7 @@ class TorchZip:
         """What torch's reader would refuse, and what two readers could see differently."""
         archive = self.archive
         for oddity in archive.oddities[: LIMITS.listed]:
-            self.problems.append(_problem(oddity))
+            self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
         version = archive.text("version")
@@ -207,7 +207,7 @@ class TorchZip:
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
 
 
-def _problem(oddity: Oddity) -> Problem:
+def problem_of(oddity: Oddity) -> Problem:
     refused = oddity.code in ("second-root", "encrypted", "special-flags")
     return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
 

@@ -9,7 +9,7 @@ from ..checkpoint import Container
 from ..limits import LIMITS
 from ..source import Source
 from ..zips import Archive
-from . import torch_zip
+from . import pt2, torch_package, torch_zip, torchscript_json
 from .torchscript import WORDS as SCRIPT_WORDS
 from .torchscript import TorchScript
 
@@ -36,6 +36,16 @@ def _torchscript(archive: Archive) -> Container:
 #: The first that fits counts; what fits none is a checkpoint of torch.save, or named and refused.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat("torchscript", SCRIPT_WORDS, (("constants.pkl", "data.pkl"),), _torchscript),
+    ZipFormat(
+        "pt2", pt2.WORDS, (("archive_format", "archive_version"), ("serialized_exported_program.json",)), pt2.read
+    ),
+    ZipFormat(
+        "torch-package",
+        torch_package.WORDS,
+        ((".data/extern_modules",), (".data/python_version",)),
+        torch_package.read,
+    ),
+    ZipFormat("torchscript-1.0", torchscript_json.WORDS, (("model.json",),), torchscript_json.read),
 )
 
 
