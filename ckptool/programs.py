@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple
 
 from .checkpoint import Checkpoint
 
@@ -23,39 +23,20 @@ class NamedDevice(NamedTuple):
     number: int
 
 
-@runtime_checkable
-class Program(Protocol):
-    """What a container of a program tells beside its graph, which is the state dict."""
+class Program:
+    """What a container of a program tells beside its graph, which are its weights.
 
-    @property
-    def kind(self) -> str:
-        """What it is, in words: "a TorchScript archive"."""
-        ...
+    ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit
+    it as it is. ``beside`` is what it holds beside the weights, each in words, ``described`` the same as JSON-ready
+    data, ``named_devices`` the devices that are named where no edit reaches them.
+    """
 
-    @property
-    def loader(self) -> str:
-        """What of torch reads it: "torch.jit.load"."""
-        ...
-
-    @property
-    def edits(self) -> Collection[str]:
-        """The commands that edit it as it is."""
-        ...
-
-    @property
-    def beside(self) -> Sequence[str]:
-        """What it holds beside the state dict, each in words."""
-        ...
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        """The same as JSON-ready data."""
-        ...
-
-    @property
-    def named_devices(self) -> Sequence[NamedDevice]:
-        """Devices named where no edit reaches them."""
-        ...
+    kind: str
+    loader: str
+    edits: Collection[str]
+    beside: Sequence[str]
+    described: Mapping[str, Any]
+    named_devices: Sequence[NamedDevice]
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:

@@ -98,7 +98,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         DAMAGED: "get the file again",
         "edited-in-place": command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
-        PROGRAM: convert_step(checkpoint.path),
+        PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",
     }
     found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
     flaws: dict[str, list[str]] = {}
@@ -243,7 +243,7 @@ def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
         top = survey.modules[0] or "the whole file"
         what = f"a pickled module ({top}): loading it needs its classes and runs their code"
         found.append(Finding("module", "warning", what))  # weights-only has the way out
-    if not survey.tensors:
+    if not survey.tensors and program_of(checkpoint) is None:
         found.append(Finding("no-tensors", "note", "there is no tensor in it"))
     return found
 

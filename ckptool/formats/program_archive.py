@@ -16,7 +16,7 @@ from ..pickles import encode
 from ..pickles.moving import moved
 from ..pickles.nodes import Call, Graph, Persistent, Ref
 from ..pickles.opcodes import REDUCE
-from ..programs import PROGRAM, NamedDevice
+from ..programs import PROGRAM, NamedDevice, Program
 from ..source import Appending, Plan, SliceSource, Source
 from ..zips import Archive, Record, audit, rewritten
 from .pickles_in import zip_pickles
@@ -28,7 +28,7 @@ __all__ = ["ProgramArchive", "joined", "nested", "read_json"]
 _JSON: Final = 256 << 20
 
 
-class ProgramArchive:
+class ProgramArchive(Program):
     """What its readers fill: ``builder`` takes the tensors, ``records_of`` the record of each storage by its key,
     ``inner`` the archives within it, by what their keys begin with."""
 

@@ -20,7 +20,7 @@ from ..pickles import decode
 from ..pickles.moving import moved
 from ..pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref, Style
 from ..pickles.opcodes import REDUCE
-from ..programs import PROGRAM, NamedDevice
+from ..programs import PROGRAM, NamedDevice, Program
 from ..survey import DeviceName, survey
 from ..tensors import TensorReader
 from ..zips import Archive, Record
@@ -48,13 +48,13 @@ class Part(NamedTuple):
     keys: Mapping[Ref, Ref]
 
 
-class TorchScript(TorchZip):
+class TorchScript(TorchZip, Program):
     """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` what its code says as text."""
 
     format = "torchscript"
     deflates = True
     loader = "torch.jit.load"
-    edits = frozenset(("remap",))
+    edits = frozenset(("remap", "repack"))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.code = read_code(archive)
@@ -123,7 +123,8 @@ class TorchScript(TorchZip):
         if self.plain:
             found.append(f"{counted(len(self.plain), 'tensor')} in plain attributes ({listed(self.plain, most=3)})")
         if self.constants:
-            found.append(counted(self.constants, "constant") + " of the code")
+            frozen = "" if self.held.state else ": it is frozen, and its weights are among them"
+            found.append(f"{counted(self.constants, 'constant')} of the code{frozen}")
         if self.held.hidden:
             found.append(f"what only code restores ({listed(self.held.hidden, most=3)})")
         return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ..checkpoint import Container
+from ..errors import MalformedError
 from ..limits import LIMITS
 from ..source import Source
 from ..zips import Archive
@@ -29,13 +30,14 @@ class ZipFormat(NamedTuple):
 def _torchscript(archive: Archive) -> Container:
     record = archive.find("data.pkl")
     if record is None:
-        return torch_zip.read_records(archive)  # names what it is
+        what = "it is a TorchScript archive without data.pkl, where its weights are described"
+        raise MalformedError(what, path=archive.source.name, next="get a whole copy of the file")
     return TorchScript(archive, record, archive.read(record, LIMITS.pickle_bytes))
 
 
 #: The first that fits counts; what fits none is a checkpoint of torch.save, or named and refused.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
-    ZipFormat("torchscript", SCRIPT_WORDS, (("constants.pkl", "data.pkl"),), _torchscript),
+    ZipFormat("torchscript", SCRIPT_WORDS, (("constants.pkl",),), _torchscript),
     ZipFormat(
         "pt2", pt2.WORDS, (("archive_format", "archive_version"), ("serialized_exported_program.json",)), pt2.read
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -12,13 +14,13 @@ from ..pickles.moving import moved
 from ..pickles.nodes import Graph, Node, Ref
 from ..programs import Program, convert_step
 from ..source import Appending, Plan
-from ..zips import appended, rewritten
+from ..zips import Archive, Content, appended, fresh, rewritten
 from .proof import prove
 
 __all__ = ["append", "plan"]
 
 #: What is done by an edit of the pickles alone; the program names everything else, too.
-_TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code"))
+_TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
 
 
 class _Contents(NamedTuple):
@@ -33,7 +35,19 @@ def plan(checkpoint: Checkpoint, program: Program) -> tuple[Plan, bool]:
     """The archive with the edited pickles; raises RefusedError for an edit of anything but tags."""
     container = _editable(checkpoint, program)
     found = _contents(checkpoint, container)
+    if checkpoint.anew:
+        return fresh(_records(container.archive, found.pickles)), found.exact
     return rewritten(container.archive, found.pickles), found.exact
+
+
+def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[Content]:
+    """Every record of the archive in its order, deflated ones as they are; the edited pickles in their places."""
+    for record in archive.records:
+        data = pickles.get(record.name)
+        if data is not None:
+            yield Content(record.name, data, zlib.crc32(data), len(data))
+        else:
+            yield Content(record.name, archive.payload(record), record.crc, record.size, record.method != 0)
 
 
 def append(checkpoint: Checkpoint, program: Program, edit: str, time: int) -> tuple[Appending, bool]:
@@ -51,7 +65,8 @@ def _editable(checkpoint: Checkpoint, program: Program) -> TorchScript:
         what = f"{program.kind} is read here, and not written again"
         raise RefusedError(what, path=checkpoint.path, next=step)
     other = any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
-    if other or checkpoint.anew or checkpoint.added or checkpoint.also or not _kept(checkpoint.graph, container):
+    anew = checkpoint.anew and not any(change.edit == "repack" for change in checkpoint.changes)
+    if other or anew or checkpoint.added or checkpoint.also or not _kept(checkpoint.graph, container):
         what = f"{program.kind} is a program: its code names what is in it, so only location tags can be edited"
         raise RefusedError(what, path=checkpoint.path, next=step)
     return container
