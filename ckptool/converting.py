@@ -12,8 +12,9 @@ from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import listed
 from .outputs import dcp, safetensors
-from .outputs.losses import KINDS, refuse
+from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
+from .programs import program_of
 
 __all__ = ["FOLDERS", "TARGETS", "convert", "target_of"]
 
@@ -59,17 +60,21 @@ def convert(
     if unknown:
         raise TargetError(f"{unknown[0]!r} is no kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
     source = checkpoint.format
+    program = program_of(checkpoint)
+    beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
     if target == "torch":
         if metadata:
             what = "a file of torch.save has no texts beside its objects"
             raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
-        change = Change("convert", "", 1, 0, f"{source} -> torch-zip")
+        refuse(beside, allow, checkpoint.path, "a state dict")
+        notes = tuple(f"without {loss.words}" for loss in beside)
+        change = Change("convert", "", 1, 0, f"{source} -> torch-zip", notes)
         return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
     if target == "dcp":
         return _dcp(checkpoint, key, tied, allow, metadata)
     path = _one(checkpoint, key)
     chosen = next(item for item in checkpoint.state_dicts if item.path == path)
-    found = safetensors.losses(checkpoint, chosen, tied)
+    found = beside + safetensors.losses(checkpoint, chosen, tied)
     refuse(found, allow, checkpoint.path, "safetensors")
     notes = tuple(f"without {loss.words}" for loss in found)
     change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)

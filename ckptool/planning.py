@@ -10,8 +10,9 @@ from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .human import salvage_step
-from .outputs import dcp, safetensors, torch_zip
+from .outputs import dcp, programs, safetensors, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
+from .programs import program_of
 from .source import Appending, Files, FolderSource, Plan, Span
 from .tensors import TensorReader
 
@@ -26,13 +27,17 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
     if not checkpoint.edited and not checkpoint.changes:
         return _as_it_is(checkpoint), True
     refuse_damage(checkpoint)
+    program = program_of(checkpoint)
+    if program is not None and checkpoint.edited and checkpoint.target is None:
+        return programs.plan(checkpoint, program)
     target = checkpoint.target or Target(checkpoint.format if checkpoint.format in _OWN else "")
     if checkpoint.edited and target.format == "safetensors":
         return _safetensors(checkpoint, target), True
     if checkpoint.edited and target.format == "dcp":
         return _dcp(checkpoint), True
     if checkpoint.anew:
-        return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
+        # What is built of a program is new: there is no pickle that it could differ from.
+        return torch_zip.plan(checkpoint), program is not None or codec_is_exact(checkpoint)
     if not checkpoint.edited:
         return _as_it_is(checkpoint), True
     data, exact = verified_pickle(checkpoint)
@@ -100,6 +105,9 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     if checkpoint.added or checkpoint.also:
         what = "the edit makes new bytes of tensors, which only a new file holds"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
+    program = program_of(checkpoint)
+    if program is not None:
+        return InPlace(*programs.append(checkpoint, program, edit, time))
     used, before = used_storages(checkpoint.graph), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)

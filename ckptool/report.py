@@ -14,6 +14,7 @@ from .locations import MapLocation, lands_on
 from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
+from .programs import program_of
 from .survey import StateDict, Survey, TensorEntry
 
 __all__ = ["inspection"]
@@ -32,6 +33,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     kind, container = layout_of(checkpoint)
     in_state = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
     style = checkpoint.graph.style
+    program = program_of(checkpoint)
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,
@@ -41,6 +43,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "protocol": style.protocol,
         "byteorder": checkpoint.container.byteorder,
         "layout": {"kind": kind, "container": container},
+        **({"program": dict(program.described)} if program is not None else {}),
         "state_dicts": _state_dicts(checkpoint),
         "entries": _entries(checkpoint, sums),
         "devices": [

@@ -20,6 +20,7 @@ from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of, open_checkpoint
+from .programs import convert_step
 from .runtime.need import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
@@ -104,6 +105,8 @@ def _checked(
 def _remedy(path: str, policy: Policy, bad: Mapping[str, str]) -> str:
     """The command that mends what is not as expected, "" where there is none."""
     name = quote(path)
+    if "program" in bad:
+        return convert_step(path)
     if "prefix" in bad:
         if policy.prefix == "none":
             return f"ckptool strip-module {name} -o OUT"

@@ -13,6 +13,7 @@ from ..human import argument, counted, human_bytes, listed, salvage_step, undo_s
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
+from ..programs import PROGRAM, convert_step, program_of
 from .calls import suspicious_calls
 from .storages import Flaw
 from .weights_only import Blocker, Verdict
@@ -68,9 +69,18 @@ def findings(
         *_state_dicts(checkpoint),
         *_bytes(checkpoint, account),
     ]
+    program = program_of(checkpoint)
+    if program is not None:
+        ways = ("convert", "salvage", *program.edits)
+        found = [item if _is_way(item.next, ways) else item._replace(next="") for item in found]
     order = {"error": 0, "warning": 1, "note": 2}
     found.sort(key=lambda finding: order[finding.level])
     return found[: LIMITS.listed]
+
+
+def _is_way(step: str, commands: Sequence[str]) -> bool:
+    """Is the next step one of these commands, or none of ckptool's?"""
+    return not step.startswith("ckptool ") or step.split()[1] in commands
 
 
 #: Problems on whose account an edit is refused.
@@ -87,6 +97,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         DAMAGED: "get the file again",
         EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
+        PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",
     }
     found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
     flaws: dict[str, list[str]] = {}
@@ -231,7 +242,7 @@ def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
         top = survey.modules[0] or "the whole file"
         what = f"a pickled module ({top}): loading it needs its classes and runs their code"
         found.append(Finding("module", "warning", what))  # weights-only has the way out
-    if not survey.tensors:
+    if not survey.tensors and program_of(checkpoint) is None:
         found.append(Finding("no-tensors", "note", "there is no tensor in it"))
     return found
 

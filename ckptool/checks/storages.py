@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..checkpoint import UNEDITABLE, Checkpoint
 from ..dtypes import BY_NAME
@@ -25,6 +25,10 @@ class Flaw(NamedTuple):
     message: str
     refused: bool
     ref: Ref = -1
+
+
+#: Formats with persistent ids that stand for something else than storages.
+_OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
 
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
@@ -63,7 +67,8 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             if storage is not None and storage.dtype.name == "unknown":
                 what = f"the storage class {shown(storage.cls)} is none of torch's"
                 flaws.append(Flaw("geometry", "", what, True, ref))
-            if storage is None and (ref not in reader.modules or checkpoint.format != "torch-legacy"):
+            known = _OTHER_IDS.get(checkpoint.format)
+            if storage is None and (known is None or (known == "module" and ref not in reader.modules)):
                 flaws.append(Flaw("geometry", "", "a storage is described in a way that torch cannot read", True, ref))
             continue
         tensor = reader.tensor(ref) if type(node) is Call else None

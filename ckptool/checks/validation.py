@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, Checkpoint, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
+from ..programs import ABOUT, program_of
 from .checksums import Checksums, checksums
 from .findings import rule_words
 from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
@@ -85,9 +86,12 @@ def validation(
     """Check a checkpoint that could be opened. ``quick`` leaves out the checksums, which need every byte."""
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     keys = checkpoint.survey.reader.storages
+    program = program_of(checkpoint)
     legacy = checkpoint.format == "torch-legacy"
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
-        if problem.code in (CUT, DAMAGED):
+        if problem.code in ABOUT:
+            notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
+        elif problem.code in (CUT, DAMAGED):
             notes["complete" if legacy else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
@@ -116,6 +120,8 @@ def validation(
     found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
     if checkpoint.format == "dcp":
         found.checks[-1] = found.checks[-1]._replace(message=f"as one file: {found.checks[-1].message}")
+    if program is not None:
+        found.checks.insert(0, judged("program", "safety", notes["program"], ""))
     either = [note for note in notes["structure"] if note.code in AMBIGUOUS]
     if either:
         what = f"it depends on which record torch reads: {either[0].message}"

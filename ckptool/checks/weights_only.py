@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..objects import mapped_name
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
+from ..programs import program_of
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
@@ -56,6 +57,10 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
     ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is
     absent, arguments that a function refuses.
     """
+    program = program_of(checkpoint)
+    if program is not None:
+        # Its pickles are for another unpickler: what they name says nothing about torch.load.
+        return Verdict(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others:
         # They come in one protocol, so only what the object itself does not show is said.

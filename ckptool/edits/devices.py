@@ -13,6 +13,7 @@ from ..locations import check_target
 from ..names import EVERY, Globs
 from ..objects import device_text, mapped_name
 from ..pickles.nodes import Call, Global, Persistent, Ref
+from ..programs import NamedDevice, program_of
 from .rewrite import Rewrite
 from .select import selected
 
@@ -152,7 +153,24 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
     if chosen is None:
         changes += _strings(checkpoint, devices, rewrite if strings else None)
+        changes += _in_code(checkpoint, devices)
     return checkpoint.changed(rewrite.done(), changes)
+
+
+def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
+    """Devices that the code of a program names: it stays as it is."""
+    program = program_of(checkpoint)
+    named = program.named_devices if program is not None else ()
+    stays = ("it stays as it is",)
+    return [
+        Change("remap-code", item.where, 0, item.number, f"the code names {item.device} {_times(item)}", stays)
+        for item in named
+        if devices(item.device) != item.device
+    ]
+
+
+def _times(item: NamedDevice) -> str:
+    return counted(item.number, "time")
 
 
 def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:

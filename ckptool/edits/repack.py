@@ -7,6 +7,7 @@ from functools import partial
 
 from ..checkpoint import Body, Change, Checkpoint, StoredRecord
 from ..human import counted, human_bytes
+from ..programs import program_of
 from ..source import Computed
 from ..zips import contents
 from .prune import used_storages
@@ -20,6 +21,10 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     What no tensor uses, former versions and dead bytes stay behind, so that ``torch.load(mmap=True)`` works on every
     file. A file as torch 2.7 and later write it comes out byte for byte. A legacy file becomes a zip.
     """
+    if program_of(checkpoint) is not None:
+        # Its code names its records: all of them stay, and as they are.
+        change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
+        return checkpoint.changed(checkpoint.graph, [change], anew=True)
     records = list(checkpoint.container.records())
     used = used_storages(checkpoint.graph)
     inflated = {

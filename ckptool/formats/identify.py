@@ -11,6 +11,7 @@ from shlex import quote
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
 from ..human import counted, human_bytes, salvage_step, shown
 from ..pickles import decode
+from ..programs import convert_step
 from ..source import Source
 from ..zips import Archive
 from .damaged import extent_of_zip
@@ -189,7 +190,8 @@ def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
             "executorch", "it is an ExecuTorch program, not a checkpoint", source, "the executorch package runs it"
         )
     if head[4:8] == b"PTMF":
-        return _not("mobile-flatbuffer", "it is a PyTorch Mobile model (flatbuffer), not a checkpoint", source)
+        what = "it is a PyTorch Mobile model as a flatbuffer, which ckptool names and does not read"
+        return _not("mobile-flatbuffer", what, source, "torch.jit.load reads it, and runs its code when it is called")
     return None
 
 
@@ -210,29 +212,25 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
     return _not("pickle", what, source, f"python -m pickletools {quote(source.name)} shows it without running it")
 
 
-#: (records that must be there, kind, what it is, the next step)
+#: (records that must be there, kind, what it is)
 _ZIP_KINDS = (
-    (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model", "torch.jit.load loads it"),
-    (
-        ("constants.pkl",),
-        "torchscript",
-        "a TorchScript archive: a program, not only weights",
-        "torch.jit.load loads it",
-    ),
-    (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)", "torch.export.load loads it"),
-    ((".data/extern_modules",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),
-    ((".data/python_version",), "torch-package", "a torch.package archive", "torch.package.PackageImporter reads it"),
-    (("model.json",), "torchscript-1.0", "a TorchScript archive of torch 1.0", "only torch 1.0 to 1.3 loads it"),
-    (("serialized_exported_program.json",), "pt2", "a torch.export program", "torch.export.load loads it"),
+    (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model"),
+    (("constants.pkl",), "torchscript", "a TorchScript archive"),
+    (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)"),
+    ((".data/extern_modules",), "torch-package", "a torch.package archive"),
+    ((".data/python_version",), "torch-package", "a torch.package archive"),
+    (("model.json",), "torchscript-1.0", "a TorchScript archive of torch 1.0"),
+    (("serialized_exported_program.json",), "pt2", "a torch.export program"),
 )
 
 
 def zip_kind(archive: Archive) -> NotACheckpointError | None:
     """The error that names a zip archive which is no checkpoint; None when it may be one."""
     source = archive.source
-    for records, kind, what, step in _ZIP_KINDS:
+    for records, kind, what in _ZIP_KINDS:
         if all(archive.find(name) is not None for name in records):
-            return _not(kind, f"it is {what}; ckptool does not read this format yet", source, step)
+            step = f"take the weights out first: {convert_step(source.name)}"
+            return _not(kind, f"it is {what}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None
     names = [record.name for record in archive.records]

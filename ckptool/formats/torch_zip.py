@@ -21,7 +21,7 @@ from ..zips import Archive, Audit, Oddity, Record, appended, audit, layout_holds
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
-__all__ = ["TorchZip", "read", "sniff"]
+__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff"]
 
 
 #: The records that torch.save writes beside the storages.
@@ -44,6 +44,8 @@ class TorchZip:
     format = "torch-zip"
     others: Sequence[Graph] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
+    #: Does its writer deflate records that are no storages?
+    deflates = False
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.archive = archive
@@ -101,7 +103,7 @@ class TorchZip:
     def audit(self, keys: Collection[str]) -> list[Problem]:
         archive = self.archive
         known = {problem.code for problem in self.problems}
-        found = [_problem(oddity) for oddity in self._audit().oddities if oddity.code not in known]
+        found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.root + "/" if archive.root else ""
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
         folded = {name.lower() for name in used}
@@ -147,7 +149,7 @@ class TorchZip:
         """What torch's reader would refuse, and what two readers could see differently."""
         archive = self.archive
         for oddity in archive.oddities[: LIMITS.listed]:
-            self.problems.append(_problem(oddity))
+            self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
         version = archive.text("version")
@@ -169,7 +171,7 @@ class TorchZip:
         if deflated:
             what = f"{counted(len(deflated), 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
             self._note("deflated", "warning", what)
-        elif any(record.method == 8 and record.size for record in archive.records):
+        elif not self.deflates and any(record.method == 8 and record.size for record in archive.records):
             self._note("deflated", "warning", "records are deflated, which torch.save never does")
         foreign = [r for r in archive.records if r.method not in (0, 8)]
         if foreign:
@@ -205,7 +207,7 @@ class TorchZip:
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
 
 
-def _problem(oddity: Oddity) -> Problem:
+def problem_of(oddity: Oddity) -> Problem:
     refused = oddity.code in ("second-root", "encrypted", "special-flags")
     return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
 
@@ -216,10 +218,20 @@ def sniff(head: bytes, source: Source) -> bool:
 
 def read(source: Source) -> TorchZip:
     """Read a zip checkpoint; other zip archives are named and refused."""
+    return read_records(read_whole(source))
+
+
+def read_whole(source: Source) -> Archive:
+    """The directory of a zip; raises the error that says how it is damaged."""
     try:
-        archive = read_archive(source)
+        return read_archive(source)
     except MalformedError as error:
         raise identify.damaged_zip(source, error) from error
+
+
+def read_records(archive: Archive) -> TorchZip:
+    """Read the zip checkpoint that an archive is; other archives are named and refused."""
+    source = archive.source
     record = archive.find("data.pkl")
     other = identify.zip_kind(archive)
     if record is None or other is not None:

@@ -1,15 +1,29 @@
-"""A node in another arena: the same, with other references."""
+"""Nodes of one arena in another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .nodes import Buffer, Call, Dict, Extension, Filling, FrozenSet, Global, Instance, List, Node, Persistent, Ref, Set
+from .nodes import (
+    Buffer,
+    Call,
+    Dict,
+    Extension,
+    Filling,
+    FrozenSet,
+    Global,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+)
 
 __all__ = ["moved"]
 
 
-def moved(node: Node, places: Mapping[Ref, Ref]) -> Node:
+def moved(node: Node, places: Mapping[Ref, Ref] | range) -> Node:
     """A node with other references, by ``places``."""
     if isinstance(node, tuple):
         return tuple(places[part] for part in node)

@@ -230,12 +230,15 @@ class Style:
     ``unput``     nodes that were not memoised although the policy memoises their kind;
     ``put``       nodes that were memoised although the policy does not;
     ``steps``     how a container was filled, where not in the usual batches: (opcode, number of elements);
-    ``remade``    for an object that is among its own arguments the call that was begun first and thrown away.
+    ``remade``    for an object that is among its own arguments the call that was begun first and thrown away;
+    ``late``      whether objects made by NEWOBJ are memoised behind their BUILD, as the pickler of TorchScript does.
 
     A node that none of these mentions is memoised and written with the default opcode.
     """
 
-    __slots__ = ("dialect", "forms", "framed", "header", "memo_base", "protocol", "put", "remade", "steps", "unput")
+    __slots__ = (
+        *("dialect", "forms", "framed", "header", "late", "memo_base", "protocol", "put", "remade", "steps", "unput"),
+    )
 
     def __init__(
         self,
@@ -245,8 +248,10 @@ class Style:
         framed: bool = False,
         memo_base: int = 0,
         dialect: int | None = None,
+        late: bool = False,
     ) -> None:
         self.protocol = protocol
+        self.late = late
         self.dialect = protocol if dialect is None else dialect
         self.header = header
         self.framed = framed
@@ -264,11 +269,16 @@ class Style:
         put = {new for new, old in like.items() if old in self.put}
         if not (forms or unput or put):
             return self
-        twin = Style(
-            self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base, dialect=self.dialect
-        )
+        twin = self.later(self.late)
         twin.forms = self.forms | forms
         twin.unput, twin.put = self.unput | unput, self.put | put
+        return twin
+
+    def later(self, late: bool) -> Style:
+        """The same style with another ``late``."""
+        twin = Style(self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base, late=late)
+        twin.dialect = self.dialect
+        twin.forms, twin.unput, twin.put = self.forms, self.unput, self.put
         twin.steps, twin.remade = self.steps, self.remade
         return twin
 

@@ -358,11 +358,11 @@ class Writer:
         """Memoise a node that was just made, as its kind and the style say; the row that fills it, if any."""
         if ref not in self.extra if isinstance(node, _BARE) else ref in self.loose:
             self.marks[ref] = LOOSE
+        elif self.style.late and isinstance(node, Call) and node.op == op.NEWOBJ and node.filling is not None:
+            self.marks[ref] = LOOSE
+            return self.filled_first(ref, node)
         else:
-            self.marks[ref] = number = self.number
-            self.number += 1
-            self.ready[ref] = b""
-            self.out += spell.put(number, self.dialect)
+            self.memoise(ref)
         if isinstance(node, Instance):
             empty = node.filling is None
         else:
@@ -373,6 +373,18 @@ class Writer:
             self.unfilled.append(ref)
             return None
         return self.filling(ref, node)
+
+    def memoise(self, ref: Ref) -> None:
+        """Give the node on top of the stack the next number."""
+        self.marks[ref] = number = self.number
+        self.number += 1
+        self.ready[ref] = b""
+        self.out += spell.put(number, self.dialect)
+
+    def filled_first(self, ref: Ref, node: Node) -> Iterator[Ref]:
+        """The row that fills a node which is memoised only then."""
+        yield from self.filling(ref, node)
+        self.memoise(ref)
 
     def filling(self, ref: Ref, node: Node) -> Iterator[Ref]:
         """The row that fills a node: in the steps that were noted if they still fit, else in the usual ones."""

@@ -20,7 +20,7 @@ CLEAN = [
     and item.path.name != "legacy_protocol0.pth"
 ]
 #: Checks that may say something of a file that nothing is wrong with.
-ALLOWED = {"globals", "weights-only"}
+ALLOWED = {"globals", "program", "weights-only"}
 
 
 def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:

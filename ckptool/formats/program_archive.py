@@ -1,0 +1,155 @@
+"""Zip archives of programs that are read and not written again: their weights as a graph, over their records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..building import Builder
+from ..checkpoint import Container, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..errors import MalformedError, RefusedError
+from ..human import shown
+from ..limits import LIMITS
+from ..pickles import encode
+from ..pickles.moving import moved
+from ..pickles.nodes import Call, Graph, Persistent, Ref
+from ..pickles.opcodes import REDUCE
+from ..programs import PROGRAM, NamedDevice, Program
+from ..source import Appending, Plan, SliceSource, Source
+from ..zips import Archive, Record, audit, rewritten
+from .pickles_in import zip_pickles
+from .torch_zip import TorchZip, problem_of, read_whole
+
+__all__ = ["ProgramArchive", "joined", "nested", "read_json"]
+
+#: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
+_JSON: Final = 256 << 20
+
+
+class ProgramArchive(Program):
+    """What its readers fill: ``builder`` takes the tensors, ``records_of`` the record of each storage by its key,
+    ``inner`` the archives within it, by what their keys begin with."""
+
+    format = ""
+    kind = ""
+    loader = ""
+    edits: Collection[str] = frozenset()
+    others: Sequence[Graph] = ()
+    metadata: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive = archive
+        self.root = archive.root
+        self.builder = Builder()
+        self.records_of: dict[str, Record] = {}
+        self.inner: dict[str, Container] = {}
+        self.byteorder = "big" if archive.text("byteorder") == b"big" else "little"
+        self.writer = ""
+        self.beside: list[str] = []
+        self.described: dict[str, Any] = {}
+        self.named_devices: list[NamedDevice] = []
+        self.graph = Graph([None], 0, self.builder.graph(0).style)
+        self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
+
+    def tell(self, what: str) -> None:
+        """Say that it is a program, and what it holds."""
+        self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
+        if self.beside:
+            words = "beside its weights it holds " + "; ".join(self.beside)
+            self.problems.append(Problem("program-parts", "note", words))
+
+    @property
+    def pickle(self) -> bytes:
+        """There is none: what ``torch.save`` would write for the same object."""
+        return encode(self.graph)
+
+    def stored_size(self, key: str) -> int | None:
+        record = self.records_of.get(key)
+        if record is not None:
+            return record.size
+        inner = self._inner(key)
+        return None if inner is None else inner[0].stored_size(inner[1])
+
+    def stored(self, key: str) -> StoredBytes:
+        record = self.records_of.get(key)
+        if record is not None:
+            return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
+        inner = self._inner(key)
+        return StoredBytes(None, 0) if inner is None else inner[0].stored(inner[1])
+
+    def _inner(self, key: str) -> tuple[Container, str] | None:
+        name, mark, rest = key.partition(":")
+        found = self.inner.get(name) if mark else None
+        return None if found is None else (found, rest)
+
+    def records(self) -> Iterator[StoredRecord]:
+        keys = {record.name: key for key, record in self.records_of.items()}
+        for record in sorted(self.archive.records, key=lambda record: record.header):
+            crc = record.crc if record.size else None
+            span = self.archive.payload(record)
+            key = keys.get(record.name, "")
+            yield StoredRecord(record.name, span, record.size, crc, record.method != 0, key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        known = {problem.code for problem in self.problems}
+        return [problem_of(oddity) for oddity in audit(self.archive).oddities if oddity.code not in known]
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        found = audit(self.archive)
+        return zip_pickles(self.archive, None, found.hidden, found.former)
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        if pickle is not None:
+            raise AssertionError("a program is not written again")
+        return rewritten(self.archive, {})
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        raise RefusedError(f"{self.kind} is read here, and not written again", path=self.archive.source.name)
+
+
+def read_json(archive: Archive, record: Record) -> Any:
+    """The content of a JSON record; raises MalformedError for what is none, or nests without end."""
+    try:
+        return json.loads(archive.read(record, _JSON))
+    except (ValueError, RecursionError) as error:
+        what = "it is no JSON" if isinstance(error, ValueError) else "it nests too deeply"
+        raise MalformedError(f"{shown(record.name)}: {what}", path=archive.source.name, where=record.name) from error
+
+
+def nested(archive: Archive, record: Record) -> TorchZip:
+    """A record that is a whole file of torch.save itself; raises MalformedError for anything else."""
+    span = archive.payload(record)
+    inside: Source = SliceSource(archive.source, span.offset, span.size, record.name)
+    if record.method or inside.read(0, 4) != b"PK\x03\x04":
+        what = f"{shown(record.name)} is no file of torch.save, stored as it is"
+        raise MalformedError(what, path=archive.source.name, where=record.name)
+    inner = read_whole(inside)
+    found = inner.find("data.pkl")
+    if found is None:
+        raise MalformedError(f"{shown(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
+    return TorchZip(inner, found, inner.read(found, LIMITS.pickle_bytes))
+
+
+def joined(builder: Builder, graph: Graph, named: Callable[[str], str] | None = None) -> Ref:
+    """Another graph at the end of an arena: its root there. ``named`` gives its storages other keys."""
+    base = len(builder.nodes)
+    places = range(base, base + len(graph.nodes))
+    builder.nodes += [moved(node, places) for node in graph.nodes]
+    for ref in places:
+        node = builder.nodes[ref]
+        if type(node) is bytes:
+            # Protocol 2, in which the graph is, has no bytes: pickle writes a call in their place.
+            text = builder.group([builder.add(node.decode("latin-1")), builder.constant("latin1")])
+            builder.nodes[ref] = Call(REDUCE, builder.named("_codecs", "encode"), text)
+    done: set[Ref] = set()
+    for node in graph.nodes if named is not None else ():
+        pid = graph.nodes[node.pid] if type(node) is Persistent else None
+        if named is None or type(node) is not Persistent or type(pid) is not tuple or len(pid) < 3 or node.pid in done:
+            continue
+        done.add(node.pid)
+        whole = builder.nodes[base + node.pid]
+        assert type(whole) is tuple
+        builder.nodes[base + node.pid] = (*whole[:2], builder.add(named(str(graph.nodes[pid[2]]))), *whole[3:])
+    return base + graph.root

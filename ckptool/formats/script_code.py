@@ -1,0 +1,107 @@
+"""What the code of a TorchScript archive says, read as text: nothing of it is run, or parsed as Python.
+
+Source: ``torch/csrc/jit/serialization/python_print.cpp`` writes it, ``import_source.cpp`` reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from ..errors import MalformedError
+from ..zips import Archive, Record
+
+__all__ = ["ClassCode", "Code", "read_code"]
+
+#: Bytes of code that are read, inflated: the code of real models has some hundred thousand.
+_MOST: Final = 32 << 20
+#: Files of code that are read: a module class has one each at the most.
+_FILES: Final = 20_000
+
+_CLASS: Final = re.compile(r"class ([^\s(]+)\((\w+)\):")
+_NAMES: Final = re.compile(r"  (__parameters__|__buffers__) = \[(.*)\]")
+_TENSOR: Final = re.compile(r"  ([A-Za-z_]\w*) : (?:Optional\[)?Tensor\]?\Z")
+_QUOTED: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_KINDS: Final = "cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta"
+#: ``torch.device("cuda:0")``, and any other text that is a device; ``"cpu"`` alone may be anything.
+_DEVICE: Final = re.compile(rf'torch\.device\("((?:{_KINDS})(?::\d+)?)"|"((?!cpu)(?:{_KINDS})(?::\d+)?)"')
+
+
+class ClassCode(NamedTuple):
+    """A class of the program: is it a module, which of its attributes are parameters and buffers (None where its writer
+    did not say, before torch 1.6), which are declared as tensors, and does code of its own restore its state?"""
+
+    is_module: bool
+    parameters: frozenset[str]
+    buffers: frozenset[str] | None
+    tensors: frozenset[str]
+    restores: bool
+
+
+class Code(NamedTuple):
+    """``files`` are the names of the files of code, ``classes`` what they say by qualified name; ``devices`` how often
+    each file names a device, as (file, device); ``unread`` the files that are too large to be read, or damaged."""
+
+    files: list[str]
+    classes: dict[str, ClassCode]
+    devices: Counter[tuple[str, str]]
+    unread: list[str]
+
+
+def read_code(archive: Archive) -> Code:
+    """Read the records ``code/**.py`` of an archive, bounded in number and size."""
+    code = Code([], {}, Counter(), [])
+    start = f"{archive.root}/code/" if archive.root else "code/"
+    left = _MOST
+    for record in archive.records:
+        if not (record.name.startswith(start) and record.name.endswith(".py")):
+            continue
+        name = record.name[len(start) :]
+        code.files.append(name)
+        text = _text(archive, record, left) if len(code.files) <= _FILES else None
+        if text is None:
+            code.unread.append(name)
+            continue
+        left -= record.size
+        code.devices.update((name, found[0] or found[1]) for found in _DEVICE.findall(text))
+        module = name.removesuffix(".py").replace("/", ".")
+        code.classes.update((f"{module}.{found}", said) for found, said in _classes(text))
+    return code
+
+
+def _text(archive: Archive, record: Record, left: int) -> str | None:
+    try:
+        return archive.read(record, left).decode("utf-8", "replace")
+    except MalformedError:
+        return None
+
+
+def _classes(text: str) -> Iterator[tuple[str, ClassCode]]:
+    """The classes of a file: a class begins a line, its declarations are indented by two."""
+    name = ""
+    held: dict[str, frozenset[str]] = {}
+    tensors: set[str] = set()
+    is_module = restores = False
+    for line in text.splitlines():
+        if line[:6] == "class ":
+            if name:
+                yield name, _class(is_module, held, tensors, restores)
+            found = _CLASS.match(line)
+            name, is_module = (found[1], found[2] == "Module") if found else ("", False)
+            held, tensors, restores = {}, set(), False
+        elif line[:2] == "  " and line[2:3] != " ":
+            said = _NAMES.match(line)
+            if said:
+                held[said[1]] = frozenset(_QUOTED.findall(said[2]))
+            elif declared := _TENSOR.match(line):
+                tensors.add(declared[1])
+            restores |= line.startswith("  def __setstate__(")
+    if name:
+        yield name, _class(is_module, held, tensors, restores)
+
+
+def _class(is_module: bool, held: dict[str, frozenset[str]], tensors: set[str], restores: bool) -> ClassCode:
+    parameters = held.get("__parameters__", frozenset())
+    return ClassCode(is_module, parameters, held.get("__buffers__"), frozenset(tensors), restores)

@@ -1,0 +1,121 @@
+"""The modules of a TorchScript program, and the tensors that they hold by name.
+
+A module is an object whose class the code declares as one; what of it is a parameter or a buffer the code declares,
+too. Before torch 1.6 it did not tell buffers from other attributes: then every tensor is one, as it was for these.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from ..errors import MalformedError
+from ..limits import LIMITS
+from ..objects import callable_name, mapping
+from ..pickles.nodes import Call, Graph, Ref
+from ..tensors import TensorReader
+from .script_code import ClassCode, Code
+
+__all__ = ["Held", "held_tensors"]
+
+#: Characters of all names together: 200,000 tensors under names of 100 take 20 million.
+_CHARACTERS: Final = 64_000_000
+#: Objects of C++, such as packed parameters of quantized layers.
+_NATIVE: Final = "__torch__.torch.classes."
+#: Modules that are visited: a shared one counts at every place.
+_MODULES: Final = 1_000_000
+
+
+class Held(NamedTuple):
+    """The tensors of the modules, as (name, reference).
+
+    ``state`` are those of the state dict in the order of ``state_dict()``, ``parameters`` whether each is a parameter;
+    ``plain`` are mere attributes. ``hidden`` are modules whose state only their code restores, ``guessed`` those whose
+    code was not found.
+    """
+
+    state: list[tuple[str, Ref]]
+    parameters: list[bool]
+    plain: list[tuple[str, Ref]]
+    hidden: list[str]
+    guessed: list[str]
+
+
+def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
+    """Walk the modules from the root, parents before children; raises MalformedError for what never ends."""
+    held = Held([], [], [], [], [])
+    work = [(graph.root, "")]
+    characters = visited = 0
+    while work:
+        ref, prefix = work.pop()
+        visited += 1
+        if visited > _MODULES or characters > _CHARACTERS or len(prefix) > LIMITS.path_chars:
+            raise MalformedError("its modules nest without end", where="data.pkl")
+        node = graph.nodes[ref]
+        if type(node) is not Call:
+            raise MalformedError("its root is no object of the program", where="data.pkl")
+        items = _state(graph, node)
+        where = prefix or "the whole program"
+        if items is None:
+            held.hidden.append(where.removesuffix("."))
+            continue
+        said = code.classes.get(callable_name(graph, node.func))
+        if said is None and (items or not prefix):
+            held.guessed.append(where.removesuffix("."))
+        below = []
+        buffers = []
+        for name, value in items:
+            full = prefix + name
+            if reader.tensor(value) is not None:
+                characters += len(full)
+                kind = _kind(said, name)
+                if kind == "parameter":
+                    held.state.append((full, value))
+                    held.parameters.append(True)
+                elif kind == "buffer":
+                    buffers.append((full, value))
+                else:
+                    held.plain.append((full, value))
+            elif _is_module(graph, value, code):
+                below.append((value, f"{full}."))
+            elif _name(graph, value).startswith(_NATIVE):
+                held.hidden.append(full)
+        held.state.extend(buffers)
+        held.parameters.extend([False] * len(buffers))
+        work.extend(reversed(below))
+    return held
+
+
+def _kind(said: ClassCode | None, name: str) -> str:
+    if said is None or name in said.parameters:
+        return "parameter"
+    if said.buffers is None:
+        return "buffer" if said.is_module and name in said.tensors else ""
+    return "buffer" if name in said.buffers else ""
+
+
+def _name(graph: Graph, ref: Ref) -> str:
+    node = graph.nodes[ref]
+    return callable_name(graph, node.func) if type(node) is Call else ""
+
+
+def _is_module(graph: Graph, ref: Ref, code: Code) -> bool:
+    name = _name(graph, ref)
+    said = code.classes.get(name)
+    if said is None:
+        return name.startswith("__torch__.") and not name.startswith(_NATIVE)
+    return said.is_module
+
+
+def _state(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
+    """The attributes in the order of the class; None where the state is none of attributes."""
+    found: list[tuple[str, Ref]] = []
+    for state in node.states:
+        items = mapping(graph, state)
+        if items is None:
+            return None
+        for key, value in items:
+            name = graph.nodes[key]
+            if type(name) is not str:
+                return None
+            found.append((name, value))
+    return found

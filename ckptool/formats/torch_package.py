@@ -1,0 +1,131 @@
+"""torch.package archives: many pickles over common storages, beside the source of modules that they need.
+
+Source: ``torch/package/package_exporter.py`` (``_persistent_id``, ``save_pickle``, ``close``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from ..checkpoint import Problem
+from ..errors import PickleError
+from ..human import counted, listed, shown
+from ..limits import LIMITS
+from ..pickles import decode
+from ..pickles.nodes import Graph, Persistent, Ref
+from ..zips import Archive, Record
+from .program_archive import ProgramArchive, joined
+
+__all__ = ["TorchPackage", "read"]
+
+WORDS = "torch.package archives: each pickle an entry of a dict"
+
+_STORAGE: Final = ".data/"
+_SUFFIX: Final = ".storage"
+#: Bytes of the list of modules that are named, and of those that are printed.
+_LIST: Final = 4 << 20
+#: Bytes of all pickles together, and how many are followed.
+_MOST: Final = LIMITS.pickle_bytes
+_PICKLES: Final = 100_000
+
+
+class TorchPackage(ProgramArchive):
+    """A torch.package archive: ``resources`` are the names of its pickles, the keys of the root."""
+
+    format = "torch-package"
+    kind = "a torch.package archive"
+    loader = "torch.package.PackageImporter"
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__(archive)
+        root = f"{archive.root}/" if archive.root else ""
+        items: list[tuple[str, Ref]] = []
+        sources, others = [], []
+        reduced = left = 0
+        for record in archive.records:
+            name = record.name.removeprefix(root)
+            if name.startswith(_STORAGE):
+                if name.endswith(_SUFFIX):
+                    self.records_of[name.removeprefix(_STORAGE).removesuffix(_SUFFIX)] = record
+                continue
+            if name.endswith(".py"):
+                sources.append(name)
+                continue
+            left += record.size
+            graph = self._pickled(record, name) if left <= _MOST and len(items) < _PICKLES else None
+            if graph is None:
+                others.append(name)
+                continue
+            reduced += _reduced(graph)
+            items.append((name, joined(self.builder, graph)))
+        others = [name for name in others if name not in ("byteorder", "version")]
+        self.graph = self.builder.graph(self.builder.mapping(items))
+        self.resources = [name for name, _ in items]
+        extern = self._extern()
+        version = (archive.text(".data/python_version") or b"").strip()[:20].decode("ascii", "replace")
+        self.writer = "torch.package" + (f", Python {version}" if version else "")
+        self.beside = [
+            *[f"{counted(len(sources), 'file')} of Python source ({listed(sources, most=3)})" for _ in sources[:1]],
+            *[f"{counted(len(others), 'other file')} ({listed(others, most=3)})" for _ in others[:1]],
+            *[f"the names of modules outside ({listed(extern, most=4)})" for _ in extern[:1]],
+        ]
+        self.described = {
+            "kind": self.kind,
+            "executable": True,
+            "pickles": self.resources,
+            "sources": len(sources),
+            "extern": extern,
+            "reduced": reduced,
+        }
+        pickles = counted(len(items), "pickle")
+        what = (
+            f"it is a torch.package archive of {pickles}, executable by nature: torch.package.PackageImporter reads it"
+            " and runs the code in it; torch.load does not"
+        )
+        self.tell(what)
+
+    def _pickled(self, record: Record, name: str) -> Graph | None:
+        """The graph of a resource; None for a file that is no pickle."""
+        named = name.endswith(".pkl")
+        if not named and (record.method or self._begin(record)[:1] != b"\x80"):
+            return None
+        try:
+            return decode(self.archive.read(record, LIMITS.pickle_bytes), where=name).graph
+        except PickleError as error:
+            if named:
+                what = f"{shown(name)} cannot be followed to its end: {error}"
+                self.problems.append(Problem("broken-part", "error", what, True, record.name))
+            return None
+
+    def _begin(self, record: Record) -> bytes:
+        span = self.archive.payload(record)
+        return span.source.read(span.offset, min(span.size, 2))
+
+    def _extern(self) -> list[str]:
+        record = self.archive.find(".data/extern_modules")
+        if record is None or record.size > _LIST:
+            return []
+        return self.archive.read(record, _LIST).decode("utf-8", "replace").split()
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        found = super().audit(keys)
+        for key, record in self.records_of.items():
+            if key not in keys:
+                what = f"the record {shown(record.name)} is used by nothing"
+                found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+        return found
+
+
+def _reduced(graph: Graph) -> int:
+    """Objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
+    count = 0
+    for node in graph.nodes:
+        pid = graph.nodes[node.pid] if type(node) is Persistent else ()
+        count += type(pid) is tuple and len(pid) > 0 and graph.nodes[pid[0]] == "reduce_package"
+    return count
+
+
+def read(archive: Archive) -> TorchPackage:
+    """Read every pickle of a package."""
+    return TorchPackage(archive)

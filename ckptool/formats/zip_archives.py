@@ -1,0 +1,60 @@
+"""Which zip is it? Told by the names of its records, read by the module for its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ..checkpoint import Container
+from ..errors import MalformedError
+from ..limits import LIMITS
+from ..source import Source
+from ..zips import Archive
+from . import pt2, torch_package, torch_zip, torchscript_json
+from .torchscript import WORDS as SCRIPT_WORDS
+from .torchscript import TorchScript
+
+__all__ = ["ZIPS", "ZipFormat", "read"]
+
+
+class ZipFormat(NamedTuple):
+    """A kind of zip archive: its name, what it is in words, groups of records of which one must be there, and what
+    reads the archive."""
+
+    name: str
+    words: str
+    records: tuple[tuple[str, ...], ...]
+    read: Callable[[Archive], Container]
+
+
+def _torchscript(archive: Archive) -> Container:
+    record = archive.find("data.pkl")
+    if record is None:
+        what = "it is a TorchScript archive without data.pkl, where its weights are described"
+        raise MalformedError(what, path=archive.source.name, next="get a whole copy of the file")
+    return TorchScript(archive, record, archive.read(record, LIMITS.pickle_bytes))
+
+
+#: The first that fits counts; what fits none is a checkpoint of torch.save, or named and refused.
+ZIPS: Final[tuple[ZipFormat, ...]] = (
+    ZipFormat("torchscript", SCRIPT_WORDS, (("constants.pkl",),), _torchscript),
+    ZipFormat(
+        "pt2", pt2.WORDS, (("archive_format", "archive_version"), ("serialized_exported_program.json",)), pt2.read
+    ),
+    ZipFormat(
+        "torch-package",
+        torch_package.WORDS,
+        ((".data/extern_modules",), (".data/python_version",)),
+        torch_package.read,
+    ),
+    ZipFormat("torchscript-1.0", torchscript_json.WORDS, (("model.json",),), torchscript_json.read),
+)
+
+
+def read(source: Source) -> Container:
+    """Read a zip; raises NotACheckpointError, which names what it is, and MalformedError for a damaged one."""
+    archive = torch_zip.read_whole(source)
+    for known in ZIPS:
+        if any(all(archive.find(name) is not None for name in group) for group in known.records):
+            return known.read(archive)
+    return torch_zip.read_records(archive)

@@ -1,0 +1,51 @@
+"""Files that are programs with weights beside them: what they are, and what a state dict of them would lack."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from shlex import quote
+from typing import Any, Final, NamedTuple
+
+from .checkpoint import Checkpoint
+
+__all__ = ["ABOUT", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
+
+#: The code of the problem that says so, and those of all that is said of a program.
+PROGRAM: Final = "program"
+ABOUT: Final = frozenset((PROGRAM, "program-parts", "code-devices", "code-unread", "code-missing", "hidden-state"))
+
+
+class NamedDevice(NamedTuple):
+    """A device that the program names where no edit reaches it: in a file of code, so many times."""
+
+    where: str
+    device: str
+    number: int
+
+
+class Program:
+    """What a container of a program tells beside its graph, which are its weights.
+
+    ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit
+    it as it is. ``beside`` is what it holds beside the weights, each in words, ``described`` the same as JSON-ready
+    data, ``named_devices`` the devices that are named where no edit reaches them.
+    """
+
+    kind: str
+    loader: str
+    edits: Collection[str]
+    beside: Sequence[str]
+    described: Mapping[str, Any]
+    named_devices: Sequence[NamedDevice]
+
+
+def program_of(checkpoint: Checkpoint) -> Program | None:
+    """The container of a checkpoint where it is one of a program."""
+    container = checkpoint.container
+    return container if isinstance(container, Program) else None
+
+
+def convert_step(path: str) -> str:
+    """The command that takes the weights out of a program."""
+    stem = path.rpartition(".")[0] or path
+    return f"ckptool convert {quote(path)} --allow-loss entries -o {quote(stem + '.weights.pth')}"
