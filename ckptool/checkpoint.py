@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from .human import counted
 from .objects import class_name, mapping
@@ -216,6 +216,9 @@ class Change(NamedTuple):
         return "; ".join([words, *self.notes])
 
 
+#: Formats that only a zip takes the place of when a file is laid out anew.
+_OLD: Final = {"torch-legacy": "legacy", "torch-tar": "tar"}
+
 #: What an edit that computes bytes has to say when they were computed: values that overflowed.
 Later = Callable[[], Sequence[Change]]
 
@@ -317,8 +320,10 @@ class Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
-        if (anew or added) and not self.anew and self.format == "torch-legacy":
-            done = (*done, Change("container", "", 1, 0, "legacy format -> zip"))
+        # Nobody writes the tar format of torch 0.1: an edit of such a file makes a zip.
+        anew = anew or (self.format == "torch-tar" and graph is not self.graph)
+        if (anew or added) and not self.anew and self.format in _OLD and target is None:
+            done = (*done, Change("container", "", 1, 0, f"{_OLD[self.format]} format -> zip"))
         sources = (*self.also, *(source for source in also if source not in self.sources))
         anew = self.anew or anew or bool(storages)
         told = (*self.later, *later)

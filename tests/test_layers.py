@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
     frozenset({"pickles", "threads"}),  # knows nothing of torch
-    frozenset({"building", "objects", "zips"}),
+    frozenset({"building", "objects", "tars", "zips"}),
     frozenset({"tensors"}),
     frozenset({"survey"}),
     frozenset({"accounting"}),

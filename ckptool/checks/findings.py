@@ -35,6 +35,8 @@ def suggested_output(path: str, word: str) -> str:
     if extension == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)
         extension = inner + extension
+    elif extension == ".tar":
+        extension = ".pth"  # an edit of the format of torch 0.1 makes a zip
     return f"{stem}.{word}{extension}"
 
 
@@ -86,6 +88,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
+        "torch-tar": command("convert", checkpoint.path, word="converted"),
         "edited-in-place": command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
     }

@@ -84,7 +84,7 @@ def validation(
     """Check a checkpoint that could be opened. ``quick`` leaves out the checksums, which need every byte."""
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     keys = checkpoint.survey.reader.storages
-    legacy = checkpoint.format == "torch-legacy"
+    legacy = checkpoint.format in ("torch-legacy", "torch-tar")
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
         if problem.code in (CUT, DAMAGED):
             notes["complete" if legacy else "checksums"].append(_note(problem))
@@ -140,8 +140,9 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    if checkpoint.format == "torch-legacy":
-        what = "the legacy format has no checksums: what a flipped bit changed cannot be seen"
+    if checkpoint.format in ("torch-legacy", "torch-tar"):
+        name_of = "legacy" if checkpoint.format == "torch-legacy" else "tar"
+        what = f"the {name_of} format has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
     if found.uncomputed:
