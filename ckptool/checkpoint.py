@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 from .human import counted
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
-from .source import Appending, FileSource, FolderSource, Piece, Plan, Source, Span
+from .source import Appending, ContainedSource, FileSource, FolderSource, Piece, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
@@ -290,8 +290,7 @@ class Checkpoint:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files that the output is made of."""
-        files = self.source.files if isinstance(self.source, FolderSource) else ()
-        return (self.source, *files, *self.also)
+        return tuple(part for source in (self.source, *self.also) for part in _with_files(source))
 
     @property
     def survey(self) -> Survey:
@@ -351,6 +350,13 @@ class Checkpoint:
         self.close()
 
 
+def _with_files(source: Source) -> tuple[Source, ...]:
+    """A source, and the files behind one that is none itself."""
+    if isinstance(source, FolderSource):
+        return (source, *source.files)
+    return (source, source.file) if isinstance(source, ContainedSource) else (source,)
+
+
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
     """(kind, container) of the root: bare, wrapped, module, tensor or other, and the type of the root."""
     found, graph = checkpoint.survey, checkpoint.graph
@@ -369,6 +375,8 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def file_mode(source: Source) -> int:
     """The permission bits of the input, of its first file for a folder; 0o644 for what is not a file."""
+    if isinstance(source, ContainedSource):
+        source = source.file
     if isinstance(source, FolderSource) and source.files:
         source = source.files[0]
     return source.mode if isinstance(source, FileSource) else 0o644

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
+from .archives import is_address
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS
 from .formats.identify import explain, zip_kind
@@ -42,7 +43,7 @@ class Target(NamedTuple):
 
 def names_one_file(paths: Sequence[str]) -> bool:
     """Is it one file that the user named: no folder, no glob, whatever these hold today?"""
-    return len(paths) == 1 and not os.path.isdir(paths[0]) and not _is_glob(paths[0])
+    return len(paths) == 1 and not os.path.isdir(paths[0]) and (is_address(paths[0]) or not _is_glob(paths[0]))
 
 
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
@@ -74,7 +75,7 @@ def _is_glob(path: str) -> bool:
 def _behind(path: str) -> Iterator[Target]:
     if os.path.isdir(path):
         yield from _walk(path)
-    elif _is_glob(path):
+    elif _is_glob(path) and not is_address(path):
         import glob
 
         matches = sorted(glob.glob(path, recursive=True))

@@ -7,6 +7,7 @@ from os import fspath
 from shlex import quote
 from typing import Any, Final
 
+from .archives import open_any
 from .checkpoint import AMBIGUOUS, Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
@@ -20,7 +21,7 @@ from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of
 from .runtime.need import need_torch
-from .source import FileSource, open_source
+from .source import ContainedSource, FileSource
 from .values import nonfinite
 
 __all__ = ["check_policy", "unreadable_report", "validation_report"]
@@ -53,9 +54,9 @@ def validation_report(
     check_policy(policy)
     torch = policy.torch or NEWEST
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
-    source: FileSource | None = None
+    source: FileSource | ContainedSource | None = None
     try:
-        source = open_source(name)
+        source = open_any(name)
         report["bytes"] = source.size
         with checkpoint_of(source) as checkpoint:
             report["format"] = checkpoint.format
@@ -158,7 +159,7 @@ def _without_container(
     """What can be said of a file that is no whole checkpoint: its pickles are looked at all the same."""
     found = Safety([], [], None, [])
     try:
-        source = open_source(path)
+        source = open_any(path)
     except UnreadableError:
         pass
     else:

@@ -45,7 +45,7 @@ def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
     from ..planning import in_place_of
 
     if not isinstance(checkpoint.source, FileSource):
-        raise RefusedError("only a file can be edited in place", path=checkpoint.path)
+        raise RefusedError("only a file can be edited in place", path=checkpoint.path, next="write a new file with -o")
     words = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {words}" if command else words, _WORDS)
     # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
+from ..archives import file_name, is_address
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed, undo_step
 from ..limits import LIMITS
@@ -31,6 +32,8 @@ class Finding(NamedTuple):
 
 def suggested_output(path: str, word: str) -> str:
     """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``."""
+    if is_address(path):
+        path = file_name(path)
     stem, extension = os.path.splitext(path)
     if extension == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)

@@ -8,10 +8,13 @@ import zlib
 from codecs import getincrementaldecoder
 from shlex import quote
 
+from ..archives import checkpoints_in
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
-from ..human import counted, human_bytes, salvage_step, shown
+from ..human import counted, human_bytes, listed, salvage_step, shown
+from ..limits import LIMITS
 from ..pickles import decode
 from ..source import Source
+from ..tars import is_header
 from ..zips import Archive
 from .damaged import extent_of_zip
 
@@ -96,6 +99,9 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         except zlib.error:
             inner = ""
         step = f"tar -xzf {quote(name)}" if inner == " of a tar" else _unpacked("gunzip -c", name, ".gz")
+        around = _around(source, "gzip", "a gzipped tar archive", step) if inner == " of a tar" else None
+        if around is not None:
+            return around
         return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
     for magic, kind, tool in (
         (b"BZh", "bzip2", "bunzip2 -c"),
@@ -134,16 +140,11 @@ def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
-    if head[257:262] == b"ustar" or _tar_checksum(head):
-        member = head[:100].rstrip(b"\0").decode("utf-8", "replace")
-        if _tar_members(source) >= {"sys_info", "pickle", "storages"}:
-            what = "it is a checkpoint in the tar format of torch 0.1; ckptool does not read this format yet"
-            return _not("torch-tar", what, source, "load it with torch.load(..., weights_only=False) if you trust it")
-        return _not(
-            "tar",
-            f"it is a tar archive, first member {member!r}",
-            source,
-            f"tar -xf {quote(source.name)}, then name the file inside",
+    if head[257:262] == b"ustar" or is_header(head[:512]):
+        member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
+        step = f"tar -xf {quote(source.name)}, then name the file inside"
+        return _around(source, "tar", "a tar archive", step) or _not(
+            "tar", f"it is a tar archive, first member {shown(member)}", source, step
         )
     if head[:4] == b"PK\x05\x06":
         return _not("empty-zip", "it is an empty zip archive", source)
@@ -157,30 +158,18 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     return None
 
 
-def _tar_checksum(head: bytes) -> bool:
-    """The old tar header has no magic, but a sum of its bytes."""
-    if len(head) < 512:
-        return False
-    field = head[148:156].strip(b" \0")
-    if not re.fullmatch(rb"[0-7]{1,7}", field):
-        return False
-    return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:512])
-
-
-def _tar_members(source: Source) -> set[str]:
-    """The names in a tar archive, at most 64 of them."""
-    names: set[str] = set()
-    at = 0
-    for _ in range(64):
-        block = source.read(at, 512)
-        if len(block) < 512 or not _tar_checksum(block):
-            break
-        names.add(block[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./"))
-        size = block[124:136].strip(b" \0")
-        if not re.fullmatch(rb"[0-7]+", size):
-            break
-        at += 512 + -(-int(size, 8) // 512) * 512
-    return names
+def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpointError | None:
+    """The error for an archive with checkpoints in it, which have addresses; None for one without."""
+    inside = checkpoints_in(source)
+    if not inside:
+        return None
+    names = [f"{shown(item.name)} ({human_bytes(item.size)})" for item in inside]
+    held = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} called like checkpoints: {listed(names)}"
+    first = max(inside, key=lambda item: item.size)  # the others are small change: optimizers, variables
+    step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
+    if first.size > LIMITS.member_bytes and what != "a tar archive":
+        step = unpack  # it may have to be inflated, and that not in memory
+    return _not(kind, f"it is {what} that holds {held}", source, step)
 
 
 def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -238,10 +227,9 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     names = [record.name for record in archive.records]
     if names and all(name.endswith(".npy") for name in names):
         return _not("npz", "it is a NumPy archive (npz), not a torch checkpoint", source, "numpy.load reads it")
-    inside = [name for name in names if name.lower().endswith((".pth", ".pt", ".ckpt", ".bin", ".th", ".tar"))]
-    if inside:
-        what = f"it is a zip archive that contains {inside[0]!r}, not a checkpoint itself"
-        return _not("zip", what, source, f"unzip {quote(source.name)}, then name the file inside")
+    around = _around(source, "zip", "a zip archive", f"unzip {quote(source.name)}, then name the file inside")
+    if around is not None:
+        return around
     roots = [name for name in names if name.endswith("/data.pkl")]
     if roots:
         what = f"its {roots[0]!r} is not in the folder of its first record, where torch looks"
