@@ -11,7 +11,7 @@ from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import listed
-from .outputs import safetensors
+from .outputs import safetensors, torch_legacy
 from .outputs.losses import KINDS, refuse
 from .outputs.safetensors import Tied
 
@@ -21,6 +21,7 @@ __all__ = ["TARGETS", "convert", "target_of"]
 TARGETS: Final = {
     "torch": (".pt", ".pth", ".ckpt", ".bin", ".th"),
     "safetensors": (".safetensors",),
+    "legacy": (),
 }
 
 
@@ -43,7 +44,7 @@ def convert(
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in another format, "torch" or "safetensors", when it is saved.
+    """The checkpoint in another format, "torch", "legacy" (torch 1.5 and earlier) or "safetensors", when it is saved.
 
     ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
@@ -56,10 +57,12 @@ def convert(
     if unknown:
         raise TargetError(f"{unknown[0]!r} is no kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
     source = checkpoint.format
-    if target == "torch":
+    if target in ("torch", "legacy"):
         if metadata:
             what = "a file of torch.save has no texts beside its objects"
             raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
+        if target == "legacy":
+            return _legacy(checkpoint, allow)
         change = Change("convert", "", 1, 0, f"{source} -> torch-zip")
         return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
     path = _one(checkpoint, key)
@@ -70,6 +73,17 @@ def convert(
     change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
     return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
+
+
+def _legacy(checkpoint: Checkpoint, allow: Collection[str]) -> Checkpoint:
+    """The sequential format; a file that has it keeps its own pickles and keys where it can."""
+    found = torch_legacy.losses(checkpoint)
+    refuse(found, allow, checkpoint.path, "a legacy file that torch loads")
+    notes = tuple(f"without {loss.words}" for loss in found)
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", notes)
+    graph = torch_legacy.without(checkpoint) if found else checkpoint.graph
+    anew = checkpoint.format != "torch-legacy" or bool(found)
+    return checkpoint.changed(graph, [change], anew=anew, target=Target("legacy"))
 
 
 def _one(checkpoint: Checkpoint, key: str | None) -> str:

@@ -9,7 +9,7 @@ from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .human import salvage_step
-from .outputs import safetensors, torch_zip
+from .outputs import safetensors, torch_legacy, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
 from .source import Appending, Files, Plan
 from .tensors import TensorReader
@@ -28,6 +28,8 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
     target = checkpoint.target or Target("safetensors" if checkpoint.format == "safetensors" else "")
     if checkpoint.edited and target.format == "safetensors":
         return _safetensors(checkpoint, target), True
+    if checkpoint.anew and target.format == "legacy":
+        return torch_legacy.plan(checkpoint), codec_is_exact(checkpoint)
     if checkpoint.anew:
         return torch_zip.plan(checkpoint), codec_is_exact(checkpoint)
     if not checkpoint.edited:
