@@ -41,11 +41,8 @@ def losses(checkpoint: Checkpoint) -> list[Loss]:
     Tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``; and nested ones,
     which are built from the values of their sizes: the bytes of storages are read only when all is built.
     """
-    found = (
-        Loss("dtypes", _names(checkpoint, _untyped(checkpoint))),
-        Loss("layouts", _names(checkpoint, _nested(checkpoint))),
-    )
-    return [loss for loss in found if loss.where]
+    lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
+    return [Loss(kind, _names(checkpoint, refs)) for kind, refs in lost.items() if refs]
 
 
 def without(checkpoint: Checkpoint) -> Graph:
