@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 from .archives import is_address
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS
+from .formats.foreign import KINDS as FOREIGN
+from .formats.foreign import named_folder
 from .formats.identify import explain, zip_kind
 from .human import listed
 from .source import open_source
@@ -23,7 +25,7 @@ _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
 _OTHERS: Final = frozenset(
     (
         *("torchscript", "torchscript-1.0", "mobile-zip", "mobile-flatbuffer", "pt2", "torch-package", "executorch"),
-        *("safetensors", "gguf", "npy", "npz", "hdf5", "onnx", "png", "jpeg"),
+        *("safetensors", *FOREIGN),
     )
 )
 #: Of files called .bin, which may be anything, only these claim to be a checkpoint.
@@ -142,6 +144,10 @@ def explain_directory(path: str) -> UnreadableError:
         what = "it is a directory of torch.distributed.checkpoint; ckptool does not read this format yet"
         step = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it"
         return NotACheckpointError(what, kind="dcp", path=path, next=step)
+    other = named_folder(names)
+    if other is not None:
+        what = f"it is {other.what}, not a torch checkpoint"
+        return NotACheckpointError(what, kind=other.kind, path=path, next=other.tool)
     files = [os.path.join(path, name) for name in names[:_LISTED]]
     found = [file for file in files if os.path.isfile(file) and _claims(file)]
     if not found:

@@ -6,16 +6,20 @@ import re
 import struct
 import zlib
 from codecs import getincrementaldecoder
+from collections.abc import Sequence
 from shlex import quote
+from typing import cast
 
 from ..archives import checkpoints_in
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
 from ..human import counted, human_bytes, listed, salvage_step, shown
 from ..limits import LIMITS
 from ..pickles import decode
+from ..pickles.nodes import Node
 from ..source import Source
 from ..tars import is_header
 from ..zips import Archive
+from . import foreign
 from .damaged import extent_of_zip
 
 __all__ = ["damaged_zip", "explain", "zip_kind"]
@@ -23,7 +27,7 @@ __all__ = ["damaged_zip", "explain", "zip_kind"]
 
 def explain(head: bytes, source: Source) -> UnreadableError:
     """The error that says what a file is, from its first bytes."""
-    for test in (_empty, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
+    for test in (_empty, _tensorflow_text, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
         found = test(head, source)
         if found is not None:
             return found
@@ -41,6 +45,11 @@ def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
         what = "it begins with zeros: its first blocks were never written, as after a crash or a broken download"
         return _not("zeros", what, source, "get the file again")
     return None
+
+
+def _tensorflow_text(head: bytes, source: Source) -> NotACheckpointError | None:
+    found = foreign.named(head, source) if head.startswith(b"model_checkpoint_path:") else None
+    return _foreign(found, source) if found else None
 
 
 def _text(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -126,17 +135,13 @@ def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
     later = "ckptool does not read this format yet"
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
         return _not("safetensors", f"it is a safetensors file; {later}", source, "safetensors.torch.load_file loads it")
-    for magic, kind, name, tool in (
-        (b"GGUF", "gguf", "a GGUF model (llama.cpp)", "the gguf package reads it"),
-        (b"\x93NUMPY", "npy", "a NumPy array", "numpy.load reads it"),
-        (b"\x89HDF\r\n\x1a\n", "hdf5", "an HDF5 file, as Keras writes", "h5py reads it"),
-        (b"\x89PNG", "png", "a PNG picture", ""),
-        (b"\xff\xd8\xff", "jpeg", "a JPEG picture", ""),
-        (b"PYTORCH1", "torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", ""),
-    ):
-        if head.startswith(magic):
-            return _not(kind, f"it is {name}, not a torch checkpoint", source, tool)
-    return None
+    found = foreign.named(head, source)
+    return _foreign(found, source) if found else None
+
+
+def _foreign(found: foreign.Named, source: Source) -> NotACheckpointError:
+    what, colon, detail = found.what.partition(": ")
+    return _not(found.kind, f"it is {what}, not a torch checkpoint{colon}{detail}", source, found.tool)
 
 
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
@@ -188,15 +193,26 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
         return None
     try:
         graph = decode(source.read(0, min(source.size, 1 << 20))).graph
-    except PickleError:
+    except PickleError as error:
+        other = foreign.named_pickle(cast("Sequence[Node]", error.seen))
+        if other is not None:
+            return _pickled(other, source)
         if head[:1] != b"\x80":
             return None
         what = "it begins like a bare pickle, not like a file of torch.save"
         return _not("pickle", what, source, "python -m pickletools shows a pickle without running it")
     if len(graph.nodes) < 2 and head[:1] != b"\x80":
         return None
+    other = foreign.named_pickle(graph.nodes)
+    if other is not None:
+        return _pickled(other, source)
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
     return _not("pickle", what, source, f"python -m pickletools {quote(source.name)} shows it without running it")
+
+
+def _pickled(found: foreign.Named, source: Source) -> NotACheckpointError:
+    step = found.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
+    return _not(found.kind, f"it is {found.what}", source, step)
 
 
 #: (records that must be there, kind, what it is, the next step)
@@ -225,8 +241,9 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     if archive.find("data.pkl") is not None:
         return None
     names = [record.name for record in archive.records]
-    if names and all(name.endswith(".npy") for name in names):
-        return _not("npz", "it is a NumPy archive (npz), not a torch checkpoint", source, "numpy.load reads it")
+    other = foreign.named_archive(archive)
+    if other is not None:
+        return _foreign(other, source)
     around = _around(source, "zip", "a zip archive", f"unzip {quote(source.name)}, then name the file inside")
     if around is not None:
         return around
