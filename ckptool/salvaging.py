@@ -14,7 +14,7 @@ from .checks.weights_only import graph_blockers
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
-from .formats import read_container, torch_legacy
+from .formats import read_container, torch_legacy, torch_tar
 from .formats.damaged import Rescued, rescue_zip
 from .formats.identify import explain, zip_kind
 from .human import counted
@@ -75,9 +75,9 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
 
 
 def _container(source: Source, progress: Callable[[int], None] | None) -> Container:
-    """The whole parts of a zip or legacy file."""
+    """The whole parts of a zip or legacy file; one of torch 0.1 is whole, or cannot be read."""
     head = source.read(0, 1024)
-    if not torch_legacy.sniff(head, source):
+    if not torch_legacy.sniff(head, source) and not torch_tar.sniff(head, source):
         _refuse_others(head, source)
         return rescue_zip(source, progress)
     try:
@@ -125,7 +125,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
     """The checkpoint less the tensors whose bytes are not there."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
-    verified = checkpoint.format != "torch-legacy"
+    verified = checkpoint.format not in ("torch-legacy", "torch-tar")
     behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     for key, storage in reader.storages.items():

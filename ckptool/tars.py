@@ -18,6 +18,8 @@ __all__ = ["Member", "is_header", "members"]
 _BLOCK: Final = 512
 #: Bytes of a header that names the next member: the longest path of Linux has 4,096.
 _LONG: Final = 1 << 16
+#: Digits of a size in a pax header: a longer one is larger than any file.
+_DIGITS: Final = 20
 #: Types whose bytes are the file: regular, regular in old archives, contiguous.
 _FILES: Final = (b"0", b"\0", b"7")
 _OCTAL: Final = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
@@ -70,7 +72,8 @@ def members(source: Source) -> Iterator[Member]:
                 else:
                     found = _records(text)
                     name = found.get("path", name)
-                    size = int(found["size"]) if found.get("size", "").isdecimal() else size
+                    digits = found.get("size", "")
+                    size = int(digits) if digits.isdecimal() and len(digits) <= _DIGITS else size
                     sparse = sparse or any(key.startswith("GNU.sparse.") for key in found)
             at = begin + _whole(own)
             continue
