@@ -95,16 +95,8 @@ class Builder:
     def tensor(self, tensor: PlainTensor) -> Ref:
         """``_rebuild_tensor_v2``, and v3 for dtypes without a storage class (torch/_tensor.py)."""
         dtype = tensor.dtype
-        storage = self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage")
-        parts = (
-            self.constant("storage"),
-            storage,
-            self.add(tensor.key),
-            self.constant(tensor.location),
-            self.constant(tensor.nbytes // dtype.itemsize if dtype.storage else tensor.nbytes),
-        )
         args = [
-            self.add(Persistent(self.add(parts))),
+            self.storage(dtype, tensor.key, tensor.location, tensor.nbytes),
             self.constant(tensor.offset),
             self.numbers(tensor.shape),
             self.numbers(tensor.strides),
@@ -131,6 +123,17 @@ class Builder:
         for ref, place in places.items():
             self.nodes[place] = moved(graph.nodes[ref], places)
         return places[root]
+
+    def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
+        """A persistent reference to a storage; an untyped one for dtypes without a storage class."""
+        parts = (
+            self.constant("storage"),
+            self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage"),
+            self.add(key),
+            self.constant(location),
+            self.constant(nbytes // dtype.itemsize if dtype.storage else nbytes),
+        )
+        return self.add(Persistent(self.add(parts)))
 
     def graph(self, root: Ref, protocol: int = 0) -> Graph:
         """The graph, in the style of ``torch.save``; ``protocol`` is the least one to use."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from .human import counted
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
-from .source import Appending, FileSource, FolderSource, Piece, Plan, Source, Span
+from .source import Appending, ContainedSource, FileSource, FolderSource, Piece, Plan, Source, Span
 from .survey import StateDict, Survey, survey
 
 __all__ = [
@@ -226,6 +226,9 @@ class Change(NamedTuple):
         return "; ".join([words, *self.notes])
 
 
+#: Formats that only a zip takes the place of when a file is laid out anew.
+_OLD: Final = {"torch-legacy": "legacy", "torch-tar": "tar"}
+
 #: What an edit that computes bytes has to say when they were computed: values that overflowed.
 Later = Callable[[], Sequence[Change]]
 
@@ -297,8 +300,7 @@ class Checkpoint:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files that the output is made of."""
-        files = self.source.files if isinstance(self.source, FolderSource) else ()
-        return (self.source, *files, *self.also)
+        return tuple(part for source in (self.source, *self.also) for part in _with_files(source))
 
     @property
     def survey(self) -> Survey:
@@ -327,8 +329,10 @@ class Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
-        if (anew or added) and not self.anew and self.format == "torch-legacy":
-            done = (*done, Change("container", "", 1, 0, "legacy format -> zip"))
+        # Nobody writes the tar format of torch 0.1: an edit of such a file makes a zip.
+        anew = anew or (self.format == "torch-tar" and graph is not self.graph)
+        if (anew or added) and not self.anew and self.format in _OLD and target is None:
+            done = (*done, Change("container", "", 1, 0, f"{_OLD[self.format]} format -> zip"))
         sources = (*self.also, *(source for source in also if source not in self.sources))
         anew = self.anew or anew or bool(storages)
         told = (*self.later, *later)
@@ -356,6 +360,13 @@ class Checkpoint:
         self.close()
 
 
+def _with_files(source: Source) -> tuple[Source, ...]:
+    """A source, and the files behind one that is none itself."""
+    if isinstance(source, FolderSource):
+        return (source, *source.files)
+    return (source, source.file) if isinstance(source, ContainedSource) else (source,)
+
+
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
     """(kind, container) of the root: bare, wrapped, module, tensor or other, and the type of the root."""
     found, graph = checkpoint.survey, checkpoint.graph
@@ -374,6 +385,8 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def file_mode(source: Source) -> int:
     """The permission bits of the input, of its first file for a folder; 0o644 for what is not a file."""
+    if isinstance(source, ContainedSource):
+        source = source.file
     if isinstance(source, FolderSource) and source.files:
         source = source.files[0]
     return source.mode if isinstance(source, FileSource) else 0o644

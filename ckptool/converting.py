@@ -11,7 +11,7 @@ from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import listed
-from .outputs import dcp, safetensors
+from .outputs import dcp, safetensors, torch_legacy
 from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
 from .programs import program_of
@@ -23,6 +23,7 @@ TARGETS: Final = {
     "torch": (".pt", ".pth", ".ckpt", ".bin", ".th"),
     "safetensors": (".safetensors",),
     "dcp": (".dcp",),
+    "legacy": (),
 }
 #: Those that are a folder of files.
 FOLDERS: Final = frozenset(("dcp",))
@@ -47,7 +48,7 @@ def convert(
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in another format, "torch", "safetensors" or "dcp", when it is saved.
+    """The checkpoint in another format when it is saved: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
     ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
@@ -62,11 +63,13 @@ def convert(
     source = checkpoint.format
     program = program_of(checkpoint)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
-    if target == "torch":
+    if target in ("torch", "legacy"):
         if metadata:
             what = "a file of torch.save has no texts beside its objects"
             raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
         refuse(beside, allow, checkpoint.path, "a state dict")
+        if target == "legacy":
+            return _legacy(checkpoint, allow)
         notes = tuple(f"without {loss.words}" for loss in beside)
         change = Change("convert", "", 1, 0, f"{source} -> torch-zip", notes)
         return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
@@ -99,6 +102,17 @@ def _dcp(
         notes.append("OrderedDicts come back as dicts, without the versions of modules")
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> dcp", tuple(notes))
     return checkpoint.changed(checkpoint.graph, [change], target=Target("dcp", "", tied))
+
+
+def _legacy(checkpoint: Checkpoint, allow: Collection[str]) -> Checkpoint:
+    """The sequential format; a file that has it keeps its own pickles and keys where it can."""
+    found = torch_legacy.losses(checkpoint)
+    refuse(found, allow, checkpoint.path, "a legacy file that torch loads")
+    notes = tuple(f"without {loss.words}" for loss in found)
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", notes)
+    graph = torch_legacy.without(checkpoint) if found else checkpoint.graph
+    anew = checkpoint.format != "torch-legacy" or bool(found)
+    return checkpoint.changed(graph, [change], anew=anew, target=Target("legacy"))
 
 
 def _one(checkpoint: Checkpoint, key: str | None) -> str:

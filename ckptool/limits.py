@@ -33,6 +33,13 @@ class Limits(NamedTuple):
     path_chars: int = 600
     #: dimensions of one tensor: torch itself allows 64 in most operations; more is hostile or nonsense.
     dimensions: int = 1024
+    #: members of a tar archive that are looked at: each costs a read, and training runs have some hundreds.
+    members: int = 100_000
+    #: bytes of a deflated or gzipped member that is opened in memory: the models that such archives hold (agents of
+    #: stable-baselines3, taggers of AllenNLP) are small, and a larger one is better unpacked once.
+    member_bytes: int = 256 << 20
+    #: archives within archives: two are seen (a zip in a tar.gz), more is hostile or a mistake.
+    nesting: int = 8
 
 
 LIMITS = Limits()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from shlex import quote
 
+from .archives import open_any
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
 from .formats import read_container, read_folder
 from .human import salvage_step
 from .searching import explain_directory
-from .source import FileSource, open_source
+from .source import ContainedSource, FileSource
 
 __all__ = ["open_checkpoint"]
 
@@ -17,8 +19,9 @@ __all__ = ["open_checkpoint"]
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint: its metadata only, whatever its size.
 
-    The file stays open until ``close()`` or the end of a ``with`` block. Raises UnreadableError and its
-    kinds: NotACheckpointError names what else the file is, MalformedError says where it is damaged.
+    ``path`` may be an address within a zip or tar archive: ``outer.zip!policy.pth``. The file stays open until
+    ``close()`` or the end of a ``with`` block. Raises UnreadableError and its kinds: NotACheckpointError names what
+    else the file is, MalformedError says where it is damaged.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -26,16 +29,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if found is None:
             raise explain_directory(name)
         return Checkpoint(name, *found)
-    return checkpoint_of(open_source(name))
+    return checkpoint_of(open_any(name))
 
 
-def checkpoint_of(source: FileSource) -> Checkpoint:
+def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:
     """The checkpoint in an open file, which is closed when there is none."""
     try:
         return Checkpoint(source.name, source, read_container(source))
     except CkptoolError as error:
         source.close()
         error.path = error.path or source.name
+        if isinstance(source, ContainedSource) and quote(source.name) in error.next:
+            # No other program knows such an address.
+            error.next = error.next if error.next.startswith("ckptool ") else source.unpack
         if isinstance(error, MalformedError) and not error.next:
             error.next = "it is damaged: get the file again"
             if not isinstance(error, PickleError):

@@ -10,7 +10,7 @@ from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .human import salvage_step
-from .outputs import dcp, programs, safetensors, torch_zip
+from .outputs import dcp, programs, safetensors, torch_legacy, torch_zip
 from .outputs.proof import codec_is_exact, verified_pickle
 from .programs import program_of
 from .source import Appending, Files, FolderSource, Plan, Span
@@ -35,6 +35,8 @@ def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
         return _safetensors(checkpoint, target), True
     if checkpoint.edited and target.format == "dcp":
         return _dcp(checkpoint), True
+    if checkpoint.anew and target.format == "legacy":
+        return torch_legacy.plan(checkpoint), codec_is_exact(checkpoint)
     if checkpoint.anew:
         # What is built of a program is new: there is no pickle that it could differ from.
         return torch_zip.plan(checkpoint), program is not None or codec_is_exact(checkpoint)

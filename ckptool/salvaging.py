@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from .archives import open_any
 from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
 from .checks.checksums import checksum
 from .checks.storages import storage_flaws
@@ -13,11 +14,11 @@ from .checks.weights_only import graph_blockers
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
-from .formats import read_container, torch_legacy
+from .formats import read_container, torch_legacy, torch_tar
 from .formats.damaged import Rescued, rescue_zip
 from .formats.identify import explain, zip_kind
 from .human import counted
-from .source import FileSource, open_source
+from .source import Source
 from .tensors import TensorReader
 from .zips import read_archive
 
@@ -52,7 +53,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     A tensor that is lost leaves its mapping; in a list None takes its place. Nothing is padded. Raises
     MalformedError when nothing can be saved, NotACheckpointError when the file is something else.
     """
-    source = open_source(os.fspath(path))
+    source = open_any(path)
     try:
         container = _container(source, progress)
         checkpoint = Checkpoint(source.name, source, container)
@@ -73,10 +74,10 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
 
-def _container(source: FileSource, progress: Callable[[int], None] | None) -> Container:
-    """The whole parts of a zip or legacy file."""
+def _container(source: Source, progress: Callable[[int], None] | None) -> Container:
+    """The whole parts of a zip or legacy file; one of torch 0.1 is whole, or cannot be read."""
     head = source.read(0, 1024)
-    if not torch_legacy.sniff(head, source):
+    if not torch_legacy.sniff(head, source) and not torch_tar.sniff(head, source):
         _refuse_others(head, source)
         return rescue_zip(source, progress)
     try:
@@ -92,7 +93,7 @@ def _container(source: FileSource, progress: Callable[[int], None] | None) -> Co
     return rescued
 
 
-def _refuse_others(head: bytes, source: FileSource) -> None:
+def _refuse_others(head: bytes, source: Source) -> None:
     """Raise NotACheckpointError for a whole file of another kind; a zip may have lost its start or its directory."""
     try:
         other: UnreadableError | None = zip_kind(read_archive(source))
@@ -102,7 +103,7 @@ def _refuse_others(head: bytes, source: FileSource) -> None:
         raise other
 
 
-def _sound(source: FileSource) -> Container | None:
+def _sound(source: Source) -> Container | None:
     """The container as it is, where it reads without an error."""
     try:
         container = read_container(source)
@@ -124,7 +125,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
     """The checkpoint less the tensors whose bytes are not there."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
-    verified = checkpoint.format != "torch-legacy"
+    verified = checkpoint.format not in ("torch-legacy", "torch-tar")
     behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     for key, storage in reader.storages.items():

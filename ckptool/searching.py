@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
+from .archives import is_address
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS, folder_format
+from .formats.foreign import KINDS as FOREIGN
+from .formats.foreign import named_folder
 from .formats.identify import explain, zip_kind
 from .human import listed
 from .source import open_source
@@ -22,7 +25,7 @@ _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
 _OTHERS: Final = frozenset(
     (
         *("torchscript", "torchscript-1.0", "mobile-zip", "mobile-flatbuffer", "pt2", "torch-package", "executorch"),
-        *("safetensors", "gguf", "npy", "npz", "hdf5", "onnx", "png", "jpeg"),
+        *("safetensors", *FOREIGN),
     )
 )
 #: Of files called .bin, which may be anything, only these claim to be a checkpoint.
@@ -44,7 +47,9 @@ def names_one_file(paths: Sequence[str]) -> bool:
     """Is it one file that the user named, or a folder that is one checkpoint: nothing that is searched?"""
     if len(paths) != 1:
         return False
-    return not _is_glob(paths[0]) and (not os.path.isdir(paths[0]) or folder_format(paths[0]) is not None)
+    if os.path.isdir(paths[0]):
+        return folder_format(paths[0]) is not None
+    return is_address(paths[0]) or not _is_glob(paths[0])
 
 
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
@@ -78,7 +83,7 @@ def _behind(path: str) -> Iterator[Target]:
         yield Target(path, True)
     elif os.path.isdir(path):
         yield from _walk(path)
-    elif _is_glob(path):
+    elif _is_glob(path) and not is_address(path):
         import glob
 
         matches = sorted(glob.glob(path, recursive=True))
@@ -144,6 +149,10 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
+    other = named_folder(names)
+    if other is not None:
+        what = f"it is {other.what}, not a torch checkpoint"
+        return NotACheckpointError(what, kind=other.kind, path=path, next=other.tool)
     files = [os.path.join(path, name) for name in names[:_LISTED]]
     found = [file for file in files if os.path.isfile(file) and _claims(file)]
     if not found:

@@ -17,6 +17,7 @@ __all__ = [
     "Appending",
     "BytesSource",
     "Computed",
+    "ContainedSource",
     "FileSource",
     "Files",
     "FolderSource",
@@ -207,6 +208,26 @@ class SliceSource:
 
     def close(self) -> None:
         pass
+
+
+class ContainedSource:
+    """A file within an archive: ``inner`` are its bytes, ``file`` is the archive, which is closed with it.
+
+    ``unpack`` is the command that makes a file of its own of it.
+    """
+
+    def __init__(self, inner: Source, file: FileSource, name: str, unpack: str) -> None:
+        self.name = name
+        self.size = inner.size
+        self.inner = inner
+        self.file = file
+        self.unpack = unpack
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.inner.read(offset, size)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 if hasattr(os, "pread"):

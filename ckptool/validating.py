@@ -8,6 +8,7 @@ from os.path import isdir
 from shlex import quote
 from typing import Any, Final
 
+from .archives import open_any
 from .checkpoint import AMBIGUOUS, Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
@@ -22,7 +23,7 @@ from .locations import parse_map_location
 from .opening import checkpoint_of, open_checkpoint
 from .programs import convert_step
 from .runtime.need import need_torch
-from .source import FileSource, open_source
+from .source import ContainedSource, FileSource
 from .values import nonfinite
 
 __all__ = ["check_policy", "unreadable_report", "validation_report"]
@@ -55,10 +56,10 @@ def validation_report(
     check_policy(policy)
     torch = policy.torch or NEWEST
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
-    source: FileSource | None = None
+    source: FileSource | ContainedSource | None = None
     try:
         if not isdir(name):
-            source = open_source(name)
+            source = open_any(name)
             report["bytes"] = source.size
         with open_checkpoint(name) if source is None else checkpoint_of(source) as checkpoint:
             report["bytes"] = checkpoint.source.size
@@ -164,7 +165,7 @@ def _without_container(
     """What can be said of a file that is no whole checkpoint: its pickles are looked at all the same."""
     found = Safety([], [], None, [])
     try:
-        source = open_source(path)
+        source = open_any(path)
     except UnreadableError:
         pass
     else:

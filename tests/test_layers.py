@@ -19,8 +19,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
     frozenset({"pickles", "threads"}),  # knows nothing of torch
-    frozenset({"building", "objects", "zips"}),
-    frozenset({"tensors"}),
+    frozenset({"building", "objects", "tars", "zips"}),
+    frozenset({"archives", "tensors"}),
     frozenset({"sharding", "survey"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),

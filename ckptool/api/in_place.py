@@ -46,7 +46,7 @@ def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
     from ..write import check_idle
 
     if not isinstance(checkpoint.source, FileSource):
-        raise RefusedError("only a file can be edited in place", path=checkpoint.path)
+        raise RefusedError("only a file can be edited in place", path=checkpoint.path, next="write a new file with -o")
     words = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {words}" if command else words, _WORDS)
     # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
+from ..archives import file_name, is_address
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, UNEDITABLE, Checkpoint
 from ..human import argument, counted, human_bytes, listed, salvage_step, undo_step
 from ..limits import LIMITS
@@ -32,10 +33,14 @@ class Finding(NamedTuple):
 
 def suggested_output(path: str, word: str) -> str:
     """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``."""
+    if is_address(path):
+        path = file_name(path)
     stem, extension = os.path.splitext(path)
     if extension == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)
         extension = inner + extension
+    elif extension == ".tar":
+        extension = ".pth"  # an edit of the format of torch 0.1 makes a zip
     return f"{stem}.{word}{extension}"
 
 
@@ -95,6 +100,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
+        "torch-tar": command("convert", checkpoint.path, word="converted"),
         EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
         PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",

@@ -87,7 +87,7 @@ def validation(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     keys = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
-    legacy = checkpoint.format == "torch-legacy"
+    legacy = checkpoint.format in ("torch-legacy", "torch-tar")
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
         if problem.code in ABOUT:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
@@ -149,8 +149,9 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    if checkpoint.format == "torch-legacy":
-        what = "the legacy format has no checksums: what a flipped bit changed cannot be seen"
+    if checkpoint.format in ("torch-legacy", "torch-tar"):
+        name_of = "legacy" if checkpoint.format == "torch-legacy" else "tar"
+        what = f"the {name_of} format has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
     if found.uncomputed:

@@ -21,6 +21,7 @@ Examples:
   ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
   ckptool convert model.pth -o model.dcp --to-format dcp
+  ckptool convert model.pth -o old.pth --to-format legacy
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -51,7 +52,7 @@ def convert(
     key: str | None,
     **how: Any,
 ) -> int:
-    """Write the same checkpoint in another format: torch, safetensors or dcp.
+    """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
     What the target cannot hold is said before anything is written, and refused unless it may be lost. The bytes of
     tensors stream from file to file.

@@ -10,6 +10,7 @@ import click
 
 from .. import api
 from ..api.in_place import in_place
+from ..archives import file_name
 from ..checkpoint import EDITED, Change, Checkpoint, file_mode
 from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
@@ -94,7 +95,7 @@ def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dr
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
-        names = [os.path.basename(os.path.normpath(path)) for path in paths]
+        names = [file_name(path) for path in paths]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")

@@ -56,7 +56,7 @@ def salvage(paths: tuple[str, ...], **how: Any) -> int:
 def _words(report: dict[str, Any]) -> list[str]:
     lines = [f"  saved: {counted(report['saved'], 'tensor')}, and everything that is no tensor"]
     if not report["verified"]:
-        lines.append("  the legacy format has no checksums: what was saved could not be verified")
+        lines.append("  the format has no checksums: what was saved could not be verified")
     if report["refused"]:
         lines.append(f"  torch.load(weights_only=True) refuses it: {clean(listed(report['refused']))}")
     lost = report["lost"]

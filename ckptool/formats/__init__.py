@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import FolderSource, Source
-from . import dcp, identify, safetensors, torch_legacy, torch_zip, zip_archives
+from . import dcp, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
@@ -25,6 +25,7 @@ class Format(NamedTuple):
 FORMATS: Final[tuple[Format, ...]] = (
     Format("torch-zip", torch_zip.WORDS, torch_zip.sniff, zip_archives.read),
     Format("torch-legacy", torch_legacy.WORDS, torch_legacy.sniff, torch_legacy.read),
+    Format("torch-tar", torch_tar.WORDS, torch_tar.sniff, torch_tar.read),
     Format("safetensors", safetensors.WORDS, safetensors.sniff, safetensors.read),
 )
 

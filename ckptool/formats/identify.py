@@ -6,14 +6,21 @@ import re
 import struct
 import zlib
 from codecs import getincrementaldecoder
+from collections.abc import Sequence
 from shlex import quote
+from typing import cast
 
+from ..archives import checkpoints_in
 from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
-from ..human import counted, human_bytes, salvage_step, shown
+from ..human import counted, human_bytes, listed, salvage_step, shown
+from ..limits import LIMITS
 from ..pickles import decode
+from ..pickles.nodes import Node
 from ..programs import convert_step
 from ..source import Source
+from ..tars import is_header
 from ..zips import Archive
+from . import foreign
 from .damaged import extent_of_zip
 
 __all__ = ["damaged_zip", "explain", "zip_kind"]
@@ -21,7 +28,7 @@ __all__ = ["damaged_zip", "explain", "zip_kind"]
 
 def explain(head: bytes, source: Source) -> UnreadableError:
     """The error that says what a file is, from its first bytes."""
-    for test in (_empty, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
+    for test in (_empty, _tensorflow_text, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
         found = test(head, source)
         if found is not None:
             return found
@@ -39,6 +46,11 @@ def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
         what = "it begins with zeros: its first blocks were never written, as after a crash or a broken download"
         return _not("zeros", what, source, "get the file again")
     return None
+
+
+def _tensorflow_text(head: bytes, source: Source) -> NotACheckpointError | None:
+    found = foreign.named(head, source) if head.startswith(b"model_checkpoint_path:") else None
+    return _foreign(found, source) if found else None
 
 
 def _text(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -97,6 +109,9 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         except zlib.error:
             inner = ""
         step = f"tar -xzf {quote(name)}" if inner == " of a tar" else _unpacked("gunzip -c", name, ".gz")
+        around = _around(source, "gzip", "a gzipped tar archive", step) if inner == " of a tar" else None
+        if around is not None:
+            return around
         return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
     for magic, kind, tool in (
         (b"BZh", "bzip2", "bunzip2 -c"),
@@ -121,30 +136,21 @@ def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
     later = "ckptool does not read this format yet"
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
         return _not("safetensors", f"it is a safetensors file; {later}", source, "safetensors.torch.load_file loads it")
-    for magic, kind, name, tool in (
-        (b"GGUF", "gguf", "a GGUF model (llama.cpp)", "the gguf package reads it"),
-        (b"\x93NUMPY", "npy", "a NumPy array", "numpy.load reads it"),
-        (b"\x89HDF\r\n\x1a\n", "hdf5", "an HDF5 file, as Keras writes", "h5py reads it"),
-        (b"\x89PNG", "png", "a PNG picture", ""),
-        (b"\xff\xd8\xff", "jpeg", "a JPEG picture", ""),
-        (b"PYTORCH1", "torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", ""),
-    ):
-        if head.startswith(magic):
-            return _not(kind, f"it is {name}, not a torch checkpoint", source, tool)
-    return None
+    found = foreign.named(head, source)
+    return _foreign(found, source) if found else None
+
+
+def _foreign(found: foreign.Named, source: Source) -> NotACheckpointError:
+    what, colon, detail = found.what.partition(": ")
+    return _not(found.kind, f"it is {what}, not a torch checkpoint{colon}{detail}", source, found.tool)
 
 
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
-    if head[257:262] == b"ustar" or _tar_checksum(head):
-        member = head[:100].rstrip(b"\0").decode("utf-8", "replace")
-        if _tar_members(source) >= {"sys_info", "pickle", "storages"}:
-            what = "it is a checkpoint in the tar format of torch 0.1; ckptool does not read this format yet"
-            return _not("torch-tar", what, source, "load it with torch.load(..., weights_only=False) if you trust it")
-        return _not(
-            "tar",
-            f"it is a tar archive, first member {member!r}",
-            source,
-            f"tar -xf {quote(source.name)}, then name the file inside",
+    if head[257:262] == b"ustar" or is_header(head[:512]):
+        member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
+        step = f"tar -xf {quote(source.name)}, then name the file inside"
+        return _around(source, "tar", "a tar archive", step) or _not(
+            "tar", f"it is a tar archive, first member {shown(member)}", source, step
         )
     if head[:4] == b"PK\x05\x06":
         return _not("empty-zip", "it is an empty zip archive", source)
@@ -158,30 +164,18 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     return None
 
 
-def _tar_checksum(head: bytes) -> bool:
-    """The old tar header has no magic, but a sum of its bytes."""
-    if len(head) < 512:
-        return False
-    field = head[148:156].strip(b" \0")
-    if not re.fullmatch(rb"[0-7]{1,7}", field):
-        return False
-    return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:512])
-
-
-def _tar_members(source: Source) -> set[str]:
-    """The names in a tar archive, at most 64 of them."""
-    names: set[str] = set()
-    at = 0
-    for _ in range(64):
-        block = source.read(at, 512)
-        if len(block) < 512 or not _tar_checksum(block):
-            break
-        names.add(block[:100].rstrip(b"\0").decode("utf-8", "replace").removeprefix("./"))
-        size = block[124:136].strip(b" \0")
-        if not re.fullmatch(rb"[0-7]+", size):
-            break
-        at += 512 + -(-int(size, 8) // 512) * 512
-    return names
+def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpointError | None:
+    """The error for an archive with checkpoints in it, which have addresses; None for one without."""
+    inside = checkpoints_in(source)
+    if not inside:
+        return None
+    names = [f"{shown(item.name)} ({human_bytes(item.size)})" for item in inside]
+    held = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} called like checkpoints: {listed(names)}"
+    first = max(inside, key=lambda item: item.size)  # the others are small change: optimizers, variables
+    step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
+    if first.size > LIMITS.member_bytes and what != "a tar archive":
+        step = unpack  # it may have to be inflated, and that not in memory
+    return _not(kind, f"it is {what} that holds {held}", source, step)
 
 
 def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -201,15 +195,26 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
         return None
     try:
         graph = decode(source.read(0, min(source.size, 1 << 20))).graph
-    except PickleError:
+    except PickleError as error:
+        other = foreign.named_pickle(cast("Sequence[Node]", error.seen))
+        if other is not None:
+            return _pickled(other, source)
         if head[:1] != b"\x80":
             return None
         what = "it begins like a bare pickle, not like a file of torch.save"
         return _not("pickle", what, source, "python -m pickletools shows a pickle without running it")
     if len(graph.nodes) < 2 and head[:1] != b"\x80":
         return None
+    other = foreign.named_pickle(graph.nodes)
+    if other is not None:
+        return _pickled(other, source)
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
     return _not("pickle", what, source, f"python -m pickletools {quote(source.name)} shows it without running it")
+
+
+def _pickled(found: foreign.Named, source: Source) -> NotACheckpointError:
+    step = found.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
+    return _not(found.kind, f"it is {found.what}", source, step)
 
 
 #: (records that must be there, kind, what it is)
@@ -234,12 +239,12 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     if archive.find("data.pkl") is not None:
         return None
     names = [record.name for record in archive.records]
-    if names and all(name.endswith(".npy") for name in names):
-        return _not("npz", "it is a NumPy archive (npz), not a torch checkpoint", source, "numpy.load reads it")
-    inside = [name for name in names if name.lower().endswith((".pth", ".pt", ".ckpt", ".bin", ".th", ".tar"))]
-    if inside:
-        what = f"it is a zip archive that contains {inside[0]!r}, not a checkpoint itself"
-        return _not("zip", what, source, f"unzip {quote(source.name)}, then name the file inside")
+    other = foreign.named_archive(archive)
+    if other is not None:
+        return _foreign(other, source)
+    around = _around(source, "zip", "a zip archive", f"unzip {quote(source.name)}, then name the file inside")
+    if around is not None:
+        return around
     roots = [name for name in names if name.endswith("/data.pkl")]
     if roots:
         what = f"its {roots[0]!r} is not in the folder of its first record, where torch looks"

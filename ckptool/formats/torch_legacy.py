@@ -19,11 +19,11 @@ from ..source import Appending, Plan, Source, Span, merged
 from ..tensors import TensorReader
 from .pickles_in import bare_pickles, nested_pickles
 
-__all__ = ["TorchLegacy", "read", "sniff"]
+__all__ = ["MAGIC", "VERSION", "TorchLegacy", "read", "sniff"]
 
 WORDS = "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included"
 MAGIC = 0x1950A86A20F9469CFC6C
-_VERSION = 1001
+VERSION = 1001
 _MAGIC_BYTES = MAGIC.to_bytes(10, "little")
 _PARTS = ("magic number", "protocol version", "system info", "object pickle", "list of storage keys")
 
@@ -181,5 +181,5 @@ def read(source: Source) -> TorchLegacy:
 
 def _check_head(parts: list[Decoded]) -> None:
     version = parts[1].graph.nodes[parts[1].graph.root]
-    if version != _VERSION:
-        raise PickleError(f"protocol version {version!r}, torch knows {_VERSION} only", where="protocol version")
+    if version != VERSION:
+        raise PickleError(f"protocol version {version!r}, torch knows {VERSION} only", where="protocol version")

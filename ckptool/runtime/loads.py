@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..archives import is_address, open_any
 from ..errors import TargetError, UnreadableError
 from ..locations import MapLocation
 from .need import need_torch
@@ -25,13 +26,26 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     torch = need_torch("really loading it", path)
     location = dict(map_location) if isinstance(map_location, Mapping) else map_location
     try:
-        return torch.load(path, map_location=location, weights_only=True)
+        return torch.load(_readable(path), map_location=location, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_first_sentence(error)}", path=path) from error
     except (AssertionError, ImportError, KeyError, IndexError) as error:
         # Backends that are not there, and operands that the restricted unpickler does not expect.
         what = f"torch.load fails with {type(error).__name__}: {_first_sentence(error)}"
         raise UnreadableError(what, path=path) from error
+
+
+def _readable(path: str) -> Any:
+    """What torch can read: the path, or the bytes of a file within an archive."""
+    if not is_address(path):
+        return path
+    import io
+
+    source = open_any(path)
+    try:
+        return io.BytesIO(source.read(0, source.size))
+    finally:
+        source.close()
 
 
 def _first_sentence(error: BaseException) -> str:

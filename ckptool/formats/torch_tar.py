@@ -1,0 +1,340 @@
+"""The tar format of torch 0.1: an object, its tensors and its storages in three members of a tar archive.
+
+Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). Nobody writes it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from struct import unpack
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ..building import Builder, PlainTensor
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..dtypes import Dtype, storage_dtype
+from ..errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
+from ..human import counted, shown
+from ..limits import LIMITS
+from ..objects import elements
+from ..pickles import Decoded, decode, encode
+from ..pickles.nodes import Global, Graph, List, Node, Persistent, Ref
+from ..source import Appending, Plan, Source, Span, merged
+from ..tars import Member, is_header, members
+from ..tensors import extent
+from .pickles_in import nested_pickles
+from .tar_graph import redirected, started
+
+__all__ = ["TorchTar", "read", "sniff"]
+
+WORDS = "the tar format of torch 0.1"
+_OBJECT, _STORAGES, _TENSORS, _SYSTEM = "pickle", "storages", "tensors", "sys_info"
+#: Read at once for the pickle of a storage or a tensor: a key, a location and a class.
+_SMALL: Final = 512
+#: Bytes of such a pickle, and of the system info, at most.
+_MODEST: Final = 1 << 16
+#: Members that are looked at to tell the format: torch wrote four.
+_SNIFFED: Final = 16
+#: Modules of the classes of storages.
+_MODULES: Final = ("torch", "torch.cuda", "torch.storage")
+
+
+class _Storage(NamedTuple):
+    """A storage: ``numel`` elements from byte ``begin`` of the file on."""
+
+    dtype: Dtype
+    location: str
+    numel: int
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class _Part(NamedTuple):
+    """All of a storage, or a view of ``numel`` elements from ``offset`` on; ``root`` is the key of the storage."""
+
+    root: int
+    offset: int
+    numel: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor over the storage or view ``part``; ``offset`` in elements counts from its beginning."""
+
+    part: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class TorchTar:
+    """A checkpoint of torch 0.1. Keys of storages are the numbers that the file has for them."""
+
+    format = "torch-tar"
+    root = ""
+    metadata: Mapping[str, str] = MappingProxyType({})
+    byteorder = "little"
+    writer = "torch 0.1"
+
+    def __init__(self, source: Source, found: Mapping[str, Member]) -> None:
+        self.source = source
+        self.problems: list[Problem] = [
+            Problem("torch-tar", "note", "it is in the tar format of torch 0.1, which needs weights_only=False", True)
+        ]
+        self._storages: dict[int, _Storage] = {}
+        self._parts: dict[int, _Part] = {}
+        self._tensors: dict[int, _Tensor] = {}
+        _Reader(source, found[_STORAGES]).storages(self._storages, self._parts)
+        _Reader(source, found[_TENSORS]).tensors(self._parts, self._tensors)
+        reader = _Reader(source, found[_OBJECT], LIMITS.pickle_bytes)
+        self._object = reader.pickle(LIMITS.pickle_bytes)
+        self._rest = reader.end - reader.at
+        self.others = [_Reader(source, found[_SYSTEM]).pickle(_MODEST)]
+        self.graph = self._whole()
+        for offset, text in self._object.oddities[: LIMITS.listed]:
+            self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
+
+    @property
+    def pickle(self) -> bytes:
+        """What ``torch.save`` would write for the same object: the one in the file has no tensors in it."""
+        return encode(self.graph)
+
+    def stored_size(self, key: str) -> int | None:
+        found = self._storages.get(_number(key))
+        return None if found is None else found.nbytes
+
+    def stored(self, key: str) -> StoredBytes:
+        found = self._storages.get(_number(key))
+        if found is None:
+            return StoredBytes(None, 0)
+        return StoredBytes(Span(self.source, found.begin, found.nbytes), found.nbytes)
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, storage in sorted(self._storages.items(), key=lambda item: item[1].begin):
+            span = Span(self.source, storage.begin, storage.nbytes)
+            yield StoredRecord(f"storage {key}", span, storage.nbytes, None, False, str(key))
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        return []
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        # Those of storages and tensors hold numbers, strings and known classes: nothing else was let in.
+        yield FoundPickle(_OBJECT, self._object, "", self._rest)
+        yield from nested_pickles(self._object, _OBJECT)
+        yield FoundPickle(_SYSTEM, self.others[0])
+        yield from nested_pickles(self.others[0], _SYSTEM)
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        if pickle is not None:
+            raise AssertionError("a file of torch 0.1 is not written again: an edit makes a zip")
+        return Plan(merged([Span(self.source, 0, self.source.size)]))
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        what = "the tar format of torch 0.1 is read only"
+        raise RefusedError(what, path=self.source.name, next="write a new file with -o, which is a zip")
+
+    def _whole(self) -> Graph:
+        """The object with its tensors and storages in place of their numbers."""
+        graph = self._object
+        builder = started(graph)
+        made: dict[int, Ref] = {}
+        places: dict[Ref, Ref] = {}
+        for ref, node in enumerate(graph.nodes):
+            if not isinstance(node, Persistent):
+                continue
+            pid = graph.nodes[node.pid]
+            if isinstance(pid, tuple) and pid:
+                places[ref] = pid[0]  # (class, file, source): torch takes the class
+                continue
+            key = _number(pid)
+            if node.filling is not None or not (key in self._tensors or key in self._parts):
+                what = f"the object names a tensor {shown(str(pid))} that is not in the file"
+                raise MalformedError(what, where=_OBJECT, path=self.source.name)
+            if key not in made:
+                made[key] = self._tensor(builder, key) if key in self._tensors else self._storage(builder, key)
+            places[ref] = made[key]
+        return redirected(graph, builder, places)
+
+    def _tensor(self, builder: Builder, key: int) -> Ref:
+        tensor = self._tensors[key]
+        part = self._parts[tensor.part]
+        storage = self._storages[part.root]
+        if tensor.offset < 0 or tensor.offset + extent(tensor.shape, tensor.strides) > part.numel:
+            what = f"tensor {key} reaches beyond its storage of {counted(part.numel, 'element')}"
+            raise MalformedError(what, where=_TENSORS, path=self.source.name)
+        offset = part.offset + tensor.offset
+        return builder.tensor(
+            PlainTensor(
+                storage.dtype,
+                tensor.shape,
+                tensor.strides,
+                str(part.root),
+                storage.nbytes,
+                offset,
+                storage.location,
+            )
+        )
+
+    def _storage(self, builder: Builder, key: int) -> Ref:
+        part = self._parts[key]
+        storage = self._storages[part.root]
+        if part.numel != storage.numel:
+            # A storage of its own: no other format has storages that are parts of others.
+            begin = storage.begin + part.offset * storage.dtype.itemsize
+            storage = self._storages[key] = storage._replace(numel=part.numel, begin=begin)
+            what = f"storage {key} is a part of another one, and becomes one of its own in an edited file"
+            self.problems.append(Problem("storage-view", "warning", what))
+        else:
+            key = part.root
+        return builder.storage(storage.dtype, str(key), storage.location, storage.nbytes)
+
+
+def _number(value: Node) -> int:
+    """The number of a tensor or storage: torch takes ``int()`` of it; -1 for what is none."""
+    if type(value) is int:
+        return value if 0 <= value < 1 << 64 else -1
+    return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
+
+
+class _Reader:
+    """Reads one member from its beginning to its end: small pickles, and bytes between them."""
+
+    def __init__(self, source: Source, member: Member, ahead: int = _SMALL) -> None:
+        self.source, self.name = source, member.name
+        self.at, self.end = member.begin, member.begin + member.size
+        self.ahead = ahead
+        if self.end > source.size:
+            what = f"the file is cut: it ends within the member {member.name!r}"
+            raise MalformedError(what, path=source.name, next="get a whole copy of the file")
+
+    def pickle(self, most: int) -> Graph:
+        """The pickle that begins here, of at most so many bytes."""
+        size = min(self.ahead, most)
+        while True:
+            data = self.source.read(self.at, min(size, self.end - self.at))
+            try:
+                found: Decoded = decode(data, where=self.name)
+            except TruncatedPickleError:
+                if size >= most or len(data) < size:
+                    raise
+                size = min(size * 8, most)
+                continue
+            self.at += found.end
+            return found.graph
+
+    def record(self, most: int = _MODEST) -> list[Node]:
+        """The elements of a tuple or list of numbers, strings and classes: nothing that calls is let in."""
+        graph = self.pickle(most)
+        for node in graph.nodes:
+            if not isinstance(node, int | str | tuple | Global) or (isinstance(node, Global) and node.filling):
+                self.broken("something else than numbers, strings and classes")
+        return [graph.nodes[ref] for ref in elements(graph.nodes[graph.root])]
+
+    def number(self) -> int:
+        """The number of things that follow."""
+        graph = self.pickle(_MODEST)
+        count = graph.nodes[graph.root]
+        if type(count) is not int or count < 0 or len(graph.nodes) > 1:
+            self.broken("no number of entries")
+        assert isinstance(count, int)
+        return count
+
+    def bytes(self, size: int) -> bytes:
+        data = self.source.read(self.at, size) if self.at + size <= self.end else b""
+        if len(data) < size:
+            self.broken("it ends too early")
+        self.at += size
+        return data
+
+    def broken(self, what: str) -> None:
+        raise MalformedError(what, where=self.name, offset=self.at, path=self.source.name)
+
+    def storages(self, storages: dict[int, _Storage], parts: dict[int, _Part]) -> None:
+        """Every storage with its bytes, then the list of views of them."""
+        for _ in range(self.number()):
+            key, location, cls = self._three()
+            known = isinstance(cls, Global) and cls.module in _MODULES
+            dtype = storage_dtype(cls.name) if isinstance(cls, Global) and known else None
+            if dtype is None or dtype.name in ("unknown", "untyped") or type(location) is not str:
+                self.broken("a storage of a class that torch 0.1 did not have")
+                continue
+            (count,) = unpack("<q", self.bytes(8))
+            if count < 0 or self.at + count * dtype.itemsize > self.end:
+                self.broken(f"storage {key} of {count:,} elements does not fit into the member")
+            storages[key] = _Storage(dtype, location, count, self.at)
+            parts[key] = _Part(key, 0, count)
+            self.at += count * dtype.itemsize
+        views = self._views()
+        for view, root, offset, numel in views:
+            whole = parts.get(root)
+            if whole is None or offset < 0 or numel < 0 or offset + numel > whole.numel:
+                self.broken(f"view {view} reaches beyond its storage, or has none")
+                continue
+            parts[view] = _Part(whole.root, whole.offset + offset, numel)
+
+    def _views(self) -> list[tuple[int, int, int, int]]:
+        graph = self.pickle(LIMITS.pickle_bytes)
+        if not all(isinstance(node, int | tuple | List) for node in graph.nodes):
+            self.broken("something else than numbers in the list of views")
+        found = []
+        for ref in elements(graph.nodes[graph.root]):
+            values = [graph.nodes[item] for item in elements(graph.nodes[ref])]
+            numbers = [value for value in values if type(value) is int and abs(value) < 1 << 64]
+            if len(values) != 4 or len(numbers) != 4:
+                self.broken("a view that is no four numbers")
+            found.append((numbers[0], numbers[1], numbers[2], numbers[3]))
+        return found
+
+    def tensors(self, parts: Mapping[int, _Part], tensors: dict[int, _Tensor]) -> None:
+        """Every tensor: the storage it is on, its shape, strides and offset."""
+        for _ in range(self.number()):
+            key, part, cls = self._three()
+            if not isinstance(cls, Global) or type(part) is not int or part not in parts:
+                self.broken(f"tensor {key} is on no storage of the file")
+                continue
+            (dimensions, _unused) = unpack("<ii", self.bytes(8))
+            if not 0 <= dimensions <= LIMITS.dimensions:
+                self.broken(f"tensor {key} of {dimensions:,} dimensions")
+            numbers = unpack(f"<{2 * dimensions + 1}q", self.bytes(16 * dimensions + 8))
+            shape, strides = numbers[:dimensions], numbers[dimensions:-1]
+            if min(*shape, *strides, 0, 0) < 0:
+                self.broken(f"tensor {key} with a negative size or stride")
+            tensors[key] = _Tensor(part, shape, strides, numbers[-1])
+
+    def _three(self) -> tuple[int, Node, Node]:
+        values = self.record()
+        if len(values) != 3 or type(values[0]) is not int or not 0 <= values[0] < 1 << 64:
+            self.broken("an entry that is no (number, ..., class)")
+        key = values[0]
+        assert isinstance(key, int)
+        return key, values[1], values[2]
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    """A tar archive with the members that torch 0.1 wrote."""
+    return is_header(head[:512]) and {_SYSTEM, _OBJECT, _STORAGES} <= set(_first(source))
+
+
+def _first(source: Source) -> dict[str, Member]:
+    """The first members, by name; of two with one name the last counts, as in Python's tarfile."""
+    found: dict[str, Member] = {}
+    try:
+        for number, member in enumerate(members(source)):
+            if number >= _SNIFFED:
+                break
+            if member.plain:
+                found[member.name] = member
+    except MalformedError:
+        pass  # what is damaged behind the four is no matter
+    return found
+
+
+def read(source: Source) -> TorchTar:
+    """Read the members; raises MalformedError with the entry that breaks the format."""
+    found = _first(source)
+    if _TENSORS not in found:
+        what = "it looks like the tar format of torch 0.1 but has no member 'tensors': torch does not load it either"
+        raise NotACheckpointError(what, kind="torch-tar", path=source.name, next="get it from who wrote it")
+    return TorchTar(source, found)
