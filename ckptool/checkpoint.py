@@ -280,6 +280,11 @@ class Checkpoint:
         return self.container.format
 
     @property
+    def pickled(self) -> bool:
+        """Is there a pickle behind it? Where there is none, nothing can be run."""
+        return not self.format.endswith("safetensors")
+
+    @property
     def edited(self) -> bool:
         """Does it differ from its file?"""
         return self.anew or self.target is not None or self.graph is not self.container.graph

@@ -14,6 +14,7 @@ from .human import listed
 from .outputs import safetensors
 from .outputs.losses import KINDS, refuse
 from .outputs.safetensors import Tied
+from .survey import StateDict
 
 __all__ = ["TARGETS", "convert", "target_of"]
 
@@ -66,10 +67,17 @@ def convert(
     chosen = next(item for item in checkpoint.state_dicts if item.path == path)
     found = safetensors.losses(checkpoint, chosen, tied)
     refuse(found, allow, checkpoint.path, "safetensors")
-    notes = tuple(f"without {loss.words}" for loss in found)
+    notes = (*(f"without {loss.words}" for loss in found), *_layout_notes(checkpoint, chosen))
     change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
     return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
+
+
+def _layout_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
+    """What no reader of a state dict misses, and a file of torch.save has: said, and not refused."""
+    gone = ["its OrderedDict"] if chosen.container == "OrderedDict" else []
+    gone += ["_metadata, the versions of modules"] if chosen.metadata >= 0 else []
+    return (f"without {' and '.join(gone)}; keys in the order of the format",) if gone else ()
 
 
 def _one(checkpoint: Checkpoint, key: str | None) -> str:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import splitext
 from shlex import quote
 
 from .limits import LIMITS
 
-__all__ = ["counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown", "undo_step"]
+__all__ = [
+    "counted",
+    "cut",
+    "human_bytes",
+    "human_count",
+    "listed",
+    "safetensors_name",
+    "salvage_step",
+    "shown",
+    "undo_step",
+]
 
 
 def human_bytes(size: int) -> str:
@@ -43,6 +54,11 @@ def shown(text: str) -> str:
 def salvage_step(path: str) -> str:
     """The next step for a file of which only a part is whole."""
     return f"ckptool salvage {quote(path)} -o OUT saves what is whole"
+
+
+def safetensors_name(path: str) -> str:
+    """The next step for a safetensors file under another name."""
+    return f"mv {quote(path)} {quote(splitext(path)[0] + '.safetensors')}"
 
 
 def undo_step(path: str) -> str:

@@ -14,7 +14,7 @@ from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
-from .human import counted, listed, salvage_step
+from .human import counted, listed, safetensors_name, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
@@ -94,19 +94,21 @@ def _checked(
         report["next"] = salvage_step(checkpoint.path)
     elif not unclear:
         bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-        report["next"] = _remedy(checkpoint.path, policy, bad)
+        report["next"] = _remedy(checkpoint, policy, bad)
     return report
 
 
-def _remedy(path: str, policy: Policy, bad: Mapping[str, str]) -> str:
+def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> str:
     """The command that mends what is not as expected, "" where there is none."""
-    name = quote(path)
+    name = quote(checkpoint.path)
     if "prefix" in bad:
         if policy.prefix == "none":
             return f"ckptool strip-module {name} -o OUT"
         return f"ckptool add-module {name} --prefix {quote(policy.prefix)} -o OUT"
     if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
         return f"ckptool remap {name} --to {quote(policy.device[0])} -o OUT"
+    if "weights-only" in bad and not checkpoint.pickled:
+        return safetensors_name(checkpoint.path)
     # A file that runs a command when it is loaded is not to be mended but to be thrown away.
     return f"ckptool sanitize {name} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..accounting import Account
 from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
-from ..human import counted, human_bytes, listed, undo_step
+from ..human import counted, human_bytes, listed, safetensors_name, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
@@ -106,6 +106,9 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
     if calls:
         what = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
         return [Finding("dangerous-call", "error", what, "do not load it; delete it, or report it where it came from")]
+    if not checkpoint.pickled:
+        step = safetensors_name(checkpoint.path)
+        return [Finding("weights-only", "warning", blocker.rule, step) for blocker in verdict.blockers]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     known = {problem.message for problem in checkpoint.container.problems}
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]

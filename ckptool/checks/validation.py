@@ -12,7 +12,7 @@ from .checksums import Checksums, checksums
 from .findings import rule_words
 from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
 from .storages import Flaw, storage_flaws
-from .weights_only import Verdict, weights_only
+from .weights_only import MISNAMED, Verdict, weights_only
 
 __all__ = ["FAIL", "NOT_POSSIBLE", "PASS", "WARNING", "Check", "Note", "Safety", "broken", "safety", "validation"]
 
@@ -99,12 +99,14 @@ def validation(
         notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
     count, size = len(keys), sum(storage.nbytes for storage in keys.values())
     stored = f"{counted(count, 'storage')}, {human_bytes(size)}"
-    structure = "end to end, nothing between" if legacy else "every record once, where the directory says"
+    end_to_end = legacy or not checkpoint.pickled
+    structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
+    says = "pickle" if checkpoint.pickled else "header"
     checks = [
         judged("structure", "container", notes["structure"], structure),
         judged("complete", "container", notes["complete"], f"all there: {stored}"),
         _checksums(checkpoint, notes["checksums"], quick, progress),
-        judged("sizes", "integrity", notes["sizes"], "every storage has the size that the pickle says"),
+        judged("sizes", "integrity", notes["sizes"], f"every storage has the size that the {says} says"),
         judged(
             "geometry",
             "integrity",
@@ -112,12 +114,24 @@ def validation(
             f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
         ),
     ]
-    found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
+    verdict = weights_only(checkpoint, flaws, torch)
+    if not checkpoint.pickled:
+        found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
+        loads = Check("weights-only", "safety", PASS, f"safetensors.torch.load_file takes it, {_by_torch(verdict)}")
+        odd = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
+        found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))
+        return checks + found.checks, found
+    found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"])
     either = [note for note in notes["structure"] if note.code in AMBIGUOUS]
     if either:
         what = f"it depends on which record torch reads: {either[0].message}"
         found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
     return checks + found.checks, found
+
+
+def _by_torch(verdict: Verdict) -> str:
+    """Does torch.load pass it on?"""
+    return f"torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
 
 
 def _note(problem: Problem) -> Note:
@@ -140,8 +154,9 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    if checkpoint.format == "torch-legacy":
-        what = "the legacy format has no checksums: what a flipped bit changed cannot be seen"
+    if checkpoint.format == "torch-legacy" or not checkpoint.pickled:
+        which = "the legacy format" if checkpoint.pickled else "safetensors"
+        what = f"{which} has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
     if found.uncomputed:

@@ -105,8 +105,15 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("devices", ", ".join(map(_device, report["devices"]))))
         dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
         facts.append(("dtypes", ", ".join(dtypes)))
+    if report["metadata"]:
+        texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
+        facts.append(("metadata", listed(texts, most=6)))
     verdict = report["weights_only"]
-    facts.append(("torch.load", _verdict(verdict)))
+    if report["protocol"] is None and verdict["loads"]:
+        what = f"safetensors.torch.load_file loads it, and torch.load of torch {verdict['torch']} by its name"
+        facts.append(("loads", what))
+    else:
+        facts.append(("torch.load", _verdict(verdict)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
     return facts

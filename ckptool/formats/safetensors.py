@@ -14,6 +14,7 @@ from ..errors import MalformedError, RefusedError
 from ..pickles import encode
 from ..pickles.nodes import Graph
 from ..source import Appending, Plan, Source, Span, merged
+from .identify import explain
 from .safetensors_header import MOST_HEADER, Entry, read_header
 
 __all__ = ["Safetensors", "read", "sniff"]
@@ -40,7 +41,7 @@ class Safetensors:
         keys = {entry.name: key for key, entry in self.entries.items()}
         builder = Builder()
         items = []
-        for entry in header.entries:
+        for entry in self.entries.values():  # as ``load_file`` has them: in the order of the file
             dtype = BY_SAFETENSORS.get(entry.dtype)
             if dtype is None:
                 what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
@@ -48,7 +49,10 @@ class Safetensors:
             shape = entry.shape
             if entry.dtype == "F4":
                 # A torch element is a byte of two values, and the format counts values.
-                shape = (*shape[:-1], shape[-1] // _TWO) if shape else ()
+                if not shape or shape[-1] % _TWO:
+                    what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
+                    raise MalformedError(what, path=source.name, where=entry.name)
+                shape = (*shape[:-1], shape[-1] // _TWO)
             items.append((entry.name, builder.tensor(contiguous(dtype, shape, keys[entry.name]))))
         self.graph = builder.graph(builder.mapping(items))
         kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
@@ -101,13 +105,17 @@ def _in_file(entries: Sequence[Entry]) -> list[Entry]:
 
 def sniff(head: bytes, source: Source) -> bool:
     """Nothing marks the format: a length, and JSON behind it. By its name a damaged one is told as well."""
-    if len(head) < 9:
-        return source.name.endswith(".safetensors") and bool(head.strip(b"\0"))
     size = int.from_bytes(head[:8], "little")
     text = head[8:].lstrip(b" \t\r\n")
-    if text[:1] == b"{" and size <= MOST_HEADER and (text[1:2] in (b'"', b"}", b" ", b"\n", b"\t") or len(text) == 1):
+    if (
+        len(head) > 8
+        and text[:1] == b"{"
+        and size <= MOST_HEADER
+        and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
+    ):
         return True
-    return source.name.endswith(".safetensors") and not head.startswith((b"PK\x03\x04", b"\x80", b"<", b"version"))
+    # A web page, a pointer or a zip of that name is named as what it is.
+    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") == "unknown"
 
 
 def read(source: Source) -> Safetensors:
