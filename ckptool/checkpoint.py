@@ -16,6 +16,7 @@ __all__ = [
     "AMBIGUOUS",
     "CUT",
     "DAMAGED",
+    "INCOMPLETE",
     "UNEDITABLE",
     "Body",
     "Change",
@@ -35,7 +36,9 @@ __all__ = [
 #: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
-UNEDITABLE = frozenset((DAMAGED, CUT))
+#: Of a checkpoint in several files something is missing.
+INCOMPLETE = "incomplete"
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE))
 #: Codes of the problems on whose account nobody knows what torch reads.
 AMBIGUOUS = frozenset(
     ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
@@ -222,12 +225,14 @@ Later = Callable[[], Sequence[Change]]
 
 class Target(NamedTuple):
     """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
-    share memory ("", "keep-first", "clone"), and texts beside the tensors."""
+    share memory ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` are the most bytes of a shard
+    of a folder, 0 for a single file."""
 
     format: str
     key: str = ""
     tied: Literal["", "keep-first", "clone"] = ""
     metadata: Mapping[str, str] = MappingProxyType({})
+    shard_size: int = 0
 
 
 class Checkpoint:

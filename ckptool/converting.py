@@ -10,10 +10,11 @@ from typing import Final
 from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
-from .human import listed
+from .human import human_bytes, listed
 from .outputs import safetensors
-from .outputs.losses import KINDS, refuse
+from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
+from .outputs.shards import parse_size
 from .survey import StateDict
 
 __all__ = ["TARGETS", "convert", "target_of"]
@@ -43,12 +44,16 @@ def convert(
     tied: Tied = "",
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str = 0,
 ) -> Checkpoint:
     """The checkpoint in another format, "torch" or "safetensors", when it is saved.
 
     ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
-    texts for the header of safetensors. Raises RefusedError where the format cannot hold something whose kind
+    texts for the header of safetensors. ``max_shard_size``, in bytes or text such as "5GB", makes a folder of shards
+    with an index, as huggingface_hub splits them; 0 a single file.
+
+    Raises RefusedError where the format cannot hold something whose kind
     (``losses.KINDS``, or "all") is not in ``allow``; TargetError for a format that is not known.
     """
     if target not in TARGETS:
@@ -57,6 +62,17 @@ def convert(
     if unknown:
         raise TargetError(f"{unknown[0]!r} is no kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
     source = checkpoint.format
+    size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    shape = f" in shards of at most {human_bytes(size)}" if size else ""
+    if target == "torch" and size:
+        path = _one(checkpoint, key)
+        chosen = next(item for item in checkpoint.state_dicts if item.path == path)
+        lost = tuple(safetensors.outside(checkpoint, chosen))
+        found = [Loss("entries", lost)] if lost else []
+        refuse(found, allow, checkpoint.path, "a folder of shards")
+        notes = (*(f"without {loss.words}" for loss in found), *_layout_notes(checkpoint, chosen))
+        change = Change("convert", path, 1, 0, f"{source} -> torch-zip{shape}", notes)
+        return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch", path, shard_size=size))
     if target == "torch":
         if metadata:
             what = "a file of torch.save has no texts beside its objects"
@@ -68,9 +84,9 @@ def convert(
     found = safetensors.losses(checkpoint, chosen, tied)
     refuse(found, allow, checkpoint.path, "safetensors")
     notes = (*(f"without {loss.words}" for loss in found), *_layout_notes(checkpoint, chosen))
-    change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
+    change = Change("convert", path, 1, 0, f"{source} -> safetensors{shape}", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
-    return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
+    return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts, size))
 
 
 def _layout_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:

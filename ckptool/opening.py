@@ -6,7 +6,8 @@ import os
 
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
-from .formats import read_container, read_folder
+from .formats import hf, read_container, read_folder
+from .formats.hf_files import INDEX
 from .human import salvage_step
 from .searching import explain_directory
 from .source import FileSource, open_source
@@ -26,6 +27,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if found is None:
             raise explain_directory(name)
         return Checkpoint(name, *found)
+    if name.endswith(INDEX):
+        return Checkpoint(name, *hf.read(name))
     return checkpoint_of(open_source(name))
 
 

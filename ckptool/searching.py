@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from .errors import MalformedError, NotACheckpointError, UnreadableError
-from .formats import FORMATS
+from .formats import FORMATS, folder_format
 from .formats.identify import explain, zip_kind
 from .human import listed
 from .source import open_source
@@ -73,7 +73,7 @@ def _is_glob(path: str) -> bool:
 
 def _behind(path: str) -> Iterator[Target]:
     if os.path.isdir(path):
-        yield from _walk(path)
+        yield from [Target(path, False)] if folder_format(path) else _walk(path)
     elif _is_glob(path):
         import glob
 
@@ -92,7 +92,10 @@ def _walk(folder: str) -> Iterator[Target]:
     """The checkpoints in a folder, and the folders in it that cannot be looked into."""
     closed: list[OSError] = []
     for root, folders, files in os.walk(folder, onerror=closed.append):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen = [name for name in folders if not name.startswith(".")]
+        whole = {name for name in seen if folder_format(os.path.join(root, name))}
+        folders[:] = sorted(set(seen) - whole)
+        yield from (Target(os.path.join(root, name), False) for name in sorted(whole))
         yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
     yield from (Target(str(error.filename), False) for error in closed)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from os import fspath
 from shlex import quote
 from typing import Any, Final
 
@@ -13,12 +13,13 @@ from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
+from .formats.hf_files import INDEX
 from .formats.pickles_in import pickles_in
 from .human import counted, listed, safetensors_name, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
-from .opening import checkpoint_of
+from .opening import checkpoint_of, open_checkpoint
 from .runtime.need import need_torch
 from .source import FileSource, open_source
 from .values import nonfinite
@@ -49,15 +50,20 @@ def validation_report(
 
     ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes.
     """
-    name = fspath(path)
+    name = os.fspath(path)
     check_policy(policy)
     torch = policy.torch or NEWEST
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
     source: FileSource | None = None
     try:
-        source = open_source(name)
-        report["bytes"] = source.size
-        with checkpoint_of(source) as checkpoint:
+        if os.path.isdir(name) or name.endswith(INDEX):
+            opened = open_checkpoint(name)
+            report["bytes"] = opened.source.size
+        else:
+            source = open_source(name)
+            report["bytes"] = source.size
+            opened = checkpoint_of(source)
+        with opened as checkpoint:
             report["format"] = checkpoint.format
             return report | _checked(checkpoint, policy, torch, quick, progress)
     except MalformedError as error:

@@ -40,7 +40,7 @@ def save(
     if not os.path.isdir(name):
         # What cannot be written is said before the work, not after.
         check_output(name, checkpoint.sources, force=force)
-    plan, _ = plan_of(checkpoint)
+    plan, _ = plan_of(checkpoint, name)
     if isinstance(plan, Files):
         return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
     return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)

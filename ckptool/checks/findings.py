@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accounting import Account
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE, Checkpoint
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, INCOMPLETE, UNEDITABLE, Checkpoint
 from ..human import counted, human_bytes, listed, safetensors_name, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
@@ -86,6 +86,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
+        INCOMPLETE: "get the files again that are missing or damaged",
         "edited-in-place": command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
     }

@@ -53,6 +53,7 @@ class Safety(NamedTuple):
 
 #: The checks that problems of a container belong to; the others are about its structure.
 _CHECK_OF: Final = {
+    "incomplete": "complete",
     "missing-storage": "complete",
     "unreferenced-storage": "complete",
     "unreferenced-record": "complete",

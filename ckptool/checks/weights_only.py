@@ -79,7 +79,7 @@ def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
     It does so by the name of a file alone (torch/serialization.py, ``load``).
     """
     sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
-    named = all(source.name.endswith(".safetensors") for source in sources)
+    named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
     if named and rules(torch).reads_safetensors:
         return ""
     if named:

@@ -10,6 +10,8 @@ from .. import api
 from ..checkpoint import Checkpoint
 from ..converting import TARGETS, target_of
 from ..outputs.losses import KINDS
+from ..outputs.shards import DEFAULT_SIZE, parse_size
+from ..planning import makes_folder
 from .editing import Job, edit_all
 from .options import key_option, paths, writing
 
@@ -20,6 +22,8 @@ Examples:
   ckptool convert model.pth -o model.safetensors
   ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
+  ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
+  ckptool convert model-folder -o model.safetensors
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -38,6 +42,8 @@ What may be lost, and is refused unless --allow-loss names it:
     type=click.Choice(("keep-first", "clone")),
     help="Tensors that share memory: keep the first name, or copy each.",
 )
+@click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB (powers of ten).")
+@click.option("--single", is_flag=True, help="Write one file, also where a folder is read and -o has no suffix.")
 @click.option("--metadata", "texts", multiple=True, metavar="KEY=VALUE", help="A text for the header; repeatable.")
 @key_option
 @writing
@@ -46,6 +52,8 @@ def convert(
     target: str | None,
     allow: tuple[str, ...],
     tied: Any,
+    max_shard_size: str | None,
+    single: bool,
     texts: tuple[str, ...],
     key: str | None,
     **how: Any,
@@ -64,7 +72,19 @@ def convert(
         raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
     chosen = target
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.convert(checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata)
+    if single and max_shard_size is not None:
+        raise click.UsageError("--single is one file, --max-shard-size a folder of several: one of them.")
+    size = parse_size(max_shard_size) if max_shard_size is not None else 0
 
-    return edit_all(Job("convert", edit), paths, **how)
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        most = size if single or size or not _like_input(checkpoint, how["output"]) else DEFAULT_SIZE
+        return api.convert(
+            checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata, max_shard_size=most
+        )
+
+    return edit_all(Job("convert", edit, folder=bool(size) if size or single else None), paths, **how)
+
+
+def _like_input(checkpoint: Checkpoint, output: str | None) -> bool:
+    """Is a folder read, and one to be written?"""
+    return makes_folder(checkpoint, output or "")

@@ -13,8 +13,8 @@ from ..api.in_place import in_place
 from ..checkpoint import Change, Checkpoint, file_mode
 from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
-from ..human import counted, human_bytes, undo_step
-from ..planning import plan_of
+from ..human import counted, human_bytes, listed, undo_step
+from ..planning import makes_folder, plan_of
 from ..source import Files, FileSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
@@ -35,7 +35,8 @@ class Job(NamedTuple):
 
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
-    other files that it reads, which must not be the output either; ``folder`` says that the output is one.
+    other files that it reads, which must not be the output either; ``folder`` says whether the output is one, None
+    that it is what the input is.
     """
 
     command: str
@@ -45,7 +46,7 @@ class Job(NamedTuple):
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
-    folder: bool = False
+    folder: bool | None = None
 
 
 def edit_all(
@@ -127,7 +128,8 @@ class _How(NamedTuple):
 def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check = check_folder if job.folder else check_output
+            folder = makes_folder(checkpoint, target) if job.folder is None else job.folder
+            check = check_folder if folder else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
@@ -150,6 +152,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
+            **({"not_copied": beside} if (beside := _beside(checkpoint)) else {}),
         }
 
 
@@ -160,9 +163,14 @@ def _modules(edited: Checkpoint) -> list[str]:
     return edited.survey.modules[:1]
 
 
+def _beside(checkpoint: Checkpoint) -> list[str]:
+    """The files of a folder that are no part of the checkpoint, and are not written again."""
+    return list(getattr(checkpoint.container, "beside", ()))
+
+
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
-    plan, exact = plan_of(edited)
+    plan, exact = plan_of(edited, target or "")
     if target is not None and not how.dry_run:
         target = _write(edited, plan, target, force=how.force, bar=how.bar)
     elif edited.later:
@@ -230,7 +238,9 @@ def account(report: dict[str, Any]) -> list[str]:
             f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
         ]
-    elif not report["exact"]:
+    if report.get("not_copied"):
+        lines.append(f"  note: the weights alone are written, without {clean(listed(report['not_copied']))}")
+    if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:
         lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays unless --key names it")

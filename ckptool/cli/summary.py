@@ -110,10 +110,11 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("metadata", listed(texts, most=6)))
     verdict = report["weights_only"]
     if report["protocol"] is None and verdict["loads"]:
-        what = f"safetensors.torch.load_file loads it, and torch.load of torch {verdict['torch']} by its name"
+        what = "each file" if report["format"].startswith("hf-") else "it"
+        what = f"safetensors.torch.load_file loads {what}, and torch.load of torch {verdict['torch']} by its name"
         facts.append(("loads", what))
     else:
-        facts.append(("torch.load", _verdict(verdict)))
+        facts.append(("torch.load", _verdict(report)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
     return facts
@@ -124,9 +125,11 @@ def _device(item: dict[str, Any]) -> str:
     return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {human_bytes(item['bytes'])})"
 
 
-def _verdict(verdict: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any]) -> str:
+    verdict = report["weights_only"]
     if verdict["loads"]:
-        return f"weights_only=True of torch {verdict['torch']} loads it"
+        what = "each file" if report["format"].startswith("hf-") else "it"
+        return f"weights_only=True of torch {verdict['torch']} loads {what}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.

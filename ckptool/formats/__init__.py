@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import FolderSource, Source
-from . import identify, safetensors, torch_legacy, torch_zip
+from . import hf, identify, safetensors, torch_legacy, torch_zip
 
-__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "read_container", "read_folder"]
+__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
 
 class Format(NamedTuple):
@@ -39,7 +39,7 @@ class FolderFormat(NamedTuple):
     read: Callable[[str], tuple[FolderSource, Container]]
 
 
-FOLDERS: Final[tuple[FolderFormat, ...]] = ()
+FOLDERS: Final[tuple[FolderFormat, ...]] = (FolderFormat("hf", hf.WORDS, hf.sniff, hf.read),)
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.
 _HEAD = 1024
@@ -50,12 +50,17 @@ def read_folder(path: str) -> tuple[FolderSource, Container] | None:
 
     Raises as ``read_container`` does.
     """
+    found = folder_format(path)
+    return None if found is None else found.read(path)
+
+
+def folder_format(path: str) -> FolderFormat | None:
+    """The format of which a folder is one checkpoint, by the names of its files."""
     try:
         names = frozenset(os.listdir(path))
     except OSError:
         return None
-    found = next((known for known in FOLDERS if known.sniff(names)), None)
-    return None if found is None else found.read(path)
+    return next((known for known in FOLDERS if known.sniff(names)), None)
 
 
 def read_container(source: Source) -> Container:

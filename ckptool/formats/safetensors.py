@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ..building import Builder, contiguous
+from ..building import Builder, PlainTensor, contiguous
 from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..dtypes import BY_SAFETENSORS
 from ..errors import MalformedError, RefusedError
@@ -22,6 +22,8 @@ __all__ = ["Safetensors", "read", "sniff"]
 WORDS = "safetensors"
 #: Elements of a torch dtype for each of the format, where they are not one.
 _TWO = 2
+#: What `explain` says of a damaged file that is called by the suffix of the format.
+_OURS = ("unknown", "safetensors")
 
 
 class Safetensors:
@@ -39,9 +41,9 @@ class Safetensors:
         self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
         self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
         keys = {entry.name: key for key, entry in self.entries.items()}
-        builder = Builder()
-        items = []
-        for entry in self.entries.values():  # as ``load_file`` has them: in the order of the file
+        #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
+        self.tensors: list[tuple[str, PlainTensor]] = []
+        for entry in self.entries.values():
             dtype = BY_SAFETENSORS.get(entry.dtype)
             if dtype is None:
                 what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
@@ -53,14 +55,23 @@ class Safetensors:
                     what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
                     raise MalformedError(what, path=source.name, where=entry.name)
                 shape = (*shape[:-1], shape[-1] // _TWO)
-            items.append((entry.name, builder.tensor(contiguous(dtype, shape, keys[entry.name]))))
-        self.graph = builder.graph(builder.mapping(items))
+            self.tensors.append((entry.name, contiguous(dtype, shape, keys[entry.name])))
+        self._graph: Graph | None = None
         kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
         self.writer = (
             f"safetensors for {kind.get(self.metadata['format'], self.metadata['format'])}"
             if ("format" in self.metadata)
             else "safetensors"
         )
+
+    @property
+    def graph(self) -> Graph:
+        """A dict of the tensors; made at the first use, as a shard of a folder needs none."""
+        if self._graph is None:
+            builder = Builder()
+            items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
+            self._graph = builder.graph(builder.mapping(items))
+        return self._graph
 
     @property
     def pickle(self) -> bytes:
@@ -115,7 +126,7 @@ def sniff(head: bytes, source: Source) -> bool:
     ):
         return True
     # A web page, a pointer or a zip of that name is named as what it is.
-    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") == "unknown"
+    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OURS
 
 
 def read(source: Source) -> Safetensors:
