@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS, folder_format
 from .formats.identify import explain, zip_kind
+from .formats.training_folders import training_folder
 from .human import listed
 from .source import open_source
 from .zips import read_archive
@@ -71,9 +72,10 @@ def _is_glob(path: str) -> bool:
     return any(mark in path for mark in "*?[") and not os.path.lexists(path)
 
 
-def _behind(path: str) -> Iterator[Target]:
+def _behind(path: str) -> Iterator[Target | UnreadableError]:
     if os.path.isdir(path):
-        yield from [Target(path, False)] if folder_format(path) else _walk(path)
+        whole = _whole(path)
+        yield from _walk(path) if whole is None else [whole]
     elif _is_glob(path):
         import glob
 
@@ -88,14 +90,19 @@ def _behind(path: str) -> Iterator[Target]:
         yield Target(path, True)
 
 
-def _walk(folder: str) -> Iterator[Target]:
+def _whole(folder: str) -> Target | UnreadableError | None:
+    """A folder that is one checkpoint as a whole, or one of a kind that is only named; None for any other."""
+    return Target(folder, False) if folder_format(folder) else training_folder(folder)
+
+
+def _walk(folder: str) -> Iterator[Target | UnreadableError]:
     """The checkpoints in a folder, and the folders in it that cannot be looked into."""
     closed: list[OSError] = []
     for root, folders, files in os.walk(folder, onerror=closed.append):
         seen = [name for name in folders if not name.startswith(".")]
-        whole = {name for name in seen if folder_format(os.path.join(root, name))}
-        folders[:] = sorted(set(seen) - whole)
-        yield from (Target(os.path.join(root, name), False) for name in sorted(whole))
+        whole = {name: one for name in sorted(seen) if (one := _whole(os.path.join(root, name))) is not None}
+        folders[:] = sorted(set(seen) - whole.keys())
+        yield from whole.values()
         yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
     yield from (Target(str(error.filename), False) for error in closed)
 
@@ -144,6 +151,9 @@ def explain_directory(path: str) -> UnreadableError:
         what = "it is a directory of torch.distributed.checkpoint; ckptool does not read this format yet"
         step = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it"
         return NotACheckpointError(what, kind="dcp", path=path, next=step)
+    known = training_folder(path)
+    if known is not None:
+        return known
     files = [os.path.join(path, name) for name in names[:_LISTED]]
     found = [file for file in files if os.path.isfile(file) and _claims(file)]
     if not found:

@@ -59,6 +59,8 @@ _BESIDE: Final = {
     "merges.txt": "the tokenizer",
     "spiece.model": "the tokenizer",
     "preprocessor_config.json": "the preprocessor",
+    "global_step*": "a DeepSpeed checkpoint, a part a rank",
+    "zero_to_fp32.py": "DeepSpeed's script",
 }
 #: What such a folder holds for sure, so that weights in one file beside it are its own.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
