@@ -5,7 +5,7 @@ from __future__ import annotations
 from shlex import quote
 from typing import Final, NamedTuple
 
-from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
+from .checkpoint import AMBIGUOUS, CUT, INCOMPLETE, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .formats import hf
@@ -143,6 +143,8 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = "get a whole copy of the file"
+        if damage[0].code == INCOMPLETE:
+            step = "get the files again that are missing or damaged"
         if damage[0].code == CUT:
             step += f", or {salvage_step(checkpoint.path)}"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)

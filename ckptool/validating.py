@@ -21,7 +21,7 @@ from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of, open_checkpoint
 from .runtime.need import need_torch
-from .source import FileSource, open_source
+from .source import FileSource, FolderSource, open_source
 from .values import nonfinite
 
 __all__ = ["check_policy", "unreadable_report", "validation_report"]
@@ -97,7 +97,9 @@ def _checked(
     report = _summed(checks, found, policy, torch, "")
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
-        report["next"] = salvage_step(checkpoint.path)
+        folder = isinstance(checkpoint.source, FolderSource)
+        step = "get the files again that are missing or damaged" if folder or not checkpoint.pickled else ""
+        report["next"] = step or salvage_step(checkpoint.path)
     elif not unclear:
         bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
         report["next"] = _remedy(checkpoint, policy, bad)

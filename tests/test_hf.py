@@ -418,3 +418,9 @@ def test_a_report_of_a_folder_names_its_format(folder: Path) -> None:
 def test_more_than_one_folder_cannot_be_mixed_up(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError):
         ckptool.open(tmp_path / "missing.index.json")
+
+
+def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oracle.difference({k: ckptool.load(folder)[k] for k in tensors()}, tensors()) == ""
+    assert run(["inspect", str(folder), "--load"]) == 0
+    assert f"yes: {len(tensors())} tensors on cpu" in capsys.readouterr().out

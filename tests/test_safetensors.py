@@ -292,3 +292,9 @@ def test_real_safetensors_files_go_there_and_back(tmp_path: Path) -> None:
             assert "torch does not have" in str(error)
             continue
         assert oracle.difference(load_file(path), dict(oracle.load(tmp_path / "x.pth"))) == ""
+
+
+def test_outputs_of_several_inputs_are_called_what_they_are(tmp_path: Path) -> None:
+    words = ["convert", str(FIXTURES / "bare.pth"), str(FIXTURES / "legacy_bare.pth"), "--to-format", "safetensors"]
+    assert run([*words, "--out-dir", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"bare.safetensors", "legacy_bare.safetensors"}

@@ -15,7 +15,7 @@ from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
 from .calls import suspicious_calls
 from .storages import Flaw
-from .weights_only import Blocker, Verdict
+from .weights_only import MISNAMED, Blocker, Verdict
 
 __all__ = ["Finding", "findings", "rule_words", "suggested_output"]
 
@@ -109,7 +109,8 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
         return [Finding("dangerous-call", "error", what, "do not load it; delete it, or report it where it came from")]
     if not checkpoint.pickled:
         step = safetensors_name(checkpoint.path)
-        return [Finding("weights-only", "warning", blocker.rule, step) for blocker in verdict.blockers]
+        told = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
+        return [Finding("weights-only", "warning", rule, step) for rule in told]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     known = {problem.message for problem in checkpoint.container.problems}
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]

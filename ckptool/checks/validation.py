@@ -119,7 +119,8 @@ def validation(
     if not checkpoint.pickled:
         found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
         loads = Check("weights-only", "safety", PASS, f"safetensors.torch.load_file takes it, {_by_torch(verdict)}")
-        odd = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
+        gone = {problem.message for problem in checkpoint.container.problems}
+        odd = [rule.rule for rule in verdict.blockers if rule.rule.startswith(MISNAMED) or rule.rule in gone]
         found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))
         return checks + found.checks, found
     found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"])

@@ -78,6 +78,9 @@ def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
 
     It does so by the name of a file alone (torch/serialization.py, ``load``).
     """
+    refused = next((problem.message for problem in checkpoint.container.problems if problem.refused), "")
+    if refused:
+        return refused
     sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
     named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
     if named and rules(torch).reads_safetensors:

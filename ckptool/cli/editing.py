@@ -36,7 +36,7 @@ class Job(NamedTuple):
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
     other files that it reads, which must not be the output either; ``folder`` says whether the output is one, None
-    that it is what the input is.
+    that it is what the input is; ``rename`` makes the name of an output in ``--out-dir`` of that of its input.
     """
 
     command: str
@@ -47,6 +47,7 @@ class Job(NamedTuple):
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
     folder: bool | None = None
+    rename: Callable[[str], str] = str
 
 
 def edit_all(
@@ -65,7 +66,7 @@ def edit_all(
     """Edit every input; each output is written, or each failure said, before the worst code is returned."""
     if in_place and (output is not None or out_dir is not None or force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
-    targets: list[str | None] = [None] * len(paths) if in_place else _targets(paths, output, out_dir, dry_run)
+    targets: list[str | None] = [None] * len(paths) if in_place else _targets(job, paths, output, out_dir, dry_run)
     reports = []
     codes = []
     for path, target in zip(paths, targets):
@@ -90,11 +91,13 @@ def edit_all(
     return worst(codes)
 
 
-def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool) -> list[str | None]:
+def _targets(
+    job: Job, paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool
+) -> list[str | None]:
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
-        names = [os.path.basename(os.path.normpath(path)) for path in paths]
+        names = [job.rename(os.path.basename(os.path.normpath(path))) for path in paths]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")

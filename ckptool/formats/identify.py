@@ -117,9 +117,8 @@ def _unpacked(tool: str, name: str, suffix: str) -> str:
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
-    later = "ckptool does not read this format yet"
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return _not("safetensors", f"it is a safetensors file; {later}", source, "safetensors.torch.load_file loads it")
+        return _not("safetensors", "it is a safetensors file", source, f"ckptool inspect {quote(source.name)}")
     for magic, kind, name, tool in (
         (b"GGUF", "gguf", "a GGUF model (llama.cpp)", "the gguf package reads it"),
         (b"\x93NUMPY", "npy", "a NumPy array", "numpy.load reads it"),

@@ -90,7 +90,8 @@ def read_header(source: Source) -> Header:
 
 
 def _broken(source: Source, rule: str, where: str = "") -> MalformedError:
-    return MalformedError(f"no valid safetensors file: {rule}", path=source.name, where=where)
+    what = f"no valid safetensors file: {rule}"
+    return MalformedError(what, path=source.name, where=where, next="it is damaged: get the file again")
 
 
 def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
