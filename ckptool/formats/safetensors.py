@@ -19,7 +19,7 @@ from .safetensors_header import MOST_HEADER, Entry, read_header
 
 __all__ = ["Safetensors", "read", "sniff"]
 
-WORDS = "safetensors"
+WORDS = "safetensors: a JSON header and bare tensors, nothing that could be run"
 #: Elements of a torch dtype for each of the format, where they are not one.
 _TWO = 2
 #: What `explain` says of a damaged file that is called by the suffix of the format.
