@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS, folder_format
 from .formats.identify import explain, zip_kind
-from .formats.training_folders import training_folder
 from .human import listed
 from .source import open_source
 from .zips import read_archive
@@ -92,6 +91,8 @@ def _behind(path: str) -> Iterator[Target | UnreadableError]:
 
 def _whole(folder: str) -> Target | UnreadableError | None:
     """A folder that is one checkpoint as a whole, or one of a kind that is only named; None for any other."""
+    from .formats.training_folders import training_folder  # for folders alone
+
     return Target(folder, False) if folder_format(folder) else training_folder(folder)
 
 
@@ -151,6 +152,8 @@ def explain_directory(path: str) -> UnreadableError:
         what = "it is a directory of torch.distributed.checkpoint; ckptool does not read this format yet"
         step = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it"
         return NotACheckpointError(what, kind="dcp", path=path, next=step)
+    from .formats.training_folders import training_folder
+
     known = training_folder(path)
     if known is not None:
         return known

@@ -83,13 +83,13 @@ def convert(
             checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata, max_shard_size=most
         )
 
-    def rename(name: str) -> str:
+    def called(name: str) -> str:
         stem, suffix = os.path.splitext(name)
         if size or suffix.lower() in TARGETS[chosen]:
             return stem if size else name
         return stem + (".safetensors" if chosen == "safetensors" else ".pth")
 
-    return edit_all(Job("convert", edit, rename=rename, folder=bool(size) if size or single else None), paths, **how)
+    return edit_all(Job("convert", edit, called=called, folder=bool(size) if size or single else None), paths, **how)
 
 
 def _like_input(checkpoint: Checkpoint, output: str | None) -> bool:

@@ -36,7 +36,7 @@ class Job(NamedTuple):
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
     other files that it reads, which must not be the output either; ``folder`` says whether the output is one, None
-    that it is what the input is; ``rename`` makes the name of an output in ``--out-dir`` of that of its input.
+    that it is what the input is; ``called`` makes the name of an output in ``--out-dir`` of that of its input.
     """
 
     command: str
@@ -47,7 +47,7 @@ class Job(NamedTuple):
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
     folder: bool | None = None
-    rename: Callable[[str], str] = str
+    called: Callable[[str], str] = str
 
 
 def edit_all(
@@ -97,7 +97,7 @@ def _targets(
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
-        names = [job.rename(os.path.basename(os.path.normpath(path))) for path in paths]
+        names = [job.called(os.path.basename(os.path.normpath(path))) for path in paths]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")

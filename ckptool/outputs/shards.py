@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint, Target
+from ..edits.merge import moved
 from ..elements import tensor_size
 from ..errors import TargetError
-from ..pickles.nodes import Dict
+from ..pickles.nodes import Dict, Graph, Ref, Style, children
 from ..source import Files, Plan
 from ..survey import StateDict
 from . import safetensors, torch_zip
@@ -20,6 +21,8 @@ __all__ = ["DEFAULT_SIZE", "Item", "parse_size", "plan", "split"]
 
 #: Bytes of a shard where nobody says another number; that of huggingface_hub.
 DEFAULT_SIZE: Final = 5 * 10**9
+#: Of torch.save.
+_PROTOCOL: Final = 2
 _UNITS: Final = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
@@ -94,9 +97,10 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, 
     own = {name: text for name, text in target.metadata.items() if name == "format"}
     texts = {name: text for name, text in {**chosen.names, **target.metadata}.items() if name != "format"}
 
+    by_name = {named.name: named for named in chosen.tensors}
+
     def one(names: Sequence[str]) -> Plan:
-        wanted = frozenset(names)
-        part = chosen._replace(tensors=[named for named in chosen.tensors if named.name in wanted], names={})
+        part = chosen._replace(tensors=[by_name[name] for name in names], names={})
         return safetensors.plan_chosen(checkpoint, part, own)
 
     return _files("model", "safetensors", shards, one, sum(item.size for item in items), texts)
@@ -118,15 +122,28 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, most: int) -> Files:
         seen |= {tensor.storage} if tensor.storage else set()
 
     def one(names: Sequence[str], root: str) -> Plan:
-        pairs = [ref for name in names for ref in entries[name]]
-        part = graph.edited({}, [Dict(pairs)], root=len(graph.nodes))
-        return torch_zip.plan(checkpoint.changed(part, [], anew=True, root=root))
+        part = _part(graph, [ref for name in names for ref in entries[name]])
+        return torch_zip.plan(checkpoint.changed(part, [], anew=True, root=root), crcs)
 
+    crcs = torch_zip.checksums_on_record(checkpoint)
     shards = split(items, most)
     if len(shards) < 2:
         return Files((("pytorch_model.bin", one([item.name for item in items], "pytorch_model")),))
     numbered = {id(names): _name("pytorch_model", number, len(shards)) for number, names in enumerate(shards, 1)}
     return _files("pytorch_model", "bin", shards, lambda names: one(names, numbered[id(names)]), total, {})
+
+
+def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
+    """A dict of some entries of a graph, and nothing that they do not lead to."""
+    places: dict[Ref, Ref] = {}
+    work = list(reversed(pairs))
+    while work:
+        ref = work.pop()
+        if ref not in places:
+            places[ref] = len(places)
+            work.extend(reversed(children(graph.nodes[ref])))
+    nodes = [moved(graph.nodes[ref], places) for ref in places]
+    return Graph([*nodes, Dict([places[ref] for ref in pairs])], len(nodes), Style(_PROTOCOL))
 
 
 def _name(stem: str, number: int, count: int) -> str:
