@@ -46,6 +46,8 @@ def check(edit: str, source: str, output: str) -> str:
         return _same(source, output)
     if edit == "safetensors":
         return _safetensors(source, output)
+    if edit == "convert":
+        return _safetensors(source, output, whole=True)
     edit, _, meta = edit.partition("-")
     load = _load_metadata if meta else _load
     found, tags = load(output)
@@ -89,13 +91,13 @@ def _equal(expected: dict[str, Any], found: dict[str, Any], cast: bool = False, 
     return ""
 
 
-def _safetensors(source: str, output: str) -> str:
-    """The checkpoint with its prefix off, as a safetensors file: names and values."""
+def _safetensors(source: str, output: str, whole: bool = False) -> str:
+    """The checkpoint with its prefix off (with it if ``whole``), as a safetensors file: names and values."""
     import torch
     from safetensors import safe_open
 
     state, _ = _load(source)
-    expected = _stripped(state)
+    expected = state if whole else _stripped(state)
     with safe_open(output, "pt") as found:
         if set(found.keys()) != set(expected):
             return "the keys are not the expected ones"

@@ -15,8 +15,10 @@ FIVE = "edit, five edits in one pass"
 _FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
 DIFF, CMP = "diff, one bit differs at the end", "cmp, one bit differs at the end"
 DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
+CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
 MATCH = "match, prefix to be stripped"
 SALVAGE = "salvage, half of the file cut off"
+_CONVERT = "torch.load{mmap} + save_file"
 _KEYS, _STRIP, _REMAP, _CAST = (
     "torch.load{mmap} + print keys", "torch.load{mmap} + strip + save", "torch.load{mmap} to cpu + save",
     "torch.load{mmap} + cast + save",
@@ -30,7 +32,7 @@ def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
     ready = [_reading(tool, spec, path), _writing(tool, spec, path)]
     if spec != files.LARGE:
         ready += [_checking(tool, spec, path), _casting(tool, spec, path), _editing(tool, spec, path)]
-        ready += [_comparing(tool, spec, path), _matching(tool, spec, path)]
+        ready += [_comparing(tool, spec, path), _matching(tool, spec, path), _converting(tool, spec, path)]
     else:
         ready = [
             group._replace(jobs=tuple(job._replace(most=references.SLOW) for job in group.jobs)) for group in ready
@@ -111,6 +113,23 @@ def _casting(tool: list[str], spec: Spec, path: Path) -> Group:
     third = Target(1 / 3, peak=1050) if spec == files.BIG else None
     rows = (Row(cast.name, plain.name, third, reader=True), Row(cast.name, mapped.name))
     return Group("cast", spec.label, (cast, plain, mapped), rows)
+
+
+def _converting(tool: list[str], spec: Spec, path: Path) -> Group:
+    output, there = path.with_name("output.pt"), path.with_name("output.safetensors")
+    same = path.with_suffix(".safetensors")
+    to = command(tool, "convert", "--allow-loss", "devices", source=path, output=there, check="convert")
+    to = to._replace(name=CONVERT)
+    back = command(tool, "convert", source=same, output=output, check="loads")._replace(name=CONVERT_BACK)
+    plain, mapped = both(_CONVERT, references.TO_SAFETENSORS, path, there)
+    copy, load = references.copy(path, there), references.from_safetensors(same, output)
+    near = Target(1.3, peak=64) if spec == files.BIG else None
+    rows = (
+        Row(to.name, COPY, near, reader=spec == files.BIG), Row(to.name, plain.name), Row(to.name, mapped.name),
+        Row(back.name, COPY), Row(back.name, load.name),
+    )  # fmt: skip
+    setup = (made(lambda unfinished: files.run_torch("safetensors", unfinished, path), same),)
+    return Group("convert", spec.label, (to, back, copy, plain, mapped, load), rows, setup, (same,))
 
 
 def _editing(tool: list[str], spec: Spec, path: Path) -> Group:

@@ -21,6 +21,10 @@ STRIP = (
     f"strip(state, '{files.PREFIX}'); {SAVE}"
 )
 CAST = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + SAVE
+TO_SAFETENSORS = "from safetensors.torch import save_file; save_file(dict(state), sys.argv[2])"
+_FROM_SAFETENSORS = (
+    "import sys, torch; from safetensors.torch import load_file; torch.save(load_file(sys.argv[1]), sys.argv[2])"
+)
 _NAMES = "import sys, torch; a, b = (set(torch.load(p, map_location='meta')) for p in sys.argv[1:]); print(len(a & b))"
 _EACH = (
     "import sys, pathlib, torch\n"
@@ -43,6 +47,7 @@ IMPORTS = 'python -c "import click, tabulate"'
 COPY = "cp && sync"
 REFLINK = "cp --reflink=always && sync"
 SUM = "read + zlib.crc32 loop"
+FROM_SAFETENSORS = "load_file + torch.save"
 NAMES = "two torch.load to meta, intersect the names"
 
 
@@ -81,6 +86,12 @@ def copy(source: Path, output: Path, label: str = COPY) -> Job:
 def checksum(source: Path) -> Job:
     """Every byte read and summed."""
     return Job(SUM, (sys.executable, "-c", _SUM, str(source)), (source,))
+
+
+def from_safetensors(source: Path, output: Path) -> Job:
+    """A safetensors file as a torch file, by the two libraries."""
+    words = (sys.executable, "-c", _FROM_SAFETENSORS, str(source), str(output))
+    return Job(FROM_SAFETENSORS, words, (source,), output, most=SLOW)
 
 
 def names_of_two(one: Path, two: Path) -> Job:

@@ -16,6 +16,7 @@ __all__ = [
     "AMBIGUOUS",
     "CUT",
     "DAMAGED",
+    "INCOMPLETE",
     "UNEDITABLE",
     "Body",
     "Change",
@@ -37,16 +38,15 @@ DAMAGED = "damaged"
 CUT = "cut"
 #: Of a file that holds former versions of itself.
 EDITED = "edited-in-place"
-UNEDITABLE = frozenset((DAMAGED, CUT, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"))
+#: Of a checkpoint in several files something is missing.
+INCOMPLETE = "incomplete"
+UNEDITABLE = frozenset(
+    (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole")
+)
 #: Codes of the problems on whose account nobody knows what torch reads.
 AMBIGUOUS = frozenset(
     (
-        "duplicate-record",
-        "case-twin",
-        "second-archive",
-        "encrypted",
-        "special-flags",
-        "folder-attribute",
+        *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
         "chunk-overlap",
     )
 )
@@ -235,12 +235,14 @@ Later = Callable[[], Sequence[Change]]
 
 class Target(NamedTuple):
     """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
-    share memory ("", "keep-first", "clone"), and texts beside the tensors."""
+    share memory ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` are the most bytes of a shard
+    of a folder, 0 for a single file."""
 
     format: str
     key: str = ""
     tied: Literal["", "keep-first", "clone"] = ""
     metadata: Mapping[str, str] = MappingProxyType({})
+    shard_size: int = 0
 
 
 class Checkpoint:
@@ -291,6 +293,11 @@ class Checkpoint:
     def format(self) -> str:
         """ "torch-zip", "torch-legacy", ..."""
         return self.container.format
+
+    @property
+    def pickled(self) -> bool:
+        """Is there a pickle behind it? Where there is none, nothing can be run."""
+        return not self.format.endswith("safetensors")
 
     @property
     def edited(self) -> bool:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from shlex import quote
-from typing import Final
+from typing import Final, NamedTuple
 
 from .checkpoint import Change, Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
-from .human import listed
+from .human import human_bytes, listed
 from .outputs import dcp, safetensors, torch_legacy
 from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
+from .outputs.shards import parse_size
 from .programs import program_of
+from .survey import StateDict
 
-__all__ = ["FOLDERS", "TARGETS", "convert", "target_of"]
+__all__ = ["FOLDERS", "SHARDED", "TARGETS", "convert", "target_of"]
 
 #: The formats that are written, and the suffixes that mean them.
 TARGETS: Final = {
@@ -27,6 +29,23 @@ TARGETS: Final = {
 }
 #: Those that are a folder of files.
 FOLDERS: Final = frozenset(("dcp",))
+#: Those that are split into shards on request.
+SHARDED: Final = frozenset(("torch", "safetensors"))
+
+
+class _Wanted(NamedTuple):
+    """What ``convert`` was asked for; ``beside`` is what a program has beside its weights, ``shard_size`` in bytes."""
+
+    key: str | None
+    tied: Tied
+    allow: Collection[str]
+    metadata: Mapping[str, str]
+    shard_size: int
+    beside: list[Loss]
+
+    @property
+    def shape(self) -> str:
+        return f" in shards of at most {human_bytes(self.shard_size)}" if self.shard_size else ""
 
 
 def target_of(path: str) -> str:
@@ -47,12 +66,16 @@ def convert(
     tied: Tied = "",
     allow: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str = 0,
 ) -> Checkpoint:
     """The checkpoint in another format when it is saved: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
     ``key`` names the state dict for formats that hold one only; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
-    texts for the header of safetensors. Raises RefusedError where the format cannot hold something whose kind
+    texts for the header of safetensors. ``max_shard_size``, in bytes or text such as "5GB", makes a folder of shards
+    with an index, as huggingface_hub splits them; 0 a single file.
+
+    Raises RefusedError where the format cannot hold something whose kind
     (``losses.KINDS``, or "all") is not in ``allow``; TargetError for a format that is not known.
     """
     if target not in TARGETS:
@@ -60,66 +83,110 @@ def convert(
     unknown = [kind for kind in allow if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is no kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
-    source = checkpoint.format
+    size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    if size and target not in SHARDED:
+        what = f"no reader of {target} knows shards with an index"
+        raise TargetError(what, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
-    if target in ("torch", "legacy"):
-        if metadata:
-            what = "a file of torch.save has no texts beside its objects"
-            raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
-        refuse(beside, allow, checkpoint.path, "a state dict")
-        if target == "legacy":
-            return _legacy(checkpoint, allow)
-        notes = tuple(f"without {loss.words}" for loss in beside)
-        change = Change("convert", "", 1, 0, f"{source} -> torch-zip", notes)
-        return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
-    if target == "dcp":
-        return _dcp(checkpoint, key, tied, allow, metadata)
-    path = _one(checkpoint, key)
-    chosen = next(item for item in checkpoint.state_dicts if item.path == path)
-    found = beside + safetensors.losses(checkpoint, chosen, tied)
-    refuse(found, allow, checkpoint.path, "safetensors")
-    notes = tuple(f"without {loss.words}" for loss in found)
-    change = Change("convert", path, 1, 0, f"{source} -> safetensors", notes)
-    texts = {"format": "pt", **checkpoint.container.metadata, **(metadata or {})}
-    return checkpoint.changed(checkpoint.graph, [change], target=Target("safetensors", path, tied, texts))
+    return _WAYS[target](checkpoint, _Wanted(key, tied, allow, metadata or {}, size, beside))
 
 
-def _dcp(
-    checkpoint: Checkpoint, key: str | None, tied: Tied, allow: Collection[str], metadata: Mapping[str, str] | None
-) -> Checkpoint:
+def _torch(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
+    """A zip of the whole object."""
+    if wanted.shard_size:
+        return _torch_shards(checkpoint, wanted)
+    _refuse_texts(checkpoint, wanted)
+    refuse(wanted.beside, wanted.allow, checkpoint.path, "a state dict")
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _without(wanted.beside))
+    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
+
+
+def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
+    """A folder of zips, a part of the state dict each."""
+    _refuse_texts(checkpoint, wanted)
+    chosen = _one(checkpoint, wanted.key)
+    lost = tuple(safetensors.outside(checkpoint, chosen))
+    found = wanted.beside + ([Loss("entries", lost)] if lost else [])
+    refuse(found, wanted.allow, checkpoint.path, "a folder of shards")
+    notes = (*_without(found), *_layout_notes(checkpoint, chosen))
+    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{wanted.shape}", notes)
+    target = Target("torch", chosen.path, shard_size=wanted.shard_size)
+    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=target)
+
+
+def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
+    """A file of one state dict, or a folder of shards."""
+    chosen = _one(checkpoint, wanted.key)
+    found = wanted.beside + safetensors.losses(checkpoint, chosen, wanted.tied)
+    refuse(found, wanted.allow, checkpoint.path, "safetensors")
+    notes = (*_without(found), *_layout_notes(checkpoint, chosen))
+    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{wanted.shape}", notes)
+    texts = {"format": "pt", **checkpoint.container.metadata, **wanted.metadata}
+    target = Target("safetensors", chosen.path, wanted.tied, texts, wanted.shard_size)
+    return checkpoint.changed(checkpoint.graph, [change], target=target)
+
+
+def _without(losses: Collection[Loss]) -> tuple[str, ...]:
+    return tuple(f"without {loss.words}" for loss in losses)
+
+
+def _refuse_texts(checkpoint: Checkpoint, wanted: _Wanted) -> None:
+    if wanted.metadata:
+        what = "a file of torch.save has no texts beside its objects"
+        raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
+
+
+def _layout_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
+    """What no reader of a state dict misses, and a file of torch.save has: said, and not refused."""
+    gone = ["its OrderedDict"] if chosen.container == "OrderedDict" else []
+    gone += ["_metadata, the versions of modules"] if chosen.metadata >= 0 else []
+    return (f"without {' and '.join(gone)}; keys in the order of the format",) if gone else ()
+
+
+def _dcp(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     """The whole checkpoint as a DCP folder."""
-    if key is not None or metadata:
+    if wanted.key is not None or wanted.metadata:
         what = "a DCP folder holds the whole checkpoint, and no texts beside it"
         step = f"take the state dict out first: ckptool extract {quote(checkpoint.path)}"
-        raise TargetError(what, path=checkpoint.path, next=step if key is not None else "leave --metadata out")
-    if tied == "keep-first":
+        raise TargetError(what, path=checkpoint.path, next=step if wanted.key is not None else "leave --metadata out")
+    if wanted.tied == "keep-first":
         raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
-    found = dcp.losses(checkpoint, tied=tied == "clone")
-    refuse(found, allow, checkpoint.path, "a DCP folder")
-    notes = [f"without {loss.words}" for loss in found]
+    found = wanted.beside + dcp.losses(checkpoint, tied=wanted.tied == "clone")
+    refuse(found, wanted.allow, checkpoint.path, "a DCP folder")
+    notes = _without(found)
     if dcp.has_ordered_dicts(checkpoint):
-        notes.append("OrderedDicts come back as dicts, without the versions of modules")
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> dcp", tuple(notes))
-    return checkpoint.changed(checkpoint.graph, [change], target=Target("dcp", "", tied))
+        notes += ("OrderedDicts come back as dicts, without the versions of modules",)
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> dcp", notes)
+    return checkpoint.changed(checkpoint.graph, [change], target=Target("dcp", "", wanted.tied))
 
 
-def _legacy(checkpoint: Checkpoint, allow: Collection[str]) -> Checkpoint:
+def _legacy(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     """The sequential format; a file that has it keeps its own pickles and keys where it can."""
-    found = torch_legacy.losses(checkpoint)
-    refuse(found, allow, checkpoint.path, "a legacy file that torch loads")
-    notes = tuple(f"without {loss.words}" for loss in found)
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", notes)
-    graph = torch_legacy.without(checkpoint) if found else checkpoint.graph
-    anew = checkpoint.format != "torch-legacy" or bool(found)
+    _refuse_texts(checkpoint, wanted)
+    lost = torch_legacy.losses(checkpoint)
+    found = wanted.beside + lost
+    refuse(found, wanted.allow, checkpoint.path, "a legacy file that torch loads")
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _without(found))
+    graph = torch_legacy.without(checkpoint) if lost else checkpoint.graph
+    anew = checkpoint.format != "torch-legacy" or bool(lost)
     return checkpoint.changed(graph, [change], anew=anew, target=Target("legacy"))
 
 
-def _one(checkpoint: Checkpoint, key: str | None) -> str:
-    """The path of the one state dict."""
+#: How each format is made, by its name.
+_WAYS: Final[Mapping[str, Callable[[Checkpoint, _Wanted], Checkpoint]]] = {
+    "torch": _torch,
+    "safetensors": _safetensors,
+    "dcp": _dcp,
+    "legacy": _legacy,
+}
+
+
+def _one(checkpoint: Checkpoint, key: str | None) -> StateDict:
+    """The one state dict."""
     chosen = selected(checkpoint, key)
     if len(chosen) == 1:
-        return chosen[0].path
+        return chosen[0]
     if not chosen:
         step = f"ckptool inspect {quote(checkpoint.path)} says what is in it"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)

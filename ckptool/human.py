@@ -8,7 +8,18 @@ from shlex import quote
 
 from .limits import LIMITS
 
-__all__ = ["argument", "counted", "cut", "human_bytes", "human_count", "listed", "salvage_step", "shown", "undo_step"]
+__all__ = [
+    "argument",
+    "counted",
+    "cut",
+    "human_bytes",
+    "human_count",
+    "listed",
+    "safetensors_name",
+    "salvage_step",
+    "shown",
+    "undo_step",
+]
 
 
 def human_bytes(size: int) -> str:
@@ -60,6 +71,11 @@ def salvage_step(path: str) -> str:
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
     return f"ckptool salvage {argument(path)} -o OUT saves what is whole"
+
+
+def safetensors_name(path: str) -> str:
+    """The next step for a safetensors file under another name."""
+    return f"mv {argument(path)} {argument(os.path.splitext(path)[0] + '.safetensors')}"
 
 
 def undo_step(path: str) -> str:

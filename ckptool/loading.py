@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
 from .errors import UnreadableError
+from .formats.hf_files import INDEX
 from .locations import MapLocation
+from .opening import open_checkpoint
+from .source import FileSource
 
-__all__ = ["load_report"]
+__all__ = ["load_report", "load_whole"]
 
 #: (what torch says, what it means)
 _MEANINGS = (
@@ -21,12 +25,30 @@ _MEANINGS = (
 )
 
 
+def load_whole(path: str, map_location: MapLocation) -> Any:
+    """What torch.load gives for a file, and for a folder of Hugging Face what it gives for each file, as one dict.
+
+    Raises UnreadableError with what torch says.
+    """
+    from .runtime.loads import load_object
+
+    if not (os.path.isdir(path) or path.endswith(INDEX)):
+        return load_object(path, map_location)
+    with open_checkpoint(path) as checkpoint:
+        files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
+    found: dict[str, Any] = {}
+    for file in files:
+        if not file.endswith(INDEX):
+            found |= load_object(file, map_location)
+    return found
+
+
 def load_report(path: str, map_location: MapLocation) -> dict[str, Any]:
     """``ok``, the number of tensors by ``devices``, or torch's ``error`` and what it means."""
-    from .runtime.loads import load_object, tensors_in
+    from .runtime.loads import tensors_in
 
     try:
-        loaded = load_object(path, map_location)
+        loaded = load_whole(path, map_location)
     except UnreadableError as error:
         meaning = next((meaning for text, meaning in _MEANINGS if text in error.what), "")
         said = f"{error.what} ({meaning})" if meaning else error.what

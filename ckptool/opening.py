@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from shlex import quote
 
-from .archives import open_any
+from .archives import is_address, open_any
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
-from .formats import read_container, read_folder
+from .formats import hf, read_container, read_folder
+from .formats.hf_files import INDEX
 from .human import salvage_step
 from .searching import explain_directory
 from .source import ContainedSource, FileSource
@@ -29,6 +30,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if found is None:
             raise explain_directory(name)
         return Checkpoint(name, *found)
+    if name.endswith(INDEX) and not is_address(name):
+        return Checkpoint(name, *hf.read(name))
     return checkpoint_of(open_any(name))
 
 

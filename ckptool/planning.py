@@ -3,61 +3,82 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
+from .checkpoint import AMBIGUOUS, CUT, INCOMPLETE, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
+from .formats import hf
 from .human import salvage_step
-from .outputs import dcp, programs, safetensors, torch_legacy, torch_zip
+from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
+from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
 from .programs import program_of
 from .source import Appending, Files, FolderSource, Plan, Span
+from .survey import StateDict
 from .tensors import TensorReader
 
-__all__ = ["InPlace", "in_place_of", "plan_of", "refuse_damage"]
+__all__ = ["InPlace", "in_place_of", "makes_folder", "plan_of", "refuse_damage"]
+
+#: What the names of outputs that hold one format end with.
+_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
+_SAFETENSORS: Final = ".safetensors"
+
+#: The output, and whether its pickle is proven byte-exact.
+_Planned: TypeAlias = tuple[Plan | Files, bool]
 
 
-def plan_of(checkpoint: Checkpoint) -> tuple[Plan | Files, bool]:
+def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
     """The output file or folder of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
 
-    Raises MalformedError for a damaged file, RefusedError where something would be lost.
+    ``output`` is its name where that is known. Raises MalformedError for a damaged file, RefusedError where something
+    would be lost, or the name says another format.
     """
-    if not checkpoint.edited and not checkpoint.changes:
+    folder = isinstance(checkpoint.container, hf.HfFolder)
+    if checkpoint.target is None and (checkpoint.edited or folder):
+        _check_name(checkpoint, output)
+    # A folder that is not edited is written anew where one file is to be made of it.
+    edited = checkpoint.edited or (folder and not makes_folder(checkpoint, output))
+    if edited or checkpoint.changes:
+        refuse_damage(checkpoint)
+    if not edited:
         return _as_it_is(checkpoint), True
-    refuse_damage(checkpoint)
-    program = program_of(checkpoint)
-    if program is not None and checkpoint.edited and checkpoint.target is None:
-        return programs.plan(checkpoint, program)
-    target = checkpoint.target or Target(checkpoint.format if checkpoint.format in _OWN else "")
-    if checkpoint.edited and target.format == "safetensors":
-        return _safetensors(checkpoint, target), True
-    if checkpoint.edited and target.format == "dcp":
-        return _dcp(checkpoint), True
-    if checkpoint.anew and target.format == "legacy":
-        return torch_legacy.plan(checkpoint), codec_is_exact(checkpoint)
-    if checkpoint.anew:
-        # What is built of a program is new: there is no pickle that it could differ from.
-        return torch_zip.plan(checkpoint), program is not None or codec_is_exact(checkpoint)
-    if not checkpoint.edited:
-        return _as_it_is(checkpoint), True
-    data, exact = verified_pickle(checkpoint)
-    return checkpoint.container.plan(data), exact
+    target = checkpoint.target or _own_target(checkpoint, output)
+    return _PLANS[target.format](checkpoint, target)
 
 
-#: Formats that an edit keeps, and that are not a pickle with its storages.
-_OWN: Final = frozenset(("safetensors", "dcp"))
+def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
+    """Does an edit of it, under this name, write a folder?"""
+    if isinstance(checkpoint.container, hf.HfFolder):
+        return not output.endswith((_SAFETENSORS, *_TORCH))
+    return isinstance(checkpoint.source, FolderSource)
 
 
-def _dcp(checkpoint: Checkpoint) -> Files:
-    """A DCP folder; where that was not asked for, RefusedError for what it cannot hold."""
-    if checkpoint.target is None:
-        losses = dcp.losses(checkpoint)
-        if losses:
-            step = f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
-            raise RefusedError(f"a DCP folder cannot hold {losses[0].words}", path=checkpoint.path, next=step)
-    return dcp.plan(checkpoint)
+def _own_target(checkpoint: Checkpoint, output: str) -> Target:
+    """The format of its file, which an edit keeps."""
+    container = checkpoint.container
+    if program_of(checkpoint) is not None:
+        return Target("program")
+    if isinstance(container, hf.HfFolder):
+        size = container.shard_size or shards.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
+        return Target("torch" if checkpoint.pickled else "safetensors", metadata=container.metadata, shard_size=size)
+    if checkpoint.format in ("safetensors", "dcp"):
+        return Target(checkpoint.format, metadata=container.metadata)
+    return Target("torch" if checkpoint.anew else "same")
+
+
+def _check_name(checkpoint: Checkpoint, output: str) -> None:
+    """Raise RefusedError for an output whose name says another format than it would have."""
+    if checkpoint.pickled and output.endswith(_SAFETENSORS):
+        what = "the name says safetensors, and an edit keeps the format: nobody would load it"
+    elif not checkpoint.pickled and output.endswith(_TORCH):
+        what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
+    else:
+        return
+    step = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}, then edit that"
+    raise RefusedError(what, path=output, next=step)
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
@@ -68,20 +89,79 @@ def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
     return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
 
 
-def _safetensors(checkpoint: Checkpoint, target: Target) -> Plan:
-    """A safetensors file; where that was not asked for, RefusedError for what it cannot hold."""
-    whole = next((item for item in checkpoint.state_dicts if item.path == target.key), None)
-    if checkpoint.target is not None and whole is not None:
-        return safetensors.plan(checkpoint, whole, tied=target.tied, metadata=target.metadata)
-    step = f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
-    if whole is None:
-        what = "a safetensors file holds tensors by their names and nothing else"
-        raise RefusedError(what, path=checkpoint.path, next=step)
-    losses = safetensors.losses(checkpoint, whole)
-    if losses:
-        what = f"a safetensors file cannot hold {losses[0].words}"
-        raise RefusedError(what, path=checkpoint.path, next=step)
-    return safetensors.plan(checkpoint, whole, metadata=checkpoint.container.metadata)
+def _same(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """The input with another pickle."""
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+def _program(checkpoint: Checkpoint, target: Target) -> _Planned:
+    program = program_of(checkpoint)
+    assert program is not None
+    return programs.plan(checkpoint, program)
+
+
+def _torch(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """A zip, or a folder of shards that are one each."""
+    if target.shard_size:
+        whole = _whole(checkpoint, target, "a folder of shards")
+        return shards.plan(checkpoint, whole, target, target.shard_size), True
+    # What is built of a program is new: there is no pickle that it could differ from.
+    return torch_zip.plan(checkpoint), program_of(checkpoint) is not None or codec_is_exact(checkpoint)
+
+
+def _legacy(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """The sequential format; a file that has it already keeps what it can."""
+    if not checkpoint.anew:
+        return _same(checkpoint, target)
+    return torch_legacy.plan(checkpoint), codec_is_exact(checkpoint)
+
+
+def _safetensors(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """A safetensors file, or a folder of shards."""
+    whole = _whole(checkpoint, target, "a folder of shards" if target.shard_size else "a safetensors file")
+    _refuse(checkpoint, lambda: safetensors.losses(checkpoint, whole), "safetensors")
+    if target.shard_size:
+        return shards.plan(checkpoint, whole, target, target.shard_size), True
+    return safetensors.plan(checkpoint, whole, tied=target.tied, metadata=target.metadata), True
+
+
+def _dcp(checkpoint: Checkpoint, target: Target) -> _Planned:
+    _refuse(checkpoint, lambda: dcp.losses(checkpoint), "a DCP folder")
+    return dcp.plan(checkpoint), True
+
+
+def _whole(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
+    """The state dict that goes into an output of one alone; raises RefusedError where there is none."""
+    found = next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+    if found is None:
+        raise RefusedError(
+            f"{output} holds tensors by their names and nothing else", path=checkpoint.path, next=_way_out(checkpoint)
+        )
+    return found
+
+
+def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
+    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has asked before."""
+    found = losses() if checkpoint.target is None else []
+    if found:
+        what = f"{output} cannot hold {found[0].words}"
+        raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
+
+
+def _way_out(checkpoint: Checkpoint) -> str:
+    return f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
+
+
+#: How each format is written, by the name that a target has for it: "same" is the input's own with another pickle.
+_PLANS: Final[Mapping[str, Callable[[Checkpoint, Target], _Planned]]] = {
+    "same": _same,
+    "program": _program,
+    "torch": _torch,
+    "legacy": _legacy,
+    "safetensors": _safetensors,
+    "dcp": _dcp,
+}
 
 
 class InPlace(NamedTuple):
@@ -122,6 +202,8 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = "get a whole copy of the file"
+        if damage[0].code == INCOMPLETE:
+            step = "get the files again that are missing or damaged"
         if damage[0].code == CUT:
             step += f", or {salvage_step(checkpoint.path)}"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)

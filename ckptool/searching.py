@@ -78,11 +78,10 @@ def _is_glob(path: str) -> bool:
     return any(mark in path for mark in "*?[") and not os.path.lexists(path)
 
 
-def _behind(path: str) -> Iterator[Target]:
-    if os.path.isdir(path) and folder_format(path):
-        yield Target(path, True)
-    elif os.path.isdir(path):
-        yield from _walk(path)
+def _behind(path: str) -> Iterator[Target | UnreadableError]:
+    if os.path.isdir(path):
+        whole = _whole(path, named=True)
+        yield from _walk(path) if whole is None else [whole]
     elif _is_glob(path) and not is_address(path):
         import glob
 
@@ -97,14 +96,21 @@ def _behind(path: str) -> Iterator[Target]:
         yield Target(path, True)
 
 
-def _walk(folder: str) -> Iterator[Target]:
+def _whole(folder: str, named: bool = False) -> Target | UnreadableError | None:
+    """A folder that is one checkpoint as a whole, or one of a kind that is only named; None for any other."""
+    from .formats.training_folders import training_folder  # for folders alone
+
+    return Target(folder, named) if folder_format(folder) else training_folder(folder)
+
+
+def _walk(folder: str) -> Iterator[Target | UnreadableError]:
     """The checkpoints in a folder, and the folders in it that cannot be looked into."""
     closed: list[OSError] = []
     for root, folders, files in os.walk(folder, onerror=closed.append):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        whole = [name for name in folders if folder_format(os.path.join(root, name))]
-        yield from (Target(os.path.join(root, name), False) for name in whole)
-        folders[:] = [name for name in folders if name not in whole]
+        seen = [name for name in folders if not name.startswith(".")]
+        whole = {name: one for name in sorted(seen) if (one := _whole(os.path.join(root, name))) is not None}
+        folders[:] = sorted(set(seen) - whole.keys())
+        yield from whole.values()
         yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
     yield from (Target(str(error.filename), False) for error in closed)
 
@@ -149,6 +155,11 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
+    from .formats.training_folders import training_folder
+
+    known = training_folder(path)
+    if known is not None:
+        return known
     other = named_folder(names)
     if other is not None:
         what = f"it is {other.what}, not a torch checkpoint"

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from os import fspath
-from os.path import isdir
 from shlex import quote
 from typing import Any, Final
 
-from .archives import open_any
+from .archives import is_address, open_any
 from .checkpoint import AMBIGUOUS, Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
+from .formats.hf_files import INDEX
 from .formats.pickles_in import pickles_in
-from .human import counted, listed, salvage_step
+from .human import counted, listed, safetensors_name, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of, open_checkpoint
 from .programs import convert_step
 from .runtime.need import need_torch
-from .source import ContainedSource, FileSource
+from .source import ContainedSource, FileSource, FolderSource
 from .values import nonfinite
 
 __all__ = ["check_policy", "unreadable_report", "validation_report"]
@@ -52,16 +52,19 @@ def validation_report(
 
     ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes.
     """
-    name = fspath(path)
+    name = os.fspath(path)
     check_policy(policy)
     torch = policy.torch or NEWEST
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
     source: FileSource | ContainedSource | None = None
     try:
-        if not isdir(name):
+        if os.path.isdir(name) or (name.endswith(INDEX) and not is_address(name)):
+            opened = open_checkpoint(name)
+        else:
             source = open_any(name)
             report["bytes"] = source.size
-        with open_checkpoint(name) if source is None else checkpoint_of(source) as checkpoint:
+            opened = checkpoint_of(source)
+        with opened as checkpoint:
             report["bytes"] = checkpoint.source.size
             report["format"] = checkpoint.format
             return report | _checked(checkpoint, policy, torch, quick, progress)
@@ -96,24 +99,28 @@ def _checked(
     report = _summed(checks, found, policy, torch, "")
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
-        report["next"] = salvage_step(checkpoint.path)
+        folder = isinstance(checkpoint.source, FolderSource)
+        step = "get the files again that are missing or damaged" if folder or not checkpoint.pickled else ""
+        report["next"] = step or salvage_step(checkpoint.path)
     elif not unclear:
         bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-        report["next"] = _remedy(checkpoint.path, policy, bad)
+        report["next"] = _remedy(checkpoint, policy, bad)
     return report
 
 
-def _remedy(path: str, policy: Policy, bad: Mapping[str, str]) -> str:
+def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> str:
     """The command that mends what is not as expected, "" where there is none."""
-    name = quote(path)
+    name = quote(checkpoint.path)
     if "program" in bad:
-        return convert_step(path)
+        return convert_step(checkpoint.path)
     if "prefix" in bad:
         if policy.prefix == "none":
             return f"ckptool strip-module {name} -o OUT"
         return f"ckptool add-module {name} --prefix {quote(policy.prefix)} -o OUT"
     if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
         return f"ckptool remap {name} --to {quote(policy.device[0])} -o OUT"
+    if "weights-only" in bad and not checkpoint.pickled:
+        return safetensors_name(checkpoint.path)
     # A file that runs a command when it is loaded is not to be mended but to be thrown away.
     return f"ckptool sanitize {name} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
 

@@ -97,7 +97,9 @@ def _at(loaded: object, path: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-@pytest.mark.parametrize("fixture", [item for item in MANIFEST if item not in READABLE], ids=by_name)
+@pytest.mark.parametrize(
+    "fixture", [item for item in MANIFEST if item not in READABLE and item.container != "safetensors"], ids=by_name
+)
 def test_what_is_no_checkpoint_is_named(fixture: Fixture) -> None:
     with pytest.raises(MalformedError if fixture.path.name in NO_DIRECTORY else NotACheckpointError) as caught:
         ckptool.open(fixture.path)

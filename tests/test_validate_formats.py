@@ -372,6 +372,7 @@ def tree(here: Path) -> Path:
 
 def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None:
     claims = ["t/a.pth", "t/cut.ckpt", "t/empty.pt", "t/lfs.bin", "t/lfs.pth", "t/page.pth", "t/deep/er/weights"]
+    claims.append("t/others/model.safetensors")
     assert found_in(validate, "t") == claims
     assert [json.loads(line)["status"] for line in validate("t", "--format", "jsonl")[1].splitlines()] == [
         "valid",

@@ -40,7 +40,7 @@ def save(
     if not os.path.isdir(name):
         # What cannot be written is said before the work, not after.
         check_output(name, checkpoint.sources, force=force)
-    plan, _ = plan_of(checkpoint)
+    plan, _ = plan_of(checkpoint, name)
     if isinstance(plan, Files):
         return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
     return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
@@ -60,7 +60,8 @@ def load(
     """
     from ..edits.keys import renamed_modules, stripping
     from ..edits.select import selected
-    from ..runtime.loads import at_path, load_object
+    from ..loading import load_whole
+    from ..runtime.loads import at_path
 
     with open(path) as checkpoint:
         chosen = selected(checkpoint, key)
@@ -69,7 +70,7 @@ def load(
             what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
             raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
         steps = parse_path(chosen[0].path)
-    found: Any = at_path(load_object(checkpoint.path, map_location), steps)
+    found: Any = at_path(load_whole(checkpoint.path, map_location), steps)
     if strip_prefix is None:
         return found  # type: ignore[no-any-return]
     rename = stripping(strip_prefix)

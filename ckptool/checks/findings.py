@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from ..accounting import Account
 from ..archives import file_name, is_address
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, UNEDITABLE, Checkpoint
-from ..human import argument, counted, human_bytes, listed, salvage_step, undo_step
+from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE, Checkpoint
+from ..human import argument, counted, human_bytes, listed, safetensors_name, salvage_step, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
 from ..programs import PROGRAM, convert_step, program_of
 from .calls import suspicious_calls
 from .storages import Flaw
-from .weights_only import Blocker, Verdict
+from .weights_only import MISNAMED, Blocker, Verdict
 
 __all__ = ["Finding", "findings", "rule_words", "suggested_output"]
 
@@ -100,6 +100,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         CUT: rescue,
         "legacy-untyped": _sanitize(checkpoint),
         DAMAGED: "get the file again",
+        INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": command("convert", checkpoint.path, word="converted"),
         EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
@@ -122,6 +123,10 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
     if calls:
         what = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
         return [Finding("dangerous-call", "error", what, "do not load it; delete it, or report it where it came from")]
+    if not checkpoint.pickled:
+        step = safetensors_name(checkpoint.path)
+        told = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
+        return [Finding("weights-only", "warning", rule, step) for rule in told]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     known = {problem.message for problem in checkpoint.container.problems}
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]

@@ -13,7 +13,7 @@ from .checksums import Checksums, checksums
 from .findings import rule_words
 from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
 from .storages import Flaw, storage_flaws
-from .weights_only import Verdict, weights_only
+from .weights_only import MISNAMED, Verdict, weights_only
 
 __all__ = ["FAIL", "NOT_POSSIBLE", "PASS", "WARNING", "Check", "Note", "Safety", "broken", "safety", "validation"]
 
@@ -54,6 +54,7 @@ class Safety(NamedTuple):
 
 #: The checks that problems of a container belong to; the others are about its structure.
 _CHECK_OF: Final = {
+    "incomplete": "complete",
     "missing-storage": "complete",
     "unreferenced-storage": "complete",
     "unreferenced-record": "complete",
@@ -62,6 +63,10 @@ _CHECK_OF: Final = {
     "odd-pickle": "pickles",
     "after-stop": "pickles",
 }
+
+
+#: Formats of pickles that have no checksums, in words.
+_WITHOUT_CHECKSUMS: Final = {"torch-legacy": "the legacy format", "torch-tar": "the tar format"}
 
 
 def judged(name: str, group: str, notes: Iterable[Note], good: str) -> Check:
@@ -87,7 +92,7 @@ def validation(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     keys = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
-    legacy = checkpoint.format in ("torch-legacy", "torch-tar")
+    legacy = checkpoint.format in _WITHOUT_CHECKSUMS
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
         if problem.code in ABOUT:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
@@ -104,12 +109,14 @@ def validation(
         notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
     count, size = len(keys), sum(storage.nbytes for storage in keys.values())
     stored = f"{counted(count, 'storage')}, {human_bytes(size)}"
-    structure = "end to end, nothing between" if legacy else "every record once, where the directory says"
+    end_to_end = legacy or not checkpoint.pickled
+    structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
+    says = "pickle" if checkpoint.pickled else "header"
     checks = [
         judged("structure", "container", notes["structure"], structure),
         judged("complete", "container", notes["complete"], f"all there: {stored}"),
         _checksums(checkpoint, notes["checksums"], quick, progress),
-        judged("sizes", "integrity", notes["sizes"], "every storage has the size that the pickle says"),
+        judged("sizes", "integrity", notes["sizes"], f"every storage has the size that the {says} says"),
         judged(
             "geometry",
             "integrity",
@@ -117,7 +124,15 @@ def validation(
             f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
         ),
     ]
-    found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
+    verdict = weights_only(checkpoint, flaws, torch)
+    if not checkpoint.pickled:
+        found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
+        loads = Check("weights-only", "safety", PASS, f"safetensors.torch.load_file takes it, {_by_torch(verdict)}")
+        gone = {problem.message for problem in checkpoint.container.problems}
+        odd = [rule.rule for rule in verdict.blockers if rule.rule.startswith(MISNAMED) or rule.rule in gone]
+        found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))
+        return checks + found.checks, found
+    found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"])
     if checkpoint.format == "dcp":
         found.checks[-1] = found.checks[-1]._replace(message=f"as one file: {found.checks[-1].message}")
     if program is not None:
@@ -127,6 +142,11 @@ def validation(
         what = f"it depends on which record torch reads: {either[0].message}"
         found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
     return checks + found.checks, found
+
+
+def _by_torch(verdict: Verdict) -> str:
+    """Does torch.load pass it on?"""
+    return f"torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
 
 
 def _note(problem: Problem) -> Note:
@@ -149,9 +169,9 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    if checkpoint.format in ("torch-legacy", "torch-tar"):
-        name_of = "legacy" if checkpoint.format == "torch-legacy" else "tar"
-        what = f"the {name_of} format has no checksums: what a flipped bit changed cannot be seen"
+    without = "safetensors" if not checkpoint.pickled else _WITHOUT_CHECKSUMS.get(checkpoint.format)
+    if without:
+        what = f"{without} has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
     if found.uncomputed:

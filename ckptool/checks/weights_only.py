@@ -15,13 +15,17 @@ from ..objects import mapped_name
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from ..programs import program_of
+from ..source import FolderSource
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-__all__ = ["Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
+__all__ = ["MISNAMED", "Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
 
 #: Whatever a user lists, these stay refused.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
+
+#: How the rule begins that stops torch.load at safetensors under another name.
+MISNAMED: Final = "safetensors under another name"
 
 _FLAWS: Final = {
     "missing-storage": "bytes of a storage are missing",
@@ -61,6 +65,9 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
     if program is not None:
         # Its pickles are for another unpickler: what they name says nothing about torch.load.
         return Verdict(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
+    if not checkpoint.pickled:
+        rule = _without_pickle(checkpoint, torch)
+        return Verdict(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others:
         # They come in one protocol, so only what the object itself does not show is said.
@@ -69,6 +76,23 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
     broken = _container_rules(checkpoint, flaws, torch)
     blockers += [Blocker("", rule, count) for rule, count in broken.items()]
     return Verdict(torch, not blockers, tuple(blockers))
+
+
+def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
+    """Why torch.load does not pass safetensors on to its library, or "".
+
+    It does so by the name of a file alone (torch/serialization.py, ``load``).
+    """
+    refused = next((problem.message for problem in checkpoint.container.problems if problem.refused), "")
+    if refused:
+        return refused
+    sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
+    named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
+    if named and rules(torch).reads_safetensors:
+        return ""
+    if named:
+        return f"torch {torch} does not read safetensors: safetensors.torch.load_file does"
+    return f"{MISNAMED}: torch.load knows it by .safetensors only, safetensors.torch.load_file reads it"
 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 
 from .. import api
+from ..archives import file_name
 from ..checkpoint import Checkpoint
-from ..converting import FOLDERS, TARGETS, target_of
+from ..converting import FOLDERS, SHARDED, TARGETS, target_of
 from ..outputs.losses import KINDS
+from ..outputs.shards import DEFAULT_SIZE, parse_size
+from ..planning import makes_folder
 from .editing import Job, edit_all
 from .options import key_option, paths, writing
 
@@ -20,6 +24,8 @@ Examples:
   ckptool convert model.pth -o model.safetensors
   ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
+  ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
+  ckptool convert model-folder -o model.safetensors
   ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert model.pth -o old.pth --to-format legacy
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
@@ -40,6 +46,8 @@ What may be lost, and is refused unless --allow-loss names it:
     type=click.Choice(("keep-first", "clone")),
     help="Tensors that share memory: keep the first name, or copy each.",
 )
+@click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB (powers of ten).")
+@click.option("--single", is_flag=True, help="Write one file, also where a folder is read and -o has no suffix.")
 @click.option("--metadata", "texts", multiple=True, metavar="KEY=VALUE", help="A text for the header; repeatable.")
 @key_option
 @writing
@@ -48,6 +56,8 @@ def convert(
     target: str | None,
     allow: tuple[str, ...],
     tied: Any,
+    max_shard_size: str | None,
+    single: bool,
     texts: tuple[str, ...],
     key: str | None,
     **how: Any,
@@ -66,7 +76,29 @@ def convert(
         raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
     chosen = target
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.convert(checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata)
+    if single and max_shard_size is not None:
+        raise click.UsageError("--single is one file, --max-shard-size a folder of several: one of them.")
+    size = parse_size(max_shard_size) if max_shard_size is not None else 0
 
-    return edit_all(Job("convert", edit, folder=chosen in FOLDERS), paths, **how)
+    def called(name: str) -> str:
+        """What an output in --out-dir is called."""
+        stem, suffix = os.path.splitext(name)
+        suffixes = TARGETS[chosen] or TARGETS["torch"]
+        if size or suffix.lower() in suffixes:
+            return stem if size else name
+        return stem + (".pth" if ".pth" in suffixes else suffixes[0])
+
+    def folder(checkpoint: Checkpoint, output: str) -> bool:
+        """Shards are written where a folder is read and the name of the output says no file."""
+        if single or size or chosen in FOLDERS or chosen not in SHARDED:
+            return bool(size) or chosen in FOLDERS
+        return checkpoint.format.startswith("hf-") and makes_folder(checkpoint, output)
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        output = how["output"] or called(file_name(checkpoint.path))
+        most = size or (DEFAULT_SIZE if chosen in SHARDED and folder(checkpoint, output) else 0)
+        return api.convert(
+            checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata, max_shard_size=most
+        )
+
+    return edit_all(Job("convert", edit, called=called, folder=folder), paths, **how)

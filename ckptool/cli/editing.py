@@ -14,8 +14,8 @@ from ..archives import file_name
 from ..checkpoint import EDITED, Change, Checkpoint, file_mode
 from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
-from ..human import counted, human_bytes, undo_step
-from ..planning import plan_of
+from ..human import counted, human_bytes, listed, undo_step
+from ..planning import makes_folder, plan_of
 from ..source import Files, FileSource, FolderSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
@@ -36,8 +36,8 @@ class Job(NamedTuple):
 
     ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
     the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
-    other files that it reads, which must not be the output either; ``folder`` says whether the output is
-    one; None: as the input is.
+    other files that it reads, which must not be the output either; ``folder`` says whether the output of that name is
+    one; ``called`` makes the name of an output in ``--out-dir`` of that of its input.
     """
 
     command: str
@@ -47,7 +47,8 @@ class Job(NamedTuple):
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
-    folder: bool | None = None
+    folder: Callable[[Checkpoint, str], bool] = makes_folder
+    called: Callable[[str], str] = str
 
 
 def edit_all(
@@ -66,7 +67,7 @@ def edit_all(
     """Edit every input; each output is written, or each failure said, before the worst code is returned."""
     if in_place and (output is not None or out_dir is not None or force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
-    targets: list[str | None] = [None] * len(paths) if in_place else _targets(paths, output, out_dir, dry_run)
+    targets: list[str | None] = [None] * len(paths) if in_place else _targets(job, paths, output, out_dir, dry_run)
     reports = []
     codes = []
     for path, target in zip(paths, targets):
@@ -91,11 +92,13 @@ def edit_all(
     return worst(codes)
 
 
-def _targets(paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool) -> list[str | None]:
+def _targets(
+    job: Job, paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool
+) -> list[str | None]:
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
-        names = [file_name(path) for path in paths]
+        names = [job.called(file_name(path)) for path in paths]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
@@ -129,7 +132,7 @@ class _How(NamedTuple):
 def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            folder = isinstance(checkpoint.source, FolderSource) if job.folder is None else job.folder
+            folder = job.folder(checkpoint, target)
             check = check_folder if folder else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
@@ -155,6 +158,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
+            **({"not_copied": beside} if (beside := _beside(checkpoint)) else {}),
         }
 
 
@@ -173,9 +177,14 @@ def _say_versions(checkpoint: Checkpoint) -> None:
             tell(f"  -> {clean(command('repack', checkpoint.path, word='clean'))} leaves it out")
 
 
+def _beside(checkpoint: Checkpoint) -> list[str]:
+    """The files of a folder that are no part of the checkpoint, and are not written again."""
+    return list(getattr(checkpoint.container, "beside", ()))
+
+
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
-    plan, exact = plan_of(edited)
+    plan, exact = plan_of(edited, target or "")
     if target is not None and not how.dry_run:
         target = _write(edited, plan, target, force=how.force, bar=how.bar)
     elif edited.later:
@@ -187,7 +196,9 @@ def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
     """Append the edit to its own file, and say what came of it."""
     source = edited.source
     if not isinstance(source, FileSource):
-        what = "a folder cannot be edited in place"
+        what = (
+            f"a {'folder' if isinstance(source, FolderSource) else 'file within an archive'} cannot be edited in place"
+        )
         raise RefusedError(what, path=edited.path, next="write a new one with -o")
     found = in_place(edited, job.command)
     if found.appending is not None and not how.dry_run:
@@ -245,7 +256,9 @@ def account(report: dict[str, Any]) -> list[str]:
             f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
         ]
-    elif not report["exact"]:
+    if report.get("not_copied"):
+        lines.append(f"  note: the weights alone are written, without {clean(listed(report['not_copied']))}")
+    if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:
         lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays unless --key names it")

@@ -105,9 +105,17 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("devices", ", ".join(map(_device, report["devices"]))))
         dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
         facts.append(("dtypes", ", ".join(dtypes)))
+    if report["metadata"]:
+        texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
+        facts.append(("metadata", listed(texts, most=6)))
     verdict = report["weights_only"]
-    # Nobody loads a folder by torch.load: what is said is said of the one file that convert makes of it.
-    facts.append(("as one file" if report["format"] == "dcp" else "torch.load", _verdict(verdict)))
+    if report["protocol"] is None and verdict["loads"]:
+        what = "each file" if report["format"].startswith("hf-") else "it"
+        what = f"safetensors.torch.load_file loads {what}, and torch.load of torch {verdict['torch']} by its name"
+        facts.append(("loads", what))
+    else:
+        # Nobody loads a DCP folder by torch.load: what is said is said of the one file that convert makes of it.
+        facts.append(("as one file" if report["format"] == "dcp" else "torch.load", _verdict(report)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
     return facts
@@ -118,9 +126,11 @@ def _device(item: dict[str, Any]) -> str:
     return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {human_bytes(item['bytes'])})"
 
 
-def _verdict(verdict: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any]) -> str:
+    verdict = report["weights_only"]
     if verdict["loads"]:
-        return f"weights_only=True of torch {verdict['torch']} loads it"
+        what = "each file" if report["format"].startswith("hf-") else "it"
+        return f"weights_only=True of torch {verdict['torch']} loads {what}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.

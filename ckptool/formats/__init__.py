@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import FolderSource, Source
-from . import dcp, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
+from . import dcp, hf, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
@@ -40,7 +40,11 @@ class FolderFormat(NamedTuple):
     read: Callable[[str], tuple[FolderSource, Container]]
 
 
-FOLDERS: Final[tuple[FolderFormat, ...]] = (FolderFormat("dcp", dcp.WORDS, dcp.sniff, dcp.read),)
+#: In this order: a folder of DCP may have the files of transformers beside it.
+FOLDERS: Final[tuple[FolderFormat, ...]] = (
+    FolderFormat("dcp", dcp.WORDS, dcp.sniff, dcp.read),
+    FolderFormat("hf", hf.WORDS, hf.sniff, hf.read),
+)
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.
 _HEAD = 1024

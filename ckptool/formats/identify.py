@@ -133,9 +133,8 @@ def _unpacked(tool: str, name: str, suffix: str) -> str:
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
-    later = "ckptool does not read this format yet"
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return _not("safetensors", f"it is a safetensors file; {later}", source, "safetensors.torch.load_file loads it")
+        return _not("safetensors", "it is a safetensors file", source, f"ckptool inspect {quote(source.name)}")
     found = foreign.named(head, source)
     return _foreign(found, source) if found else None
 

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ..building import Builder, contiguous
+from ..building import Builder, PlainTensor, contiguous
 from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..dtypes import BY_SAFETENSORS
 from ..errors import MalformedError, RefusedError
 from ..pickles import encode
 from ..pickles.nodes import Graph
 from ..source import Appending, Plan, Source, Span, merged
+from .identify import explain
 from .safetensors_header import MOST_HEADER, Entry, read_header
 
 __all__ = ["Safetensors", "read", "sniff"]
 
-WORDS = "safetensors"
+WORDS = "safetensors: a JSON header and bare tensors, nothing that could be run"
 #: Elements of a torch dtype for each of the format, where they are not one.
 _TWO = 2
+#: What `explain` says of a damaged file that is called by the suffix of the format.
+_OURS = ("unknown", "safetensors")
 
 
 class Safetensors:
@@ -38,9 +41,9 @@ class Safetensors:
         self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
         self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
         keys = {entry.name: key for key, entry in self.entries.items()}
-        builder = Builder()
-        items = []
-        for entry in header.entries:
+        #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
+        self.tensors: list[tuple[str, PlainTensor]] = []
+        for entry in self.entries.values():
             dtype = BY_SAFETENSORS.get(entry.dtype)
             if dtype is None:
                 what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
@@ -48,15 +51,27 @@ class Safetensors:
             shape = entry.shape
             if entry.dtype == "F4":
                 # A torch element is a byte of two values, and the format counts values.
-                shape = (*shape[:-1], shape[-1] // _TWO) if shape else ()
-            items.append((entry.name, builder.tensor(contiguous(dtype, shape, keys[entry.name]))))
-        self.graph = builder.graph(builder.mapping(items))
+                if not shape or shape[-1] % _TWO:
+                    what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
+                    raise MalformedError(what, path=source.name, where=entry.name)
+                shape = (*shape[:-1], shape[-1] // _TWO)
+            self.tensors.append((entry.name, contiguous(dtype, shape, keys[entry.name])))
+        self._graph: Graph | None = None
         kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
         self.writer = (
             f"safetensors for {kind.get(self.metadata['format'], self.metadata['format'])}"
             if ("format" in self.metadata)
             else "safetensors"
         )
+
+    @property
+    def graph(self) -> Graph:
+        """A dict of the tensors; made at the first use, as a shard of a folder needs none."""
+        if self._graph is None:
+            builder = Builder()
+            items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
+            self._graph = builder.graph(builder.mapping(items))
+        return self._graph
 
     @property
     def pickle(self) -> bytes:
@@ -101,13 +116,17 @@ def _in_file(entries: Sequence[Entry]) -> list[Entry]:
 
 def sniff(head: bytes, source: Source) -> bool:
     """Nothing marks the format: a length, and JSON behind it. By its name a damaged one is told as well."""
-    if len(head) < 9:
-        return source.name.endswith(".safetensors") and bool(head.strip(b"\0"))
     size = int.from_bytes(head[:8], "little")
     text = head[8:].lstrip(b" \t\r\n")
-    if text[:1] == b"{" and size <= MOST_HEADER and (text[1:2] in (b'"', b"}", b" ", b"\n", b"\t") or len(text) == 1):
+    if (
+        len(head) > 8
+        and text[:1] == b"{"
+        and size <= MOST_HEADER
+        and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
+    ):
         return True
-    return source.name.endswith(".safetensors") and not head.startswith((b"PK\x03\x04", b"\x80", b"<", b"version"))
+    # A web page, a pointer or a zip of that name is named as what it is.
+    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OURS
 
 
 def read(source: Source) -> Safetensors:

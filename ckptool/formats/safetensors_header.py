@@ -10,7 +10,11 @@ only, while the library takes the last.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, Final, NamedTuple
 
 from ..errors import MalformedError
@@ -32,6 +36,8 @@ BITS: Final = {
 MOST_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _MOST_SIZE: Final = 1 << 64
+_HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class Entry(NamedTuple):
@@ -73,6 +79,8 @@ def read_header(source: Source) -> Header:
     fields = _parsed(source, raw)
     odd = [] if raw[:1] == b"{" else ["the header begins with blanks"]
     metadata = fields.pop(_METADATA, {})
+    if metadata is None:  # the library takes null for nothing, so do we
+        metadata = {}
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         raise _broken(source, f"{_METADATA} must be an object whose values are all strings")
     data = 8 + size
@@ -82,7 +90,8 @@ def read_header(source: Source) -> Header:
 
 
 def _broken(source: Source, rule: str, where: str = "") -> MalformedError:
-    return MalformedError(f"no valid safetensors file: {rule}", path=source.name, where=where)
+    what = f"no valid safetensors file: {rule}"
+    return MalformedError(what, path=source.name, where=where, next="it is damaged: get the file again")
 
 
 def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
@@ -99,7 +108,18 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _broken(source, f"the header is no JSON: {error}") from None
     assert isinstance(fields, dict)
+    # Half of a character that JSON spells in two; only an escape can bring it into text that was UTF-8.
+    half = _HALF.search(text) and next((name for name in _texts(fields) if _SURROGATE.search(name)), None)
+    if half:
+        raise _broken(source, f"the text {shown(half)} holds half of a character")
     return fields
+
+
+def _texts(fields: dict[str, Any]) -> Iterator[str]:
+    yield from fields
+    metadata = fields.get(_METADATA)
+    for name, value in metadata.items() if isinstance(metadata, dict) else ():
+        yield from (name, value) if isinstance(value, str) else (name,)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,7 +154,8 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     if begin > end:
         raise broken(f"its data_offsets are the wrong way round: {begin:,} and {end:,}")
     bits = prod(shape) * BITS[dtype]
-    if bits >= _MOST_SIZE:
+    # The library multiplies from the left, and a product that overflows is not saved by a zero behind it.
+    if max(accumulate(shape, mul), default=0) >= _MOST_SIZE or bits >= _MOST_SIZE:
         raise broken("its shape has more elements than can be counted")
     if bits % 8:
         raise broken(f"{counted(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte")
@@ -154,10 +175,10 @@ def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int) -> None
         if entry.begin > at:
             raise _broken(source, f"a hole of {entry.begin - at:,} bytes before tensor {shown(entry.name)}", entry.name)
         if entry.begin < at:
-            raise _broken(source, f"tensor {shown(entry.name)} overlaps the one before it", entry.name)
+            raise _broken(source, f"tensor {shown(entry.name)} begins within the one before it", entry.name)
         at = entry.end
     if at > source.size:
         what = f"the tensors take {at:,} bytes, the file has {source.size:,}: it is cut"
         raise _broken(source, what)
     if at < source.size:
-        raise _broken(source, f"{source.size - at:,} bytes stand behind the last tensor")
+        raise _broken(source, f"{counted(source.size - at, 'byte')} behind the last tensor")

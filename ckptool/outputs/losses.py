@@ -24,6 +24,10 @@ KINDS: Final = {
 }
 
 
+#: Losses that another option is about.
+_WAYS: Final = {"sharing": "--tied keep-first (or --tied clone)"}
+
+
 class Loss(NamedTuple):
     """Something that would not be in the output: its kind, and where (paths or names)."""
 
@@ -41,5 +45,5 @@ def refuse(losses: Sequence[Loss], allowed: Collection[str], path: str, target: 
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     if left:
         what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
-        step = " ".join(f"--allow-loss {loss.kind}" for loss in left)
+        step = " ".join(_WAYS.get(loss.kind, f"--allow-loss {loss.kind}") for loss in left)
         raise RefusedError(what, path=path, next=f"if that may be lost: {step}")

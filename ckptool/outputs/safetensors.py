@@ -21,7 +21,7 @@ from ..survey import StateDict, TensorEntry
 from ..tensors import Tensor
 from .losses import Loss
 
-__all__ = ["Tied", "losses", "plan"]
+__all__ = ["Chosen", "Tied", "chosen_tensors", "losses", "outside", "plan", "plan_chosen"]
 
 Tied = Literal["", "keep-first", "clone"]
 
@@ -50,17 +50,17 @@ _ORDER: Final = (
 _RANK: Final = {name: number for number, name in enumerate(_ORDER)}
 
 
-class _Named(NamedTuple):
+class Named(NamedTuple):
     """A tensor under its name."""
 
     name: str
     tensor: Tensor
 
 
-class _Chosen(NamedTuple):
+class Chosen(NamedTuple):
     """What goes into the file: tensors, and other names of those that are in it under one."""
 
-    tensors: list[_Named]
+    tensors: list[Named]
     names: dict[str, str]
 
 
@@ -69,7 +69,7 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> li
     inside = [entry for entry in checkpoint.survey.tensors if _is_in(checkpoint, entry, state_dict)]
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     found = [
-        Loss("entries", tuple(_outside(checkpoint, state_dict))),
+        Loss("entries", tuple(outside(checkpoint, state_dict))),
         Loss("dtypes", tuple(entry.key for entry in inside if not _is_plain(entry.tensor))),
         Loss("strides", tuple(entry.key for entry in dense if not holds_rows(entry.tensor))),
         Loss("sharing", () if tied else tuple(_sharing(dense))),
@@ -89,8 +89,12 @@ def plan(
     Names of tensors that are left out for another one that they are tied to go there, too, as ``save_model`` has it:
     name -> kept name. Raises RefusedError where bytes of a tensor are missing.
     """
-    chosen = _chosen(checkpoint, state_dict, tied)
-    texts = {**chosen.names, **(metadata or {})}
+    return plan_chosen(checkpoint, chosen_tensors(checkpoint, state_dict, tied), metadata or {})
+
+
+def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str]) -> Plan:
+    """The file of some tensors; see ``plan``."""
+    texts = {**chosen.names, **metadata}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0
@@ -115,7 +119,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.kind == "dense" and bool(tensor.storage) and dtype is not None and bool(dtype.safetensors)
 
 
-def _outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
+def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
     found = checkpoint.survey
     inside = {entry.key for entry in found.tensors if _is_in(checkpoint, entry, state_dict)}
@@ -136,8 +140,9 @@ def _sharing(entries: list[TensorEntry]) -> list[str]:
     return [name for names in users.values() if len(names) > 1 for name in names]
 
 
-def _chosen(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> _Chosen:
-    chosen = _Chosen([], {})
+def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> Chosen:
+    """The tensors that go into a file, in the order of the state dict."""
+    chosen = Chosen([], {})
     kept: dict[object, str] = {}
     for entry in checkpoint.survey.tensors:
         tensor = entry.tensor
@@ -148,7 +153,7 @@ def _chosen(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> _Chose
             chosen.names[entry.key] = kept[same]
             continue
         kept[same] = entry.key
-        chosen.tensors.append(_Named(entry.key, tensor))
+        chosen.tensors.append(Named(entry.key, tensor))
     return chosen
 
 
@@ -168,7 +173,7 @@ def _body(checkpoint: Checkpoint, name: str, tensor: Tensor, size: int) -> Piece
     return Computed(size, partial(elements, checkpoint, tensor))
 
 
-def _place(named: _Named) -> tuple[int, bytes]:
+def _place(named: Named) -> tuple[int, bytes]:
     return -_RANK[_dtype(named.tensor)], named.name.encode("utf-8", "surrogatepass")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ..checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from ..tensors import TensorReader
 from ..zips import Content, Sum, fresh, summed
 from .proof import prove
 
-__all__ = ["plan", "renumbered"]
+__all__ = ["checksums_on_record", "plan", "renumbered"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -25,9 +25,10 @@ _ROOT: Final = "archive"
 _ID_DIGITS: Final = 40
 
 
-def plan(checkpoint: Checkpoint) -> Plan:
+def plan(checkpoint: Checkpoint, crcs: Mapping[str, int | None] | None = None) -> Plan:
     """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
 
+    ``crcs`` are the checksums on record by storage, where somebody who makes many files has them already.
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
     graph, keys = renumbered(without_views(checkpoint.graph))
@@ -36,7 +37,8 @@ def plan(checkpoint: Checkpoint) -> Plan:
     root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
-    contents = list(_contents(checkpoint, root, data, keys))
+    known = checksums_on_record(checkpoint) if crcs is None else crcs
+    contents = list(_contents(checkpoint, root, data, keys, known))
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
@@ -53,13 +55,19 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
     return b""
 
 
-def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:
+def checksums_on_record(checkpoint: Checkpoint) -> dict[str, int | None]:
+    """The CRC-32 of every storage that the file has one of."""
+    return {record.key: record.crc for record in checkpoint.container.records() if record.key}
+
+
+def _contents(
+    checkpoint: Checkpoint, root: str, data: bytes, keys: list[str], crcs: Mapping[str, int | None]
+) -> Iterator[Content]:
     container = checkpoint.container
     yield _record(root, "data.pkl", data)
     yield _record(root, ".format_version", b"1")
     yield _record(root, ".storage_alignment", b"64")
     yield _record(root, "byteorder", container.byteorder.encode())
-    crcs = {record.key: record.crc for record in container.records() if record.key}
     for number, key in enumerate(keys):
         name = f"{root}/data/{number}"
         body = checkpoint.body(key)

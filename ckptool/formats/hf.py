@@ -1,0 +1,320 @@
+"""Folders as transformers and huggingface_hub write them: weights in one file or in shards, with an index.
+
+One checkpoint is the union of its shards, in the order of the index. A shard is a file of its own format, so nothing
+is shared between shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final, NamedTuple, TypeAlias
+
+from ..building import Builder, PlainTensor
+from ..checkpoint import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..dtypes import BY_NAME
+from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
+from ..human import counted, listed, shown
+from ..objects import mapping
+from ..pickles import encode
+from ..pickles.nodes import Graph
+from ..source import Appending, FileSource, FolderSource, Plan, open_source
+from ..tensors import TensorReader
+from . import safetensors, torch_legacy, torch_zip
+from .hf_files import INDEX, Index, Weights, read_index, side_files, sniff, weights_of
+
+__all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
+
+WORDS = "folders of Hugging Face: safetensors or .bin weights, alone or in shards"
+
+_Named: TypeAlias = "list[tuple[str, PlainTensor]]"
+#: Bytes of the head that tell a format.
+_HEAD: Final = 1024
+
+
+class Shard(NamedTuple):
+    """A file of weights, and the tensors in it by their names; storages by the keys of its own container."""
+
+    name: str
+    container: Container
+    tensors: _Named
+
+
+class HfFolder:
+    """The weights of a folder as one checkpoint. The storages of shard 3 have keys like ``3/17``."""
+
+    root = ""
+
+    def __init__(self, folder: str, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
+        self.problems: list[Problem] = []
+        self.files: list[FileSource] = []
+        #: Files that are no weights, and known.
+        self.beside: list[str] = []
+        self.format = "hf-safetensors" if weights.suffix == "safetensors" else "hf-torch"
+        index = None
+        if weights.index_name:
+            index = read_index(os.path.join(folder, weights.index_name))
+            listing = open_source(os.path.join(folder, weights.index_name))
+            stack.callback(listing.close)
+        wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
+        self.shards = self._shards(folder, wanted, names, stack)
+        self.files += [listing] if index else []
+        self._check_names(weights, wanted, index, names)
+        places = self._places(index)
+        builder = Builder()
+        items = [(name, builder.tensor(self._keyed(place, tensor))) for name, (place, tensor) in places.items()]
+        self.graph = builder.graph(builder.mapping(items))
+        self._check_size(index, places)
+        first = self.shards[0].container
+        orders = {shard.container.byteorder for shard in self.shards}
+        if len(orders) > 1:
+            raise UnreadableError("its shards are of both byte orders", path=folder, next="convert them one by one")
+        self.byteorder = first.byteorder
+        self.metadata: Mapping[str, str] = {
+            name: text
+            for name, text in first.metadata.items()
+            if all(shard.container.metadata.get(name) == text for shard in self.shards)
+        }
+        self.others: Sequence[Graph] = (
+            [] if weights.suffix == "safetensors" else [shard.container.graph for shard in self.shards]
+        )
+        self.writer = f"{first.writer}, {counted(len(self.shards), 'file')}"
+        self._tell_the_rest(weights, names)
+
+    def _note(self, code: str, level: str, message: str, refused: bool = False, where: str = "") -> None:
+        self.problems.append(Problem(code, level, message, refused, where))
+
+    def _shards(self, folder: str, wanted: list[str], names: Collection[str], stack: ExitStack) -> list[Shard]:
+        shards = []
+        errors: list[CkptoolError] = []
+        for name in wanted:
+            if name not in names:
+                self._note(INCOMPLETE, "error", f"the shard {name} is not there", True, name)
+                continue
+            try:
+                source = open_source(os.path.join(folder, name))
+                stack.callback(source.close)
+                shard = _shard(name, source)
+            except CkptoolError as error:
+                errors.append(error)
+                self._note(INCOMPLETE, "error", f"the shard {name} cannot be read: {error.what}", True, name)
+                continue
+            self.files.append(source)
+            shards.append(shard)
+            self.problems += [
+                problem._replace(message=f"{name}: {problem.message}", where=name)
+                for problem in shard.container.problems
+            ]
+        if not shards:
+            if errors:
+                raise errors[0]
+            what = f"none of its {counted(len(wanted), 'shard')} is there" if wanted else "its index names no shard"
+            raise MalformedError(what, path=folder, next="get the missing files")
+        return shards
+
+    def _check_names(self, weights: Weights, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
+        """Shards that only their names tell of: without an index, or beside it."""
+        if index is None and weights.shards:
+            known = {name.rpartition("-of-")[0].rpartition("-")[2] for name in weights.files}
+            gone = [f"{number:05d}" for number in range(1, weights.shards + 1) if f"{number:05d}" not in known]
+            if gone:
+                self._note(INCOMPLETE, "error", f"of {weights.shards:,} shards {listed(gone)} are not there", True)
+            stem = weights.files[0].rpartition("-of-")[0].rpartition("-")[0]
+            what = (
+                f"there is no index, {stem}.{weights.suffix}{INDEX}: transformers does not load the shards without it"
+            )
+            self._note("no-index", "warning", what)
+        stray = [name for name in weights.files if name not in wanted and name in names]
+        if stray:
+            self._note("stray-shard", "warning", f"the index does not name {listed(stray)}", where=stray[0])
+
+    def _places(self, index: Index | None) -> dict[str, tuple[int, PlainTensor]]:
+        """Where every tensor is: in the order of the index, then of the shards."""
+        held: dict[str, list[int]] = {}
+        tensors: dict[tuple[int, str], PlainTensor] = {}
+        for number, shard in enumerate(self.shards):
+            for name, tensor in shard.tensors:
+                held.setdefault(name, []).append(number)
+                tensors[number, name] = tensor
+        files = index.files if index else {}
+        numbers = {shard.name: number for number, shard in enumerate(self.shards)}
+        gone: dict[str, list[str]] = {}
+        moved: list[tuple[str, str, str]] = []
+        places = {}
+        for name, file in files.items():
+            at = held.get(name, [])
+            if numbers.get(file) in at:
+                places[name] = (numbers[file], tensors[numbers[file], name])
+            elif at:
+                moved.append((name, file, self.shards[at[0]].name))
+                places[name] = (at[0], tensors[at[0], name])
+            elif file in numbers:
+                gone.setdefault(file, []).append(name)
+        for file, missing in gone.items():
+            what = f"{file} lacks {counted(len(missing), 'tensor')} that the index says are in it: {listed(missing)}"
+            self._note(INCOMPLETE, "error", what, True, file)
+        lost = [name for name, file in files.items() if file not in numbers and name not in places]
+        if lost:
+            what = f"{counted(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read: {listed(lost)}"
+            self._note(INCOMPLETE, "error", what, True)
+        if moved:
+            self._note("wrong-shard", "warning", _moved_words(moved), where=moved[0][1])
+        twice = [name for name, at in held.items() if len(at) > 1]
+        if twice:
+            both = listed([self.shards[number].name for number in held[twice[0]]])
+            what = f"{counted(len(twice), 'tensor')} in more than one shard: {shown(twice[0])} in {both}"
+            self._note("tensor-twice", "warning", what + "; the one that the index names counts" * bool(index))
+        extra = [name for name in held if name not in places]
+        if index and extra:
+            what = f"{counted(len(extra), 'tensor')} in the shards that the index does not name: {listed(extra)}"
+            self._note("not-in-index", "warning", what)
+        for name in extra:
+            places[name] = (held[name][0], tensors[held[name][0], name])
+        return places
+
+    def _check_size(self, index: Index | None, places: Mapping[str, tuple[int, PlainTensor]]) -> None:
+        if index is None or index.total < 0 or any(problem.code == INCOMPLETE for problem in self.problems):
+            return
+        # Writers count a storage once or each time: either is right.
+        once = sum({(number, tensor.key): tensor.nbytes for number, tensor in places.values()}.values())
+        each = sum(_own_bytes(tensor) for _, tensor in places.values())
+        if index.total not in (once, each):
+            what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
+            self._note("total-size", "warning", what)
+
+    def _tell_the_rest(self, weights: Weights, names: Collection[str]) -> None:
+        if weights.others:
+            mine = weights.index_name or weights.files[0]
+            what = f"it is loaded from {mine}, as transformers chooses; passed over: {listed(list(weights.others))}"
+            self._note("other-weights", "note", what)
+        beside: dict[str, list[str]] = {}
+        for name, words in side_files(names):
+            self.beside.append(name)
+            beside.setdefault(words, []).append(name)
+        if beside:
+            told = "; ".join(f"{listed(files)} ({words})" for words, files in beside.items())
+            self._note("side-files", "note", f"beside the weights: {told}")
+
+    @property
+    def shard_size(self) -> int:
+        """The bytes of the largest shard of several tensors: what the limit must have been at least. 0 for none."""
+        sizes = [sum(_own_bytes(tensor) for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
+        return max(sizes, default=0) if len(self.shards) > 1 else 0
+
+    def originals(self) -> list[tuple[str, FileSource]]:
+        """The files of the weights as they are, and their index."""
+        return [(os.path.basename(file.name), file) for file in self.files]
+
+    @staticmethod
+    def _keyed(number: int, tensor: PlainTensor) -> PlainTensor:
+        return tensor._replace(key=f"{number}/{tensor.key}")
+
+    def _held(self, key: str) -> tuple[Container, str] | None:
+        number, slash, rest = key.partition("/")
+        if not slash or not number.isdigit() or int(number) >= len(self.shards):
+            return None
+        return self.shards[int(number)].container, rest
+
+    @property
+    def pickle(self) -> bytes:
+        """There is none for the whole: what ``torch.save`` would write for it."""
+        return encode(self.graph)
+
+    def stored_size(self, key: str) -> int | None:
+        held = self._held(key)
+        return held[0].stored_size(held[1]) if held else None
+
+    def stored(self, key: str) -> StoredBytes:
+        held = self._held(key)
+        return held[0].stored(held[1]) if held else StoredBytes(None, 0)
+
+    def records(self) -> Iterator[StoredRecord]:
+        for number, shard in enumerate(self.shards):
+            for record in shard.container.records():
+                key = f"{number}/{record.key}" if record.key else ""
+                yield record._replace(name=f"{shard.name}: {record.name}", key=key)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        found = []
+        for number, shard in enumerate(self.shards):
+            own = [key.partition("/")[2] for key in keys if key.startswith(f"{number}/")]
+            found += [
+                problem._replace(message=f"{shard.name}: {problem.message}", where=shard.name)
+                for problem in shard.container.audit(own)
+            ]
+        return found
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        for shard in self.shards:
+            for found in shard.container.pickles():
+                yield found._replace(where=f"{shard.name}: {found.where}")
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        raise AssertionError("a folder is planned as its files")
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")
+
+
+def _moved_words(moved: list[tuple[str, str, str]]) -> str:
+    name, said, found = moved[0]
+    pairs = {(said, found) for _, said, found in moved}
+    what = f"{counted(len(moved), 'tensor')} in another shard than the index says: {shown(name)} in {found}, not {said}"
+    if (found, said) in pairs:
+        what += f"; {said} and {found} may have been swapped"
+    return what
+
+
+def _own_bytes(tensor: PlainTensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return count * tensor.dtype.itemsize
+
+
+def _shard(name: str, source: FileSource) -> Shard:
+    """Read one file of weights in the format that its content tells."""
+    head = source.read(0, _HEAD)
+    container: Container
+    if torch_zip.sniff(head, source):
+        container = torch_zip.read(source)
+    elif torch_legacy.sniff(head, source):
+        container = torch_legacy.read(source)
+    else:
+        container = safetensors.read(source)
+        return Shard(name, container, container.tensors)
+    graph = container.graph
+    items = mapping(graph, graph.root)
+    if items is None:
+        raise MalformedError("it holds no dict of tensors", path=source.name)
+    reader = TensorReader(graph)
+    tensors: _Named = []
+    for key, value in items:
+        found, called = reader.tensor(value), str(graph.nodes[key])
+        dtype = BY_NAME.get(found.dtype) if found is not None else None
+        if found is None or found.kind != "dense" or not found.storage or dtype is None:
+            what = f"{shown(called)} is no plain tensor, and folders are read by those alone"
+            raise UnreadableError(what, path=source.name, next="read its files one by one")
+        size = reader.storages[found.storage].nbytes
+        plain = PlainTensor(
+            dtype, found.shape, found.stride, found.storage, size, found.offset, found.location, found.requires_grad
+        )
+        tensors.append((called, plain))
+    return Shard(name, container, tensors)
+
+
+def read(path: str) -> tuple[FolderSource, Container]:
+    """Read a folder, or the folder of an index that is named instead of it; raises as reading a file does."""
+    folder, index = (os.path.dirname(path) or os.curdir, os.path.basename(path)) if path.endswith(INDEX) else (path, "")
+    try:
+        names = frozenset(os.listdir(folder))
+    except OSError as error:
+        raise UnreadableError(f"it cannot be listed: {error.strerror}", path=path) from error
+    weights = weights_of(names, index)
+    if weights is None:
+        raise UnreadableError("there are no weights in it", path=path, next="name a file in it")
+    with ExitStack() as stack:
+        found = HfFolder(folder, weights, names, stack)
+        stack.pop_all()
+    return FolderSource(path, found.files), found

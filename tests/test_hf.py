@@ -1,0 +1,426 @@
+"""Folders as huggingface_hub and transformers write them, in and out; both libraries are the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import CkptoolError, MalformedError, RefusedError, TargetError, UnreadableError
+from ckptool.outputs.shards import Item, parse_size, split
+from ckptool.report import inspection
+from ckptool.validating import validation_report
+
+hub = pytest.importorskip("huggingface_hub")
+
+Edit = Callable[[ckptool.Checkpoint], ckptool.Checkpoint]
+SIZE = "6KB"
+
+
+class Model(torch.nn.Module):
+    """Some layers, and weights that two of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, 10)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(10, 40) for _ in range(5))
+        self.norm = torch.nn.BatchNorm1d(10)
+        self.head = torch.nn.Linear(10, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Several shards of 6 kB: a scalar, an empty tensor, several dtypes."""
+    torch.manual_seed(0)
+    made = {f"layers.{n}.{k}": torch.randn(*s) for n in range(5) for k, s in (("weight", (20, 30)), ("bias", (20,)))}
+    made |= {"steps": torch.tensor(7), "empty": torch.zeros(0, 3), "half": torch.randn(30, 3).bfloat16()}
+    return made
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder that huggingface_hub wrote, of three shards."""
+    return written(tmp_path / "in", tensors(), safe=request.param == "safetensors")
+
+
+def written(path: Path, state: dict[str, torch.Tensor], *, safe: bool = True, size: str = SIZE) -> Path:
+    path.mkdir()
+    hub.save_torch_state_dict(state, path, max_shard_size=size, safe_serialization=safe)
+    return path
+
+
+def index_of(folder: Path) -> Path:
+    return next(folder.glob("*.index.json"))
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the index of a folder."""
+    index = json.loads(index_of(folder).read_text())
+    change(index)
+    index_of(folder).write_text(json.dumps(index))
+
+
+def problems(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    with ckptool.open(folder) as checkpoint:
+        for problem in checkpoint.container.problems:
+            found[problem.code] = f"{found.get(problem.code, '')}{problem.message}\n"
+    return found
+
+
+def as_torch(path: Path, out: Path) -> dict[str, torch.Tensor]:
+    """What a folder holds, as torch loads the file that is made of it."""
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), out, force=True)
+    return dict(oracle.load(out))
+
+
+# -- in --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_one_checkpoint_in_the_order_of_its_index(folder: Path, tmp_path: Path) -> None:
+    assert len(list(folder.iterdir())) > 3
+    expected = tensors()
+    found = as_torch(folder, tmp_path / "x.pth")
+    assert list(found) == list(json.loads(index_of(folder).read_text())["weight_map"])
+    assert oracle.difference({name: found[name] for name in expected}, expected) == ""
+    assert problems(folder) == {}
+    assert validation_report(str(folder))["status"] == "valid"
+    assert run(["inspect", str(folder)]) == run(["keys", str(folder)]) == run(["validate", str(folder)]) == 0
+
+
+def test_the_index_stands_for_its_folder(folder: Path) -> None:
+    with ckptool.open(index_of(folder)) as one, ckptool.open(folder) as other:
+        assert [entry.key for entry in one.survey.tensors] == [entry.key for entry in other.survey.tensors]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
+def test_weights_in_one_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write = save_file if name.endswith("safetensors") else torch.save
+    write(tensors(), tmp_path / "in" / name)
+    assert as_torch(tmp_path / "in", tmp_path / "x.pth").keys() == tensors().keys()
+
+
+def test_legacy_shards_are_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", tensors(), safe=False)
+    for path in folder.glob("*.bin"):
+        torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    assert oracle.difference(as_torch(folder, tmp_path / "x.pth"), tensors()) == ""
+
+
+def test_tied_weights_of_a_shard_stay_tied(tmp_path: Path) -> None:
+    state = Model().state_dict()
+    folder = written(tmp_path / "in", dict(state), safe=False)
+    found = as_torch(folder, tmp_path / "x.pth")
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_safetensors_come_before_bin_and_it_is_said(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", tensors())
+    torch.save({"other": torch.zeros(1)}, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin" in problems(folder)["other-weights"]
+    with ckptool.open(folder) as checkpoint:
+        assert checkpoint.format == "hf-safetensors" and len(checkpoint.survey.tensors) == len(tensors())
+
+
+def test_files_beside_the_weights_are_named(folder: Path) -> None:
+    for name in ("config.json", "optimizer.pt", "rng_state_0.pth", "training_args.bin", "trainer_state.json"):
+        (folder / name).write_text("{}")
+    told = problems(folder)["side-files"]
+    assert "optimizer.pt (the optimizer's state)" in told and "rng_state_0.pth (random generators)" in told
+
+
+def test_unrelated_files_in_a_folder_stay_an_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(tensors(), tmp_path / "a.pth")
+    save_file(tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(UnreadableError, match="it is a directory"):
+        ckptool.open(tmp_path)
+    assert run(["inspect", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "a.pth" in told and "model.safetensors" in told and "2 files" in told
+
+
+def test_folders_in_a_folder_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (500, 1000):
+        written(tmp_path / f"checkpoint-{number}", tensors())
+    assert run(["inspect", str(tmp_path)]) == 0
+    assert "2 files" in capsys.readouterr().out
+
+
+# -- what is wrong with a folder -------------------------------------------------------------------------------
+
+
+def second(folder: Path) -> Path:
+    return next(path for path in folder.iterdir() if "00002-of" in path.name)
+
+
+def test_a_missing_shard_is_named(folder: Path, tmp_path: Path) -> None:
+    gone = second(folder)
+    gone.unlink()
+    with ckptool.open(folder) as checkpoint:
+        messages = [item.message for item in checkpoint.container.problems if item.code == "incomplete"]
+        assert f"the shard {gone.name} is not there" in messages and "are in files that cannot be read" in messages[1]
+        with pytest.raises(MalformedError, match="is not there"):
+            ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
+    report = validation_report(str(folder))
+    assert report["status"] == "invalid"
+    assert next(check for check in report["checks"] if check["name"] == "complete")["status"] == "fail"
+
+
+def test_a_cut_shard_is_named(folder: Path) -> None:
+    cut = second(folder)
+    os.truncate(cut, cut.stat().st_size // 2)
+    assert cut.name in problems(folder)["incomplete"]
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
+    changed(folder, lambda index: index["weight_map"].update({"ghost": second(folder).name}))
+    assert "'ghost'" in problems(folder)["incomplete"] or "ghost" in problems(folder)["incomplete"]
+
+
+def test_a_tensor_that_the_index_lacks_is_named_and_read(folder: Path) -> None:
+    changed(folder, lambda index: index["weight_map"].pop("half"))
+    assert "half" in problems(folder)["not-in-index"]
+    with ckptool.open(folder) as checkpoint:
+        assert "half" in {entry.key for entry in checkpoint.survey.tensors}
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", tensors())
+    path = second(folder)
+    other = next(folder.glob("*00001-of*"))
+    name = next(iter(load_file(other)))
+    save_file({**load_file(path), name: torch.zeros(2)}, path)
+    assert name in problems(folder)["tensor-twice"]
+    with ckptool.open(folder) as checkpoint:
+        kept = next(entry.tensor for entry in checkpoint.survey.tensors if entry.key == name)
+    assert list(kept.shape) == list(tensors()[name].shape)
+
+
+def test_a_wrong_total_size_is_told(folder: Path) -> None:
+    changed(folder, lambda index: index["metadata"].update(total_size=1))
+    assert "total_size" in problems(folder)["total-size"]
+
+
+def test_swapped_shards_are_told(folder: Path, tmp_path: Path) -> None:
+    one, two = sorted(folder.glob("*-of-*"))[:2]
+    one.rename(folder / "aside")
+    two.rename(one)
+    (folder / "aside").rename(two)
+    assert "may have been swapped" in problems(folder)["wrong-shard"]
+    assert as_torch(folder, tmp_path / "x.pth").keys() == tensors().keys()
+
+
+def test_shards_without_an_index_are_read_and_it_is_said(folder: Path) -> None:
+    index_of(folder).unlink()
+    assert "there is no index" in problems(folder)["no-index"]
+    second(folder).unlink()
+    assert "00002 are not there" in problems(folder)["incomplete"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no JSON"),
+        ("[]", "weight_map"),
+        ("{}", "weight_map"),
+        ('{"weight_map": []}', "weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "twice"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "no name of a file in its folder"),
+        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "no name of a file in its folder"),
+        ('{"weight_map": {"a": "sub/model.safetensors"}}', "no name of a file in its folder"),
+        ('{"weight_map": {"a": "..\\\\model.safetensors"}}', "no name of a file in its folder"),
+        ('{"weight_map": {"a": ""}}', "no name of a file in its folder"),
+        ('{"weight_map": {"a": "config.json"}}', "no .safetensors file"),
+        ('{"weight_map": {}}', "names no shard"),
+        ("[" * 100_000, "no JSON"),
+        ("\ud800", "no JSON"),
+    ],
+)
+def test_a_broken_or_hostile_index_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(MalformedError, match=words):
+        ckptool.open(tmp_path)
+    assert run(["inspect", str(tmp_path)]) == 3
+    assert run(["validate", str(tmp_path)]) == 1
+
+
+def test_a_bin_shard_with_other_objects_is_not_half_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", tensors(), safe=False)
+    torch.save({"layers.2.weight": torch.zeros(2), "epoch": 3}, second(folder))
+    assert "'epoch' is no plain tensor" in problems(folder)["incomplete"]
+
+
+# -- out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["1KB", "3KB", "6KB", "2.5KB", "1GB"])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_shards_are_those_of_huggingface_hub(size: str, safe: bool, tmp_path: Path) -> None:
+    state = tensors() if safe else {**tensors(), **{f"model.{k}": v for k, v in Model().state_dict().items()}}
+    expected = written(tmp_path / "expected", state, safe=safe, size=size)
+    torch.save(state, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        edited = ckptool.convert(checkpoint, "safetensors" if safe else "torch", max_shard_size=size)
+        ckptool.save(edited, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in expected.iterdir()
+    )
+    for path in expected.iterdir():
+        ours = tmp_path / "out" / path.name
+        if path.suffix == ".bin":
+            assert oracle.difference(oracle.load(path), oracle.load(ours)) == ""
+        else:
+            assert path.read_bytes() == ours.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_huggingface_hub_loads_what_is_written(safe: bool, tmp_path: Path) -> None:
+    model, other = Model(), Model()
+    torch.save(model.state_dict(), tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        target = "safetensors" if safe else "torch"
+        edited = ckptool.convert(checkpoint, target, tied="keep-first" if safe else "", max_shard_size="3KB")
+        ckptool.save(edited, tmp_path / "out")
+    hub.load_torch_model(other, tmp_path / "out", strict=not safe, safe=safe)
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with ckptool.open(tmp_path / "out") as checkpoint:
+        assert not [item for item in checkpoint.container.problems if item.level != "note"]
+
+
+def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    model = transformers.BertModel(config)
+    torch.save(model.state_dict(), tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", max_shard_size="10KB"), tmp_path / "out")
+    config.save_pretrained(tmp_path / "out")
+    loaded = transformers.BertModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    with ckptool.open(tmp_path / "out") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors"), tmp_path / "one.safetensors")
+    assert load_model(model, tmp_path / "one.safetensors") == (set(), [])
+
+
+EDITS: dict[str, Edit] = {
+    "add-module": ckptool.add_module,
+    "drop": lambda checkpoint: ckptool.drop(checkpoint, ["half"]),
+    "cast": lambda checkpoint: ckptool.cast(checkpoint, "float16"),
+    "none": lambda checkpoint: checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_folder_stays_one_of_as_many_shards(name: str, folder: Path, tmp_path: Path) -> None:
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(EDITS[name](checkpoint), tmp_path / "out")
+    whole = tmp_path / "whole.pth"
+    torch.save(tensors(), whole)
+    with ckptool.open(whole) as checkpoint:
+        ckptool.save(EDITS[name](checkpoint), tmp_path / "edited.pth")
+    found, expected = as_torch(tmp_path / "out", tmp_path / "x.pth"), dict(oracle.load(tmp_path / "edited.pth"))
+    assert oracle.difference({key: found[key] for key in expected}, expected) == ""
+    if name in ("add-module", "none"):
+        assert len(list((tmp_path / "out").iterdir())) == len(list(folder.iterdir()))
+    if name == "none":
+        assert all(path.read_bytes() == (tmp_path / "out" / path.name).read_bytes() for path in folder.iterdir())
+    with ckptool.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.format == ("hf-torch" if index_of(folder).name.startswith("py") else "hf-safetensors")
+        assert not checkpoint.container.problems
+
+
+def test_a_folder_becomes_one_file_by_the_name_of_the_output(folder: Path, tmp_path: Path) -> None:
+    right, wrong = tmp_path / "x.safetensors", tmp_path / "x.bin"
+    if index_of(folder).name.startswith("py"):
+        right, wrong = wrong, right
+    with ckptool.open(folder) as checkpoint:
+        edited = ckptool.add_module(checkpoint)
+        ckptool.save(edited, right)
+        with pytest.raises(RefusedError, match="ckptool convert"):
+            ckptool.save(edited, wrong)
+    found = load_file(right) if right.suffix == ".safetensors" else oracle.load(right)
+    assert {f"module.{name}" for name in tensors()} == set(found)
+
+
+def test_what_would_not_be_in_the_shards_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": tensors(), "epoch": 3}, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        with pytest.raises(RefusedError, match="--allow-loss entries"):
+            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE)
+        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, allow=["entries"]), tmp_path / "out")
+    assert as_torch(tmp_path / "out", tmp_path / "x.pth").keys() == tensors().keys()
+
+
+def test_an_edit_in_place_of_a_folder_is_refused(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert run(["add-module", str(folder), "--in-place"]) == 4
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("text", ["5GB", "1.5GB", "200MB", "7kb", " 3 TB "])
+def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    assert parse_size(text) == parse_size_to_int(text)
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5GiB", "-1GB", "0MB", "nan", "1e3MB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(TargetError, match="no size"):
+        parse_size(text)
+
+
+def test_a_split_is_the_one_of_huggingface_hub() -> None:
+    from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+
+    chance = random.Random(1)
+    for _ in range(300):
+        items = [
+            Item(str(n), chance.choice((0, 1, 3, 7, 20)), chance.choice(("", str(chance.randrange(8)))))
+            for n in range(chance.randrange(1, 15))
+        ]
+        sizes = {item.storage: item.size for item in reversed(items) if item.storage}
+        items = [item._replace(size=sizes.get(item.storage, item.size)) for item in items]
+        expected = split_state_dict_into_shards_factory(
+            {item.name: item for item in items},
+            get_storage_size=lambda item: item.size,
+            get_storage_id=lambda item: item.storage or None,
+            filename_pattern="x{suffix}.y",
+            max_shard_size=10,
+        )
+        assert split(items, 10) == list(expected.filename_to_tensors.values())
+
+
+def test_a_report_of_a_folder_names_its_format(folder: Path) -> None:
+    with ckptool.open(folder) as checkpoint:
+        report = inspection(checkpoint)
+    assert report["format"].startswith("hf-") and report["weights_only"]["loads"]
+    assert report["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_more_than_one_folder_cannot_be_mixed_up(tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError):
+        ckptool.open(tmp_path / "missing.index.json")
+
+
+def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oracle.difference({k: ckptool.load(folder)[k] for k in tensors()}, tensors()) == ""
+    assert run(["inspect", str(folder), "--load"]) == 0
+    assert f"yes: {len(tensors())} tensors on cpu" in capsys.readouterr().out

@@ -1,0 +1,300 @@
+"""safetensors, in and out: the library itself is the oracle, on the very same bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import CORPUS, FIXTURES, needs_corpus
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file, load_model, save_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ckptool.formats import read_container
+from ckptool.report import inspection
+from ckptool.source import BytesSource
+from ckptool.validating import validation_report
+
+
+def made(header: Any, data: bytes = b"", *, size: int | None = None) -> bytes:
+    """A file of a header, text or what becomes JSON; ``size`` is what it says of its header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+ENTRY = b'{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+EIGHT = bytes(8)
+
+#: What no reader takes: the bytes, and the words of our refusal.
+BROKEN = {
+    "no room for a length": (b"\1\0\0", "fewer than the 8 bytes"),
+    "nothing but a length of 0": (bytes(8), "zeros"),
+    "a length of 0": (bytes(8) + b"x", "must begin with '{'"),
+    "a header too long for the library": (made({}, size=100_000_001), "100,000,000 are the most"),
+    "the longest length": (made({}, size=2**64 - 1), "100,000,000 are the most"),
+    "a header that the file has not": (made({}, size=500), "the file ends after 2"),
+    "not UTF-8": (made(b'{"\xff":{}}'), "not UTF-8 at byte 10"),
+    "a list": (made(b"[]"), "must begin with '{'"),
+    "a byte order mark": (made(b"\xef\xbb\xbf{}"), "must begin with '{'"),
+    "junk behind the JSON": (made(b"{}x"), "no JSON"),
+    "zeros behind the JSON": (made(b"{}\0\0"), "no JSON"),
+    "NaN": (made(b'{"a":NaN}'), "no JSON"),
+    "a control character": (made(b'{"a\1":' + ENTRY + b"}", EIGHT), "no JSON"),
+    "half of a character": (made(b'{"\\ud800":' + ENTRY + b"}", EIGHT), "half of a character"),
+    "brackets without end": (made(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "no JSON"),
+    "a hole": (made({"a": {**A, "data_offsets": [8, 16]}}, bytes(16)), "a hole of 8 bytes before tensor 'a'"),
+    "a hole in between": (made({"a": A, "b": {**A, "data_offsets": [12, 20]}}, bytes(20)), "a hole of 4 bytes"),
+    "an overlap": (made({"a": A, "b": {**A, "data_offsets": [4, 12]}}, bytes(12)), "begins within"),
+    "one range twice": (made({"a": A, "b": A}, EIGHT), "begins within"),
+    "bytes behind the end": (made({"a": A}, bytes(9)), "1 byte behind the last tensor"),
+    "no byte behind a header": (made({"a": A}), "it is cut"),
+    "a byte too few": (made({"a": A}, bytes(7)), "it is cut"),
+    "offsets the wrong way round": (made({"a": {**A, "data_offsets": [8, 0]}}, EIGHT), "the wrong way round"),
+    "offsets far away": (made({"a": {**A, "data_offsets": [2**63, 2**63 + 8]}}, EIGHT), "a hole"),
+    "three offsets": (made({"a": {**A, "data_offsets": [0, 4, 8]}}, EIGHT), "two integers"),
+    "an unknown dtype": (made({"a": {**A, "dtype": "F33"}}, EIGHT), "'F33' is unknown"),
+    "a dtype that torch lacks": (
+        made({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, bytes(3)),
+        "a dtype that torch does not have",
+    ),
+    "half a byte": (made({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}, b"\0"), "do not end on a byte"),
+    "a size that overflows": (made({"a": {**A, "shape": [2**32, 2**32]}}, EIGHT), "more elements than can be counted"),
+    "an overflow with a zero behind it": (
+        made({"a": {"dtype": "F32", "shape": [2**63, 2**63, 0], "data_offsets": [0, 0]}}),
+        "more elements than can be counted",
+    ),
+    "a size beyond 64 bits": (made({"a": {**A, "shape": [2**64]}}, EIGHT), "integers from 0 on"),
+    "a negative size": (made({"a": {**A, "shape": [-2]}}, EIGHT), "integers from 0 on"),
+    "a size that is a float": (made({"a": {**A, "shape": [2.0]}}, EIGHT), "integers from 0 on"),
+    "a size that is true": (made({"a": {**A, "shape": [True, 2]}}, EIGHT), "integers from 0 on"),
+    "a shape of another size": (made({"a": {**A, "shape": [3]}}, EIGHT), "takes 12 bytes, its data_offsets span 8"),
+    "no data_offsets": (made({"a": {"dtype": "F32", "shape": [2]}}, EIGHT), "data_offsets is missing"),
+    "a field twice": (made(b'{"a":{"dtype":"F32",' + ENTRY[1:] + b"}", EIGHT), "'dtype' stands in the header twice"),
+    "an entry that is a list": (made({"a": []}), "must be an object"),
+    "an entry that is null": (made({"a": None}), "must be an object"),
+    "__metadata__ with a number": (made({"__metadata__": {"a": 1}}), "values are all strings"),
+    "__metadata__ that is a list": (made({"__metadata__": []}), "values are all strings"),
+}
+
+#: What the library takes and we do not, with the reason: a name twice is two answers to one question. The library takes
+#: the last one, other readers the first, and a file whose tensors depend on who reads it is no release.
+STRICTER = {
+    "a name twice": made(b'{"a":' + ENTRY + b',"a":' + ENTRY + b"}", EIGHT),
+    "a text twice": made(b'{"__metadata__":{"a":"1","a":"2"}}'),
+}
+
+#: What every reader takes.
+ODD = {
+    "no tensor": made({}),
+    "only texts": made({"__metadata__": {"format": "pt"}}),
+    "null for no texts": made({"__metadata__": None, "a": A}, EIGHT),
+    "leading blanks": made(b'  {"a":' + ENTRY + b"}", EIGHT),
+    "a leading tab": made(b'\t{"a":' + ENTRY + b"}", EIGHT),
+    "blanks and a line break behind it": made(b'{"a":' + ENTRY + b"}  \n", EIGHT),
+    "a field of somebody else": made({"a": {**A, "mine": [1]}}, EIGHT),
+    "an empty name": made({"": A}, EIGHT),
+    "hostile names": made({"a\x1b[31m\n\0": A}, EIGHT),
+    "empty tensors": made({"b": A, "a": {"dtype": "I64", "shape": [3, 0], "data_offsets": [8, 8]}}, EIGHT),
+    "a scalar": made({"a": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]}}, EIGHT),
+    "another order in the file": made({"b": {**A, "data_offsets": [8, 16]}, "a": A}, struct.pack("<4f", 1, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_the_library_refuses_is_refused_with_the_rule(name: str) -> None:
+    data, words = BROKEN[name]
+    with pytest.raises((SafetensorError, KeyError)):
+        load(data)
+    with pytest.raises((MalformedError, NotACheckpointError)) as caught:
+        read_container(BytesSource(data, "x.safetensors"))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", STRICTER)
+def test_what_two_readers_read_in_two_ways_is_refused(name: str) -> None:
+    load(STRICTER[name])
+    with pytest.raises(MalformedError, match="'a' stands in the header twice"):
+        read_container(BytesSource(STRICTER[name], "x.safetensors"))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_the_library_takes_is_read_as_it_reads_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(ODD[name])
+    expected = load_file(path)
+    with ckptool.open(path) as checkpoint:
+        assert {entry.key for entry in checkpoint.survey.tensors} == set(expected)
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "x.pth")
+    assert oracle.difference(dict(expected), dict(oracle.load(tmp_path / "x.pth"))) == ""
+    assert run(["inspect", str(path)]) == run(["keys", str(path)]) == run(["validate", str(path)]) == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 20, 100, 231, 232, 233, 300, 343])
+def test_a_file_that_is_cut_is_said_to_be(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes((FIXTURES / "model.safetensors").read_bytes()[:cut])
+    with pytest.raises((MalformedError, NotACheckpointError)):
+        ckptool.open(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "git-lfs-pointer"),
+        (b"<!DOCTYPE html><html><title>404</title></html>", "html"),
+        (b'{"error": "Repository not found"}', "json"),
+        (b"plain text of somebody\n", "text"),
+        (b"{}", "json"),
+        (b"GGUF" + bytes(60), "gguf"),
+    ],
+)
+def test_other_things_under_that_name_are_named(content: bytes, kind: str) -> None:
+    for name in ("x.safetensors", "x.pth"):
+        with pytest.raises(NotACheckpointError) as caught:
+            read_container(BytesSource(content, name))
+        assert caught.value.kind == kind
+
+
+# -- out -------------------------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {
+    "strip-module": ckptool.strip_module,
+    "add-module": ckptool.add_module,
+    "rename": lambda checkpoint: ckptool.rename(checkpoint, glob=("module.*", "net.*")),
+    "drop": lambda checkpoint: ckptool.drop(checkpoint, ["module.a"]),
+    "keep": lambda checkpoint: ckptool.keep(checkpoint, ["module.a"]),
+    "cast": lambda checkpoint: ckptool.cast(checkpoint, "float16"),
+    "slim": ckptool.slim,
+    "repack": ckptool.repack,
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_safetensors_file_stays_one_and_keeps_its_texts(name: str, tmp_path: Path) -> None:
+    source, there, back = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "back.safetensors"))
+    save_file(load_file(FIXTURES / "model.safetensors"), source, metadata={"format": "pt", "license": "mit"})
+    with ckptool.open(source) as checkpoint:
+        ckptool.save(EDITS[name](checkpoint), there)
+    # The same edit on a torch file, and the library writes what came of it.
+    torch.save(load_file(source), tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(EDITS[name](checkpoint), tmp_path / "out.pth")
+    save_file(dict(oracle.load(tmp_path / "out.pth")), back, metadata={"format": "pt", "license": "mit"})
+    assert oracle.difference(load_file(back), load_file(there)) == ""
+    with safe_open(there, "pt") as file:
+        assert file.metadata() == {"format": "pt", "license": "mit"}
+    assert validation_report(str(there))["status"] == "valid"
+
+
+def test_edits_that_leave_the_format_are_refused_with_a_way(tmp_path: Path) -> None:
+    with ckptool.open(FIXTURES / "model.safetensors") as checkpoint:
+        for edited in (ckptool.wrap(checkpoint, "state_dict"), ckptool.set_entry(checkpoint, "epoch", 3)):
+            with pytest.raises(RefusedError, match="ckptool convert"):
+                ckptool.save(edited, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_texts_of_a_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with ckptool.open(FIXTURES / "model.safetensors") as checkpoint:
+        report = inspection(checkpoint)
+    assert report["metadata"] == {"format": "pt"} and report["protocol"] is None
+    assert run(["inspect", str(FIXTURES / "model.safetensors")]) == 0
+    assert "metadata  format='pt'" in capsys.readouterr().out
+
+
+def test_torch_loads_it_by_its_name_alone(tmp_path: Path) -> None:
+    other = tmp_path / "model.bin"
+    other.write_bytes((FIXTURES / "model.safetensors").read_bytes())
+    assert oracle.load(FIXTURES / "model.safetensors").keys() == load_file(other).keys()
+    with pytest.raises(Exception, match=r"weights_only|magic|Unpickl|load key|opcode|operand|stack"):
+        oracle.load(other)
+    for path, loads in ((FIXTURES / "model.safetensors", True), (other, False)):
+        with ckptool.open(path) as checkpoint:
+            assert inspection(checkpoint)["weights_only"]["loads"] is loads
+
+
+def test_validate_claims_no_check_that_the_format_has_not() -> None:
+    report = validation_report(str(FIXTURES / "model.safetensors"))
+    checks = {check["name"]: check for check in report["checks"]}
+    assert report["status"] == "valid" and report["not_checked"] == ["checksums"]
+    assert checks["checksums"]["status"] == "not possible"
+    assert "nothing in it can be run" in checks["pickles"]["message"]
+    assert "globals" not in checks
+
+
+class Tied(torch.nn.Module):
+    """Weights that two modules share, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("tied", ["keep-first", "clone"])
+def test_a_tied_model_comes_back(tied: Any, tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    torch.save(model.state_dict(), tmp_path / "tied.pth")
+    with ckptool.open(tmp_path / "tied.pth") as checkpoint:
+        with pytest.raises(RefusedError, match="--tied keep-first"):
+            ckptool.convert(checkpoint, "safetensors")
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", tied=tied), tmp_path / "x.safetensors")
+    if tied == "keep-first":
+        assert load_model(other, tmp_path / "x.safetensors") == (set(), [])
+        with safe_open(tmp_path / "x.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    else:
+        other.load_state_dict(load_file(tmp_path / "x.safetensors"))
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("tied", ["keep-first", "clone"])
+def test_views_that_overlap_and_differ_are_both_written(tied: Any, tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    tensors = {"whole": whole, "part": whole[2:6], "turned": whole.view(3, 4).t(), "again": whole}
+    torch.save(tensors, tmp_path / "views.pth")
+    with ckptool.open(tmp_path / "views.pth") as checkpoint:
+        ckptool.save(
+            ckptool.convert(checkpoint, "safetensors", tied=tied, allow=["strides"]), tmp_path / "x.safetensors"
+        )
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys() - ({"again"} if tied == "keep-first" else set())
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+
+
+def test_what_is_left_behind_is_said(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    with ckptool.open(tmp_path / "model.pth") as checkpoint:
+        edited = ckptool.convert(checkpoint, "safetensors")
+    assert "_metadata" in edited.changes[0].words and "OrderedDict" in edited.changes[0].words
+
+
+@needs_corpus
+def test_real_safetensors_files_go_there_and_back(tmp_path: Path) -> None:
+    for path in sorted(CORPUS.glob("*.safetensors")):
+        try:
+            with ckptool.open(path) as checkpoint:
+                ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "x.pth", force=True)
+        except UnreadableError as error:
+            with pytest.raises((SafetensorError, KeyError)):
+                load_file(path)
+            assert "torch does not have" in str(error)
+            continue
+        assert oracle.difference(load_file(path), dict(oracle.load(tmp_path / "x.pth"))) == ""
+
+
+def test_outputs_of_several_inputs_are_called_what_they_are(tmp_path: Path) -> None:
+    words = ["convert", str(FIXTURES / "bare.pth"), str(FIXTURES / "legacy_bare.pth"), "--to-format", "safetensors"]
+    assert run([*words, "--out-dir", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"bare.safetensors", "legacy_bare.safetensors"}
