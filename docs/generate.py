@@ -15,6 +15,7 @@ from tabulate import tabulate
 from ckptool import __version__, dtypes
 from ckptool.cli import main
 from ckptool.formats import FORMATS
+from ckptool.formats.zip_archives import ZIPS
 from ckptool.prefixes import WRAPPERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,8 @@ def exit_codes() -> str:
 
 def formats() -> str:
     """The table of formats."""
-    rows = [(f"`{known.name}`", known.words) for known in FORMATS]
+    known = [(known.name, known.words) for known in FORMATS] + [(known.name, known.words) for known in ZIPS]
+    rows = [(f"`{name}`", words) for name, words in known]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 

@@ -116,7 +116,9 @@ def validation(
             f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
         ),
     ]
-    found = safety(checkpoint.container.pickles(), torch, weights_only(checkpoint, flaws, torch), notes["pickles"])
+    verdict = weights_only(checkpoint, flaws, torch)
+    own = program.own_names if program is not None else ()
+    found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"], own)
     if program is not None:
         found.checks.insert(0, judged("program", "safety", notes["program"], ""))
     either = [note for note in notes["structure"] if note.code in AMBIGUOUS]
@@ -173,10 +175,19 @@ def _wrong(checkpoint: Checkpoint, found: Checksums) -> list[Note]:
     return notes + [Note("unreadable-record", "error", f"{shown(name)}: {why}", name) for name, why in found.lost]
 
 
-def safety(pickles: Iterable[FoundPickle], torch: str, verdict: Verdict | None, notes: Sequence[Note] = ()) -> Safety:
-    """What all the pickles of a file name, and what torch would do with the first."""
+def safety(
+    pickles: Iterable[FoundPickle],
+    torch: str,
+    verdict: Verdict | None,
+    notes: Sequence[Note] = (),
+    own: tuple[str, ...] = (),
+) -> Safety:
+    """What all the pickles of a file name, and what torch would do with the first.
+
+    ``own`` are the beginnings of names that stand for what is in the file itself.
+    """
     found = list(pickles)
-    named = named_globals(found, torch)
+    named = [item for item in named_globals(found, torch) if not item.mapped.startswith(own)]
     odd = list(notes)
     for number, pickle in enumerate(found):
         if pickle.error:
