@@ -27,13 +27,15 @@ class Program:
     """What a container of a program tells beside its graph, which are its weights.
 
     ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit
-    it as it is. ``beside`` is what it holds beside the weights, each in words, ``described`` the same as JSON-ready
-    data, ``named_devices`` the devices that are named where no edit reaches them.
+    it as it is. Names in its pickles that begin with one of ``own_names`` are none of Python. ``beside`` is what it
+    holds beside the weights, each in words, ``described`` the same as JSON-ready data, ``named_devices`` the devices
+    that are named where no edit reaches them.
     """
 
     kind: str
     loader: str
     edits: Collection[str]
+    own_names: tuple[str, ...] = ()
     beside: Sequence[str]
     described: Mapping[str, Any]
     named_devices: Sequence[NamedDevice]

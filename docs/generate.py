@@ -15,6 +15,7 @@ from tabulate import tabulate
 from ckptool import __version__, dtypes
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
+from ckptool.formats.zip_archives import ZIPS
 from ckptool.prefixes import WRAPPERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,8 +76,7 @@ def exit_codes() -> str:
 
 def formats() -> str:
     """The table of formats."""
-    rows = [(f"`{known.name}`", known.words) for known in FORMATS]
-    rows += [(f"`{known.name}`", known.words) for known in FOLDERS]
+    rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 

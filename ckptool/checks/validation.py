@@ -132,7 +132,8 @@ def validation(
         odd = [rule.rule for rule in verdict.blockers if rule.rule.startswith(MISNAMED) or rule.rule in gone]
         found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))
         return checks + found.checks, found
-    found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"])
+    own = program.own_names if program is not None else ()
+    found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"], own)
     if checkpoint.format == "dcp":
         found.checks[-1] = found.checks[-1]._replace(message=f"as one file: {found.checks[-1].message}")
     if program is not None:
@@ -197,10 +198,19 @@ def _wrong(checkpoint: Checkpoint, found: Checksums) -> list[Note]:
     return notes + [Note("unreadable-record", "error", f"{shown(name)}: {why}", name) for name, why in found.lost]
 
 
-def safety(pickles: Iterable[FoundPickle], torch: str, verdict: Verdict | None, notes: Sequence[Note] = ()) -> Safety:
-    """What all the pickles of a file name, and what torch would do with the first."""
+def safety(
+    pickles: Iterable[FoundPickle],
+    torch: str,
+    verdict: Verdict | None,
+    notes: Sequence[Note] = (),
+    own: tuple[str, ...] = (),
+) -> Safety:
+    """What all the pickles of a file name, and what torch would do with the first.
+
+    ``own`` are the beginnings of names that stand for what is in the file itself.
+    """
     found = list(pickles)
-    named = named_globals(found, torch)
+    named = [item for item in named_globals(found, torch) if not item.mapped.startswith(own)]
     odd = list(notes)
     for number, pickle in enumerate(found):
         if pickle.error:

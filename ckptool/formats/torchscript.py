@@ -54,6 +54,8 @@ class TorchScript(TorchZip, Program):
     format = "torchscript"
     deflates = True
     loader = "torch.jit.load"
+    #: Classes of the program, and what its own unpickler makes of lists; Python never resolves these.
+    own_names = ("__torch__.", "torch.jit._pickle.")
     edits = frozenset(("remap", "repack"))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:

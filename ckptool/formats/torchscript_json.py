@@ -47,6 +47,7 @@ class JsonScript(ProgramArchive):
 
     format = "torchscript-1.0"
     kind = "a TorchScript archive of torch 1.0"
+    own_names = ("torch.jit._pickle.",)
     loader = "torch 1.0 to 1.3 (torch.jit.load)"
 
     def __init__(self, archive: Archive) -> None:
