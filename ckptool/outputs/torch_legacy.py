@@ -20,7 +20,7 @@ from ..errors import RefusedError
 from ..formats.torch_legacy import MAGIC, VERSION
 from ..human import salvage_step, shown
 from ..pickles import encode
-from ..pickles.nodes import Graph, Node, Persistent, Ref
+from ..pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ..source import Computed, Piece, Plan, merged
 from ..tensors import Storage, TensorReader
 from .losses import Loss
@@ -32,6 +32,8 @@ __all__ = ["losses", "plan", "without"]
 #: text, in which storages are written, is the order in which the object mentions them.
 _FIRST_KEY: Final = 94_000_000_000_000
 _KEY_STEP: Final = 64
+#: Builds a nested tensor (torch/_utils.py).
+_NESTED: Final = "_rebuild_nested_tensor"
 _SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
 
 
@@ -63,11 +65,13 @@ def _names(checkpoint: Checkpoint, lost: set[Ref]) -> tuple[str, ...]:
 
 
 def _untyped(checkpoint: Checkpoint) -> set[Ref]:
-    uses = checkpoint.survey.reader.uses()
+    uses = TensorReader(checkpoint.graph).uses()  # no survey: that takes much longer where nothing is lost
     return {ref for ref, storage in uses if storage.dtype.name in ("untyped", "unknown")}
 
 
 def _nested(checkpoint: Checkpoint) -> set[Ref]:
+    if not any(type(node) is Global and node.name == _NESTED for node in checkpoint.graph.nodes):
+        return set()
     return {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.kind == "nested"}
 
 
@@ -76,7 +80,7 @@ def plan(checkpoint: Checkpoint) -> Plan:
 
     Raises RefusedError where bytes are missing, or storages that are one are described in two ways.
     """
-    twice = sorted(checkpoint.survey.reader.disagreeing)
+    twice = sorted(TensorReader(checkpoint.graph).disagreeing)
     if twice:
         what = f"storage {shown(twice[0])} is used as two dtypes, which the legacy format cannot tell"
         raise RefusedError(what, path=checkpoint.path)
