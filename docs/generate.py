@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from ckptool import __version__, dtypes
 from ckptool.cli import main
-from ckptool.formats import FORMATS
+from ckptool.formats import FOLDERS, FORMATS
 from ckptool.prefixes import WRAPPERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def exit_codes() -> str:
 
 def formats() -> str:
     """The table of formats."""
-    rows = [(f"`{known.name}`", known.words) for known in FORMATS]
+    rows = [(f"`{known.name}`", known.words) for known in (*FORMATS, *FOLDERS)]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 
