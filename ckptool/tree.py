@@ -9,6 +9,7 @@ from .human import counted
 from .limits import LIMITS
 from .objects import attributes, class_name, device_text, mapping, spell_key
 from .pickles.nodes import Call, FrozenSet, Global, List, Node, Persistent, Ref, Set
+from .sharding import sharding
 
 __all__ = ["Branch", "tree_of"]
 
@@ -61,6 +62,10 @@ class _Tree:
         if tensor is not None:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             kind = "" if tensor.kind == "dense" else f" {tensor.kind}"
+            part = sharding(self.reader, ref, tensor)
+            if part is not None:
+                here = "x".join(map(str, part.local_shape)) or "scalar"
+                kind = f", {here} of it here: {', '.join(part.placements)} over {counted(part.ranks, 'rank')}"
             return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), []
         kind = class_name(self.graph, ref)
         if node is None or isinstance(node, bool | int | float):
