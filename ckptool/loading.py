@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
 from .errors import UnreadableError
 from .formats.hf_files import INDEX
+from .human import argument
 from .locations import MapLocation
-from .opening import open_checkpoint
+from .opening import in_several_files, open_checkpoint
 from .source import FileSource
 
 __all__ = ["load_report", "load_whole"]
@@ -32,9 +32,12 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
     """
     from .runtime.loads import load_object
 
-    if not (os.path.isdir(path) or path.endswith(INDEX)):
+    if not in_several_files(path):
         return load_object(path, map_location)
     with open_checkpoint(path) as checkpoint:
+        if not checkpoint.format.startswith("hf-"):
+            step = f"make one of it: ckptool convert {argument(path)} -o OUT.pth"
+            raise UnreadableError("torch.load reads files, and this is a folder", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     found: dict[str, Any] = {}
     for file in files:

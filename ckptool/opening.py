@@ -14,15 +14,16 @@ from .human import salvage_step
 from .searching import explain_directory
 from .source import ContainedSource, FileSource
 
-__all__ = ["open_checkpoint"]
+__all__ = ["in_several_files", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint: its metadata only, whatever its size.
 
-    ``path`` may be an address within a zip or tar archive: ``outer.zip!policy.pth``. The file stays open until
-    ``close()`` or the end of a ``with`` block. Raises UnreadableError and its kinds: NotACheckpointError names what
-    else the file is, MalformedError says where it is damaged.
+    ``path`` may be a folder that is one checkpoint, the index of one, or an address within a zip or tar archive:
+    ``outer.zip!policy.pth``. The files stay open until ``close()`` or the end of a ``with`` block. Raises
+    UnreadableError and its kinds: NotACheckpointError names what else the file is, MalformedError says where it is
+    damaged.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -30,9 +31,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if found is None:
             raise explain_directory(name)
         return Checkpoint(name, *found)
-    if name.endswith(INDEX) and not is_address(name):
+    if in_several_files(name):
         return Checkpoint(name, *hf.read(name))
     return checkpoint_of(open_any(name))
+
+
+def in_several_files(path: str) -> bool:
+    """Does the path name a checkpoint in several files: a folder, or the index of one?"""
+    return os.path.isdir(path) or (path.endswith(INDEX) and not is_address(path))
 
 
 def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
 
-from .checkpoint import AMBIGUOUS, CUT, INCOMPLETE, UNEDITABLE, Checkpoint, Target
+from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .formats import hf
@@ -202,9 +202,9 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = "get a whole copy of the file"
-        if damage[0].code == INCOMPLETE:
+        if isinstance(checkpoint.source, FolderSource):
             step = "get the files again that are missing or damaged"
-        if damage[0].code == CUT:
+        elif damage[0].code == CUT:
             step += f", or {salvage_step(checkpoint.path)}"
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
     ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]

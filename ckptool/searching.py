@@ -55,9 +55,9 @@ def names_one_file(paths: Sequence[str]) -> bool:
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
     """The files behind the paths as they are found, in a stable order; an error for a path without any.
 
-    A folder is searched for checkpoints, hidden folders and symbolic links to folders left out; a path that does
-    not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file comes out whatever it is,
-    and as often as it is named; another one once.
+    A folder that is one checkpoint comes out itself; any other is searched for checkpoints, hidden folders and
+    symbolic links to folders left out; a path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob,
+    ``**`` any depth. A named file comes out whatever it is, and as often as it is named; another one once.
     """
     seen: set[str] = set()
     for path in paths:

@@ -7,20 +7,19 @@ from collections.abc import Callable, Mapping
 from shlex import quote
 from typing import Any, Final
 
-from .archives import is_address, open_any
+from .archives import open_any
 from .checkpoint import AMBIGUOUS, Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
-from .formats.hf_files import INDEX
 from .formats.pickles_in import pickles_in
 from .human import counted, listed, safetensors_name, salvage_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
-from .opening import checkpoint_of, open_checkpoint
+from .opening import checkpoint_of, in_several_files, open_checkpoint
 from .programs import convert_step
 from .runtime.need import need_torch
 from .source import ContainedSource, FileSource, FolderSource
@@ -58,7 +57,7 @@ def validation_report(
     report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
     source: FileSource | ContainedSource | None = None
     try:
-        if os.path.isdir(name) or (name.endswith(INDEX) and not is_address(name)):
+        if in_several_files(name):
             opened = open_checkpoint(name)
         else:
             source = open_any(name)

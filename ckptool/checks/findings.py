@@ -15,6 +15,7 @@ from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
 from ..programs import PROGRAM, convert_step, program_of
+from ..source import FolderSource
 from .calls import suspicious_calls
 from .storages import Flaw
 from .weights_only import MISNAMED, Blocker, Verdict
@@ -94,7 +95,7 @@ _NO_EDITS = UNEDITABLE | AMBIGUOUS
 
 def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
     container = checkpoint.container
-    whole_file = checkpoint.format != "dcp"
+    whole_file = not isinstance(checkpoint.source, FolderSource)
     rescue = command("salvage", checkpoint.path, word="saved") if whole_file else salvage_step(checkpoint.path)
     ways = {
         CUT: rescue,
