@@ -106,15 +106,19 @@ def _torch(checkpoint: Checkpoint, target: Target) -> _Planned:
     if target.shard_size:
         whole = _whole(checkpoint, target, "a folder of shards")
         return shards.plan(checkpoint, whole, target, target.shard_size), True
-    # What is built of a program is new: there is no pickle that it could differ from.
-    return torch_zip.plan(checkpoint), program_of(checkpoint) is not None or codec_is_exact(checkpoint)
+    return torch_zip.plan(checkpoint), _is_exact(checkpoint)
 
 
 def _legacy(checkpoint: Checkpoint, target: Target) -> _Planned:
     """The sequential format; a file that has it already keeps what it can."""
     if not checkpoint.anew:
         return _same(checkpoint, target)
-    return torch_legacy.plan(checkpoint), codec_is_exact(checkpoint)
+    return torch_legacy.plan(checkpoint), _is_exact(checkpoint)
+
+
+def _is_exact(checkpoint: Checkpoint) -> bool:
+    # What is built of a program is new: there is no pickle that it could differ from.
+    return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
 
 
 def _safetensors(checkpoint: Checkpoint, target: Target) -> _Planned:
