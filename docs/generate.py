@@ -75,7 +75,8 @@ def exit_codes() -> str:
 
 def formats() -> str:
     """The table of formats."""
-    rows = [(f"`{known.name}`", known.words) for known in (*FORMATS, *FOLDERS)]
+    rows = [(f"`{known.name}`", known.words) for known in FORMATS]
+    rows += [(f"`{known.name}`", known.words) for known in FOLDERS]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 
