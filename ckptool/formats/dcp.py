@@ -19,8 +19,9 @@ from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import CkptoolError, MalformedError, RefusedError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
+from ..objects import callable_name
 from ..pickles import encode
-from ..pickles.nodes import Graph, Node, Persistent
+from ..pickles.nodes import Call, Global, Graph, Node, Persistent
 from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
 from ..tensors import TensorReader
 from .dcp_checks import is_whole, usable_items
@@ -152,12 +153,23 @@ class Dcp:
         for pickle in self._own:
             if pickle.graph is None or foreign_globals(pickle.graph) or pickle.rest:
                 yield pickle
+        alike: dict[object, tuple[str, Graph, int]] = {}
         for item in self._usable.values():
             where = f"{item.place} ({item.name})"
             try:
-                yield FoundPickle(where, self._open(item).graph)
+                graph = self._open(item).graph
             except MalformedError as error:
                 yield FoundPickle(where, None, error.what)
+                continue
+            if item.offset is None or graph.oddities:
+                yield FoundPickle(where, graph)
+                continue
+            # Tensors by the thousand name and call the same: one speaks for those of its file.
+            mark = (item.file, _named(graph))
+            first, shown_graph, count = alike.get(mark, (where, graph, 0))
+            alike[mark] = (first, shown_graph, count + 1)
+        for first, graph, count in alike.values():
+            yield FoundPickle(first if count == 1 else f"{first} and {counted(count - 1, 'tensor')} like it", graph)
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
@@ -268,6 +280,14 @@ class Dcp:
             added.append(key)
         self._protocol = max(self._protocol, opened.graph.style.protocol)
         return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
+
+
+def _named(graph: Graph) -> frozenset[tuple[str, bool]]:
+    """The globals of a pickle, and whether each is named or called."""
+    named = {(f"{node.module} {node.name}", False) for node in graph.nodes if isinstance(node, Global)}
+    return frozenset(
+        named | {(callable_name(graph, node.func), True) for node in graph.nodes if isinstance(node, Call)}
+    )
 
 
 def sniff(names: Collection[str]) -> bool:
