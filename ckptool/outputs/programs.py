@@ -88,11 +88,11 @@ def _contents(checkpoint: Checkpoint, container: TorchScript) -> _Contents:
             continue
         before = container.archive.read(part.record, part.record.size)
         again = encode(part.graph)
+        data = encode(graph)
         if not before.startswith(again):
             exact = False
             prove(part.graph, again, "unedited", checkpoint.path)
-        data = encode(graph)
-        prove(graph, data, "edited", checkpoint.path)
+            prove(graph, data, "edited", checkpoint.path)
         pickles[part.record.name] = data
     return _Contents(pickles, exact)
 
