@@ -153,7 +153,7 @@ def _dcp(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     if wanted.tied == "keep-first":
         raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
     found = wanted.beside + dcp.losses(checkpoint, tied=wanted.tied == "clone")
-    refuse(found, wanted.allow, checkpoint.path, "a DCP folder")
+    refuse(found, wanted.allow, checkpoint.path, "a DCP folder", {"sharing": "--allow-loss sharing (or --tied clone)"})
     notes = _without(found)
     if dcp.has_ordered_dicts(checkpoint):
         notes += ("OrderedDicts come back as dicts, without the versions of modules",)
@@ -166,7 +166,7 @@ def _legacy(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     _refuse_texts(checkpoint, wanted)
     lost = torch_legacy.losses(checkpoint)
     found = wanted.beside + lost
-    refuse(found, wanted.allow, checkpoint.path, "a legacy file that torch loads")
+    refuse(found, wanted.allow, checkpoint.path, "a legacy file that torch loads", {})
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _without(found))
     graph = torch_legacy.without(checkpoint) if lost else checkpoint.graph
     anew = checkpoint.format != "torch-legacy" or bool(lost)

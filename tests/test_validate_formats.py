@@ -382,7 +382,10 @@ def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None
         "unreadable",
         "unreadable",
         "valid",
+        "valid",
     ]
+    assert found_in(validate, "t/others") == ["t/others/model.safetensors"]
+    (tree / "t" / "others" / "model.safetensors").unlink()
     assert validate("t/others")[0] == 3
     assert found_in(validate, "t/others") == ["t/others"]  # the folder itself: nothing is in it
 

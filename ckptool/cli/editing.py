@@ -179,7 +179,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 def _beside(checkpoint: Checkpoint) -> list[str]:
     """The files of a folder that are no part of the checkpoint, and are not written again."""
-    return list(getattr(checkpoint.container, "beside", ()))
+    return list(getattr(checkpoint.container, "side_files", ()))
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class HfFolder:
         self.problems: list[Problem] = []
         self.files: list[FileSource] = []
         #: Files that are no weights, and known.
-        self.beside: list[str] = []
+        self.side_files: list[str] = []
         self.format = "hf-safetensors" if weights.suffix == "safetensors" else "hf-torch"
         index = None
         if weights.index_name:
@@ -190,7 +190,7 @@ class HfFolder:
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, words in side_files(names):
-            self.beside.append(name)
+            self.side_files.append(name)
             beside.setdefault(words, []).append(name)
         if beside:
             told = "; ".join(f"{listed(files)} ({words})" for words, files in beside.items())

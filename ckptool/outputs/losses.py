@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import RefusedError
@@ -40,10 +40,15 @@ class Loss(NamedTuple):
         return f"{KINDS[self.kind]}: {listed([place or '(the whole file)' for place in self.where], most=3)}"
 
 
-def refuse(losses: Sequence[Loss], allowed: Collection[str], path: str, target: str) -> None:
-    """Raise RefusedError unless every loss is of an allowed kind; the error names all that are not."""
+def refuse(
+    losses: Sequence[Loss], allowed: Collection[str], path: str, target: str, ways: Mapping[str, str] = _WAYS
+) -> None:
+    """Raise RefusedError unless every loss is of an allowed kind; the error names all that are not.
+
+    ``ways`` are the options that take the place of an allowance, by kinds of losses.
+    """
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     if left:
         what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
-        step = " ".join(_WAYS.get(loss.kind, f"--allow-loss {loss.kind}") for loss in left)
+        step = " ".join(ways.get(loss.kind, f"--allow-loss {loss.kind}") for loss in left)
         raise RefusedError(what, path=path, next=f"if that may be lost: {step}")
