@@ -90,7 +90,7 @@ KINDS = {
     "empty": Kind(b"", r"empty", r"download"),
     "gzip": Kind(gzip.compress(TRAINING), r"gzip", r"gunzip"),
     "PNG": Kind(b"\x89PNG\r\n\x1a\n" + bytes(99), r"PNG", r""),
-    "tar of a checkpoint": Kind(tarred(), r"tar archive.*model\.pth", r"tar -xf"),
+    "tar of a checkpoint": Kind(tarred(), r"tar archive.*model\.pth", r"ckptool inspect .*!model"),
     "zip of a checkpoint": Kind(zipped(), r"zip archive.*model\.pth", r"unzip"),
     "symlink as text": Kind(b"../../models/resnet18.pth", r"symbolic link", r"point"),
     "first block zeroed": Kind(bytes(4096) + TRAINING[4096:], r"zeros", r"again|salvage"),
