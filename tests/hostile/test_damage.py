@@ -91,7 +91,7 @@ KINDS = {
     "gzip": Kind(gzip.compress(TRAINING), r"gzip", r"gunzip"),
     "PNG": Kind(b"\x89PNG\r\n\x1a\n" + bytes(99), r"PNG", r""),
     "tar of a checkpoint": Kind(tarred(), r"tar archive.*model\.pth", r"ckptool inspect .*!model"),
-    "zip of a checkpoint": Kind(zipped(), r"zip archive.*model\.pth", r"unzip"),
+    "zip of a checkpoint": Kind(zipped(), r"zip archive.*model\.pth", r"ckptool inspect .*!model"),
     "symlink as text": Kind(b"../../models/resnet18.pth", r"symbolic link", r"point"),
     "first block zeroed": Kind(bytes(4096) + TRAINING[4096:], r"zeros", r"again|salvage"),
     "zeros": Kind(bytes(9999), r"zeros", r"again"),
