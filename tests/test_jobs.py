@@ -307,7 +307,8 @@ def test_errors_travel_between_processes(error: CkptoolError) -> None:
 
 #: Two workers that say that they have begun, and never end.
 STUCK = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 import ckptool.api
 def stuck(path):
     os.write(1, b"begun\\n")
