@@ -12,7 +12,6 @@ from .. import api
 from ..api.in_place import in_place
 from ..archives import file_name
 from ..checkpoint import EDITED, Change, Checkpoint, file_mode
-from ..checks.findings import command
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, listed, undo_step
 from ..planning import makes_folder, plan_of
@@ -171,6 +170,8 @@ def _modules(edited: Checkpoint) -> list[str]:
 
 def _say_versions(checkpoint: Checkpoint) -> None:
     """An output that is its input, byte for byte, holds what that was before edits in place, too."""
+    from ..checks.findings import command
+
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
             say(f"note: {checkpoint.path}: {problem.message}, and the output has all of it")
@@ -269,6 +270,8 @@ def account(report: dict[str, Any]) -> list[str]:
 
 def _ways_back(report: dict[str, Any]) -> list[str]:
     """What an edit in place leaves in the file, and the commands that deal with it."""
+    from ..checks.findings import command
+
     path = report["path"]
     lines = []
     if report["names"] > 1:
