@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 
 from .checkpoint import Checkpoint
 from .decoding import numbers
-from .elements import elements
 from .errors import RefusedError
 from .pickles.nodes import Ref
-from .readings import Reading, reading, repeats
+from .readings import Reading, reading, repeats, resolved
 from .source import Computed, Plan
 
 __all__ = ["Array", "array_of", "npy_plan"]
@@ -111,29 +110,9 @@ def _header(descr: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _chunks(checkpoint: Checkpoint, how: Reading) -> Iterator[bytes]:
-    dtype = how.tensor.dtype
-    width = _real_width(dtype)
-    signs = _signs(how, width)
-    for data in elements(checkpoint, how.tensor):
+    for data in resolved(checkpoint, how):
         for at in range(0, len(data), 1 << 20):
-            part = data[at : at + (1 << 20)]
-            if signs:
-                pattern = int.from_bytes(signs * (len(part) // len(signs)), "little")
-                part = (int.from_bytes(part, "little") ^ pattern).to_bytes(len(part), "little")
-            yield _wide(part, dtype)
-
-
-def _real_width(dtype: str) -> int:
-    return {"complex128": 8, "complex64": 4, "complex32": 2, "float64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
-
-
-def _signs(how: Reading, width: int) -> bytes:
-    """The sign bits that torch's lazy bits turn round, of one element; b"" for none."""
-    sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
-    if how.tensor.dtype.startswith("complex"):
-        real, imaginary = how.negated, how.negated != how.conjugated
-        return (sign if real else same) + (sign if imaginary else same) if real or imaginary else b""
-    return (sign[-1:] if how.tensor.dtype.startswith("float8") else sign) if how.negated else b""
+            yield _wide(data[at : at + (1 << 20)], how.tensor.dtype)
 
 
 def _wide(data: bytes, dtype: str) -> bytes:

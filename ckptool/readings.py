@@ -11,14 +11,14 @@ from typing import Final, NamedTuple
 
 from .checkpoint import Checkpoint
 from .decoding import Number, numbers
-from .dtypes import BY_NAME
+from .dtypes import BY_NAME, Dtype
 from .elements import elements
 from .errors import MalformedError
 from .objects import callable_name, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Ref
 from .tensors import Tensor, extent
 
-__all__ = ["Affine", "Reading", "dense_part", "numbers_in", "reading", "repeats"]
+__all__ = ["Affine", "Reading", "dense_part", "lazy_bits", "numbers_in", "reading", "repeats", "resolved"]
 
 #: Calls within calls that torch never writes deeper than this.
 _DEPTH: Final = 8
@@ -97,6 +97,50 @@ def numbers_in(checkpoint: Checkpoint, how: Reading) -> Iterator[list[Number]]:
         yield [-value for value in found] if how.negated else found
 
 
+def resolved(checkpoint: Checkpoint, how: Reading) -> Iterator[bytes]:
+    """The elements as torch's ``resolve_neg`` and ``resolve_conj`` give them, little-endian, in pieces of whole ones.
+
+    Raises MalformedError where bytes are missing.
+    """
+    dtype = BY_NAME[how.tensor.dtype]
+    signs = _signs(how, dtype)
+    for data in elements(checkpoint, how.tensor):
+        if signs:
+            yield from (_turned(data[at : at + (1 << 20)], signs) for at in range(0, len(data), 1 << 20))
+        elif how.negated:
+            yield _minus(data, dtype.itemsize)
+        else:
+            yield data
+
+
+def _turned(data: bytes, signs: bytes) -> bytes:
+    pattern = int.from_bytes(signs * (len(data) // len(signs)), "little")
+    return (int.from_bytes(data, "little") ^ pattern).to_bytes(len(data), "little")
+
+
+def _minus(data: bytes, width: int) -> bytes:
+    """The two's complement of every integer of ``width`` bytes."""
+    numbers = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
+    return b"".join((-number % (1 << 8 * width)).to_bytes(width, "little") for number in numbers)
+
+
+def _signs(how: Reading, dtype: Dtype) -> bytes:
+    """The sign bits that torch's lazy bits turn round, of one element; b"" where there are none."""
+    parts = 2 if dtype.name.startswith("complex") else 1
+    width = dtype.itemsize // parts
+    sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
+    if parts == 2:
+        real, imaginary = how.negated, how.negated != how.conjugated
+        return (sign if real else same) + (sign if imaginary else same) if real or imaginary else b""
+    return sign if how.negated and dtype.floating else b""
+
+
+def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
+    """(negated, conjugated): what torch does to the elements of a tensor when it reads them."""
+    bits = _bits(checkpoint.graph, *_maker(checkpoint.graph, ref))
+    return "neg" in bits, "conj" in bits
+
+
 def dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
     """The tensor with the numbers: (itself, "elements"), or a part of it and what that is; else why there is none."""
     reader = checkpoint.survey.reader
@@ -137,8 +181,7 @@ def _reading(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
         if affine is None:
             return f"{tensor.dtype} without a scale that can be read"
         return Reading(tensor, "dequantized", affine=affine)
-    bits = _bits(checkpoint.graph, name, args)
-    return Reading(tensor, of, "neg" in bits, "conj" in bits)
+    return Reading(tensor, of, *lazy_bits(checkpoint, inner))
 
 
 def _maker(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:

@@ -272,6 +272,28 @@ def test_views_that_overlap_and_differ_are_both_written(tied: Any, tmp_path: Pat
     assert all(torch.equal(found[name], tensors[name]) for name in found)
 
 
+def test_what_torch_turns_round_when_it_reads_is_turned_round(tmp_path: Path) -> None:
+    """Conjugated and negated views are flags beside the bytes, which safetensors does not have."""
+    z, x = torch.randn(5, dtype=torch.complex64), torch.randn(3, 4)
+    tensors = {
+        "plain": z,
+        "conj": z.conj(),
+        "neg of conj": torch._neg_view(z.conj()),
+        "imag": z.clone().conj().imag,
+        "turned": torch._neg_view(x.t()),
+        "half": torch._neg_view(x.bfloat16()),
+        "integers": torch._neg_view(torch.tensor([1, -2, -(2**63)])),
+        "bytes": torch._neg_view(torch.tensor([0, 1, 255], dtype=torch.uint8)),
+    }
+    torch.save(tensors, tmp_path / "lazy.pth")
+    with ckptool.open(tmp_path / "lazy.pth") as checkpoint:
+        edited = ckptool.convert(checkpoint, "safetensors", tied="keep-first", allow=["strides"])
+        ckptool.save(edited, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name].resolve_conj().resolve_neg()) for name in found)
+
+
 def test_what_is_left_behind_is_said(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     torch.save(model.state_dict(), tmp_path / "model.pth")

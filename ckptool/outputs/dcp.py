@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Final, NamedTuple
 
 from ..building import Builder, contiguous
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME, Dtype
-from ..elements import elements, holds_rows, tensor_size
+from ..elements import holds_rows, tensor_size
 from ..errors import RefusedError
 from ..human import salvage_step
 from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
@@ -22,12 +21,13 @@ from ..objects import elements as elements_of
 from ..pickles import encode
 from ..pickles.nodes import Call, Graph, List, Ref
 from ..sharding import is_sharded
-from ..source import Computed, Files, Piece, Plan, Span, merged
+from ..source import Files, Piece, Plan, Span, merged
 from ..tensors import Tensor
 from ..zips import Content, fresh, summed
 from .dcp_listing import Placed, metadata_pickle
 from .losses import Loss
 from .proof import prove
+from .rows import rows
 from .torch_zip import renumbered
 
 __all__ = ["losses", "plan"]
@@ -200,26 +200,11 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]
     graph = builder.graph(builder.tensor(contiguous(dtype, tensor.shape, "0")))
     size = tensor_size(tensor)
     name = f"{_ROOT}/data/0"
-    body = _rows(checkpoint, leaf.where, tensor, dtype, size)
+    body = rows(checkpoint, leaf.where, leaf.ref, tensor)
     known = crcs.get(tensor.storage) if isinstance(body, Span) else None
     stored = checkpoint.container.stored_size(tensor.storage) if known else None
     content = Content(name, body, known, size) if known and stored == size else summed(name, body)
     return _archive(graph, [content if size else Content(name, b"", 0, 0)], "little")
-
-
-def _rows(checkpoint: Checkpoint, where: str, tensor: Tensor, dtype: Dtype, size: int) -> Piece:
-    """The bytes of a tensor: a stretch of the input where they stand there as they must."""
-    if not size:
-        return b""
-    body = checkpoint.body(tensor.storage)
-    begin = tensor.offset * dtype.itemsize
-    if body is None or tensor.location == "meta" or (holds_rows(tensor) and begin + size > body.size):
-        what = f"the bytes of {where} are not in the file"
-        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    swapped = checkpoint.container.byteorder == "big" and dtype.itemsize > 1
-    if isinstance(body.piece, Span) and not body.compressed and holds_rows(tensor) and not swapped:
-        return Span(body.piece.source, body.piece.offset + begin, size)
-    return Computed(size, partial(elements, checkpoint, tensor))
 
 
 def _object_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]) -> Plan:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME
-from ..elements import elements, holds_rows, tensor_size
-from ..errors import RefusedError, TargetError
-from ..human import counted, salvage_step
-from ..source import Computed, Piece, Plan, Span, merged
+from ..elements import holds_rows, tensor_size
+from ..errors import TargetError
+from ..human import counted
+from ..pickles.nodes import Ref
+from ..readings import lazy_bits
+from ..source import Piece, Plan, merged
 from ..survey import StateDict, TensorEntry
 from ..tensors import Tensor
 from .losses import Loss
+from .rows import rows
 
 __all__ = ["Chosen", "Tied", "chosen_tensors", "losses", "outside", "plan", "plan_chosen"]
 
@@ -51,10 +53,11 @@ _RANK: Final = {name: number for number, name in enumerate(_ORDER)}
 
 
 class Named(NamedTuple):
-    """A tensor under its name."""
+    """A tensor under its name, and its node."""
 
     name: str
     tensor: Tensor
+    ref: Ref
 
 
 class Chosen(NamedTuple):
@@ -98,12 +101,13 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0
-    for name, tensor in sorted(chosen.tensors, key=_place):
+    for named in sorted(chosen.tensors, key=_place):
+        name, tensor = named.name, named.tensor
         size = tensor_size(tensor)
         if name == "__metadata__":
             raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
         header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
-        pieces.append(_body(checkpoint, name, tensor, size))
+        pieces.append(rows(checkpoint, repr(name), named.ref, tensor))
         at += size
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -148,29 +152,14 @@ def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) ->
         tensor = entry.tensor
         if not _is_in(checkpoint, entry, state_dict) or not _is_plain(tensor):
             continue
-        same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
+        bits = lazy_bits(checkpoint, entry.ref)
+        same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype, bits)
         if tied == "keep-first" and tensor_size(tensor) and same in kept:
             chosen.names[entry.key] = kept[same]
             continue
         kept[same] = entry.key
-        chosen.tensors.append(Named(entry.key, tensor))
+        chosen.tensors.append(Named(entry.key, tensor, entry.ref))
     return chosen
-
-
-def _body(checkpoint: Checkpoint, name: str, tensor: Tensor, size: int) -> Piece:
-    """The bytes of a tensor: a stretch of the input where they stand there as they must."""
-    if not size:
-        return b""
-    body = checkpoint.body(tensor.storage)
-    dtype = BY_NAME[tensor.dtype]
-    begin = tensor.offset * dtype.itemsize
-    if body is None or tensor.location == "meta" or (holds_rows(tensor) and begin + size > body.size):
-        what = f"the bytes of {name!r} are not in the file"
-        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    swapped = checkpoint.container.byteorder == "big" and dtype.itemsize > 1
-    if isinstance(body.piece, Span) and not body.compressed and holds_rows(tensor) and not swapped:
-        return Span(body.piece.source, body.piece.offset + begin, size)
-    return Computed(size, partial(elements, checkpoint, tensor))
 
 
 def _place(named: Named) -> tuple[int, bytes]:
