@@ -127,7 +127,9 @@ def _safetensors(checkpoint: Checkpoint, target: Target) -> _Planned:
     _refuse(checkpoint, lambda: safetensors.losses(checkpoint, whole), "safetensors")
     if target.shard_size:
         return shards.plan(checkpoint, whole, target, target.shard_size), True
-    return safetensors.plan(checkpoint, whole, tied=target.tied, metadata=target.metadata), True
+    # Converted, it is what the library writes; edited, what it was.
+    in_order = checkpoint.target is None
+    return safetensors.plan(checkpoint, whole, tied=target.tied, metadata=target.metadata, in_order=in_order), True
 
 
 def _dcp(checkpoint: Checkpoint, target: Target) -> _Planned:

@@ -58,9 +58,15 @@ def works(mode: Callable[[Path], None], path: Path) -> bool:
 
 def edited(path: Path, out: Path, edit: Callable[[ckptool.Checkpoint], ckptool.Checkpoint]) -> Any:
     """What torch loads after an edit; the file must be valid, and load in every mode."""
+    out = named_for(path, out)
     with ckptool.open(path) as checkpoint:
         ckptool.save(edit(checkpoint), out, force=True)
     return checked(out, path)
+
+
+def named_for(path: Path, out: Path) -> Path:
+    """The output with the suffix that an edit of ``path`` must have: torch goes by it for safetensors."""
+    return out.with_suffix(".safetensors") if path.suffix == ".safetensors" else out
 
 
 def checked(out: Path, *paths: Path) -> Any:

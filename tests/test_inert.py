@@ -72,8 +72,8 @@ WATCHED = """
         except ckptool.CkptoolError:
             pass
 
-    # What ckptool itself imports late, it has imported then: tabulate, json, csv, zlib, a codec of protocol 0.
-    for name in ("ddp4_training.pth", "tensor.pt", "gzipped.pth", "legacy_protocol0.pth"):
+    # What ckptool itself imports late, it has imported then: tabulate, json, csv, zlib, hashlib, a codec of protocol 0.
+    for name in ("ddp4_training.pth", "tensor.pt", "gzipped.pth", "legacy_protocol0.pth", "torch01.tar"):
         work(os.path.join(benign, name))
     sys.addaudithook(hook)
     for path in paths:

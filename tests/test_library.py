@@ -128,7 +128,7 @@ def test_load_maps_single_devices() -> None:
         ("lfs_pointer.pth", {}, errors.NotACheckpointError, "Git LFS"),
         ("truncated.pth", {}, errors.MalformedError, "cut"),
         ("nowhere.pth", {}, errors.UnreadableError, "no such file"),
-        (".", {}, errors.UnreadableError, "directory"),
+        ("..", {}, errors.UnreadableError, "directory"),
     ],
 )
 def test_load_says_what_is_wrong(name: str, how: dict[str, Any], kind: type, words: str) -> None:

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from outputs import checked, edited, every, saved
+from outputs import checked, edited, every, named_for, saved
 
 import ckptool
 from ckptool.edits.redact import private_matters
@@ -162,6 +162,7 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
         checkpoint = ckptool.open(path)
     except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
         pytest.skip("torch does not load it")
+    out = named_for(path, out)
     with checkpoint:
         ckptool.save(ckptool.redact(checkpoint), out)
     checked(out, path)

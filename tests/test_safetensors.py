@@ -189,7 +189,10 @@ def test_an_edited_safetensors_file_stays_one_and_keeps_its_texts(name: str, tmp
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         ckptool.save(EDITS[name](checkpoint), tmp_path / "out.pth")
     save_file(dict(oracle.load(tmp_path / "out.pth")), back, metadata={"format": "pt", "license": "mit"})
-    assert oracle.difference(load_file(back), load_file(there)) == ""
+    found, expected = load_file(there), load_file(back)
+    assert oracle.difference(dict(sorted(expected.items())), dict(sorted(found.items()))) == ""
+    if name in ("rename", "slim", "repack"):
+        assert list(found) == list(oracle.load(tmp_path / "out.pth")), "the order of the file"
     with safe_open(there, "pt") as file:
         assert file.metadata() == {"format": "pt", "license": "mit"}
     assert validation_report(str(there))["status"] == "valid"

@@ -16,6 +16,7 @@ from torch import nn
 
 import ckptool
 from ckptool import Globs
+from ckptool.errors import RefusedError
 
 
 def dense(tensor: torch.Tensor) -> bool:
@@ -118,7 +119,11 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
         ckptool.open(path).close()
     except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
         pytest.skip("torch does not load it")
-    after = edited(path, out, lambda c: ckptool.slim(c, dedupe=True))
+    try:
+        after = edited(path, out, lambda c: ckptool.slim(c, dedupe=True))
+    except RefusedError as error:
+        assert path.suffix == ".safetensors" and "share memory" in str(error)
+        return
     same_values(before, after)
     assert held(after) <= held(before)
 

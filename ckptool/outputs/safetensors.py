@@ -17,7 +17,7 @@ from ..errors import TargetError
 from ..human import counted
 from ..pickles.nodes import Ref
 from ..readings import lazy_bits
-from ..source import Piece, Plan, merged
+from ..source import Piece, Plan, Span, merged
 from ..survey import StateDict, TensorEntry
 from ..tensors import Tensor
 from .losses import Loss
@@ -85,33 +85,59 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> li
 
 
 def plan(
-    checkpoint: Checkpoint, state_dict: StateDict, *, tied: Tied = "", metadata: Mapping[str, str] | None = None
+    checkpoint: Checkpoint,
+    state_dict: StateDict,
+    *,
+    tied: Tied = "",
+    metadata: Mapping[str, str] | None = None,
+    in_order: bool = False,
 ) -> Plan:
     """The file, without what ``losses`` tells. ``metadata`` are the texts of its header.
 
     Names of tensors that are left out for another one that they are tied to go there, too, as ``save_model`` has it:
-    name -> kept name. Raises RefusedError where bytes of a tensor are missing.
+    name -> kept name. With ``in_order`` tensors stay in the order of the state dict where none comes to an odd place by
+    that. Raises RefusedError where bytes of a tensor are missing.
     """
-    return plan_chosen(checkpoint, chosen_tensors(checkpoint, state_dict, tied), metadata or {})
+    return plan_chosen(checkpoint, chosen_tensors(checkpoint, state_dict, tied), metadata or {}, in_order=in_order)
 
 
-def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str]) -> Plan:
+def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
     """The file of some tensors; see ``plan``."""
     texts = {**chosen.names, **metadata}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0
-    for named in sorted(chosen.tensors, key=_place):
+    for named, piece in _arranged(checkpoint, chosen, in_order):
         name, tensor = named.name, named.tensor
         size = tensor_size(tensor)
         if name == "__metadata__":
             raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
         header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
-        pieces.append(rows(checkpoint, repr(name), named.ref, tensor))
+        pieces.append(piece)
         at += size
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % _ALIGNMENT)
     return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
+
+
+def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
+    """The tensors with their bytes, in the order of the file."""
+    pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)) for named in chosen.tensors]
+    if not (in_order and _keeps_places(pairs)):
+        pairs.sort(key=lambda pair: _place(pair[0]))
+    return pairs
+
+
+def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
+    """Does every tensor begin at a multiple of the width of its elements, or did not before?"""
+    at = 0
+    begin = min((piece.offset for _, piece in pairs if isinstance(piece, Span)), default=0)
+    for named, piece in pairs:
+        width = BY_NAME[named.tensor.dtype].itemsize
+        if at % width and not (isinstance(piece, Span) and (piece.offset - begin) % width):
+            return False
+        at += tensor_size(named.tensor)
+    return True
 
 
 def _is_in(checkpoint: Checkpoint, entry: TensorEntry, state_dict: StateDict) -> bool:

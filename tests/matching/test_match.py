@@ -447,7 +447,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["match", plain]) == 2
     assert run(["match", plain, str(tmp_path)]) == 3
     assert run(["match", plain, str(tmp_path / "none")]) == 3
-    assert run(["match", plain, str(FIXTURES / "model.safetensors")]) == 3
+    assert run(["match", plain, str(FIXTURES / "model.safetensors")]) == 1
     capsys.readouterr()
 
 
