@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from shlex import quote
@@ -10,11 +11,10 @@ from shlex import quote
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..source import Files, FileSource, Source
 from .copying import Progress
-from .output import Written, leftover_stem, sync_folder, write_plan
+from .exchange import exchange
+from .output import Written, discard, lock, remove_leftovers, sync_folder, temporary_name, write_plan
 
 __all__ = ["check_folder", "write_files"]
-
-_SUFFIX = ".ckptool-tmp"
 
 
 def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
@@ -32,8 +32,17 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
     for source in sources:
         if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
             raise RefusedError("the output is the folder of an input", path=path, next="write to another one")
+    if os.path.isdir(target):
+        # A run that was killed between giving the folder its name and removing the former one.
+        remove_leftovers(parent, os.path.basename(target))
+    _check_what_is_there(target, path, force)
+    return target
+
+
+def _check_what_is_there(target: str, path: str, force: bool) -> None:
+    """Raise RefusedError for what a folder at ``target`` must not take the place of."""
     if not os.path.lexists(target):
-        return target
+        return
     if not os.path.isdir(target):
         raise RefusedError(
             "the output is a folder, and a file of that name exists", path=path, next="choose another name"
@@ -45,7 +54,6 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
     if strange:
         what = f"the folder holds {strange[0]!r}, which is no part of a checkpoint, and would be lost"
         raise RefusedError(what, path=path, next="choose another name")
-    return target
 
 
 def _is_ours(path: str) -> bool:
@@ -67,43 +75,46 @@ def write_files(
     """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does."""
     target = check_folder(path, sources, force=force)
     parent, name = os.path.split(target)
-    temporary = os.path.join(parent, leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
+    remove_leftovers(parent, name)
+    temporary = temporary_name(parent, name)
+    names = [file for file, _ in files.files]
+    fd = -1
     try:
         os.mkdir(temporary)
+        fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
+        if fd >= 0:
+            lock(fd)
         for file, plan in files.files:
             write_plan(plan, os.path.join(temporary, file), sources, mode=mode, progress=progress)
         sync_folder(temporary)
+        # What came there while this was written must not be lost, either.
+        _check_what_is_there(target, path, force)
         if os.path.isdir(target):
-            aside = temporary + ".old"
-            os.rename(target, aside)
-            try:
-                os.rename(temporary, target)
-            except BaseException:
-                os.rename(aside, target)
-                raise
-            _remove(aside)
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            former = os.listdir(target)
+            exchange(target, temporary)
+            names = former
+            sync_folder(parent)
+            discard(temporary, names)
         else:
             os.rename(temporary, target)
-        sync_folder(parent)
+            sync_folder(parent)
     except OSError as error:
-        _discard(temporary)
-        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+        left = discard(temporary, names)
+        what = f"writing failed: {error.strerror or error}"
+        raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        _discard(temporary)
-        if isinstance(error, CkptoolError):
+        discard(temporary, names)
+        if isinstance(error, CkptoolError) and not _names_an_input(error, sources):
             error.path = path
         raise
+    finally:
+        if fd >= 0:
+            with suppress(OSError):  # nothing was written to it
+                os.close(fd)
     return Written(path, files.size)
 
 
-def _remove(folder: str) -> None:
-    """Remove a folder of files."""
-    for name in os.listdir(folder):
-        os.unlink(os.path.join(folder, name))
-    os.rmdir(folder)
-
-
-def _discard(folder: str) -> None:
-    """Remove what was begun; what cannot be removed is told by its name."""
-    with suppress(OSError):
-        _remove(folder)
+def _names_an_input(error: CkptoolError, sources: Sequence[Source]) -> bool:
+    """Is it about an input? Else it is about a file of the folder that nobody knows by its temporary name."""
+    return any(source.name == error.path for source in sources)

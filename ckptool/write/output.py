@@ -13,6 +13,7 @@ import re
 import shlex
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ..errors import CkptoolError, OutputError, RefusedError, TargetError
@@ -24,7 +25,17 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HASH", "Written", "check_output", "leftover_stem", "sync_folder", "write_plan"]
+__all__ = [
+    "HASH",
+    "Written",
+    "check_output",
+    "discard",
+    "lock",
+    "remove_leftovers",
+    "sync_folder",
+    "temporary_name",
+    "write_plan",
+]
 
 #: Bytes read at once.
 _BUFFER: Final = 4 << 20
@@ -72,7 +83,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
     # A run that was killed between giving the file its name and removing the other one.
-    _remove_leftovers(folder, os.path.basename(target))
+    remove_leftovers(folder, os.path.basename(target))
     if not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
     return target
@@ -98,8 +109,8 @@ def write_plan(
     if force and os.path.exists(target):
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
-    _remove_leftovers(folder, name)
-    temporary = os.path.join(folder, leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
+    remove_leftovers(folder, name)
+    temporary = temporary_name(folder, name)
     try:
         # From the first moment on: a signal may come as soon as the file is there.
         _fill(plan, _opened(temporary), mode, sources, progress)
@@ -115,18 +126,23 @@ def write_plan(
             _take_name(temporary, target)
         sync_folder(folder)
     except OSError as error:
-        left = _discard(temporary)
+        left = discard(temporary)
         what = f"writing failed: {error.strerror or error}"
         raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        _discard(temporary)
+        discard(temporary)
         if isinstance(error, CkptoolError) and not error.path:
             error.path = path
         raise
     return Written(path, plan.size)
 
 
-def leftover_stem(name: str) -> str:
+def temporary_name(folder: str, name: str) -> str:
+    """A name beside the output ``name`` for what is to become it."""
+    return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
+
+
+def _leftover_stem(name: str) -> str:
     """What temporary files of this output begin with; names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
@@ -135,11 +151,7 @@ def _opened(path: str) -> int:
     """A new file beside the output, locked as long as it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
-    if fcntl is not None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return fd  # a filesystem without locks: another run may take the file for a leftover, and fail
+    lock(fd)  # on a filesystem without locks another run may take the file for a leftover, and fail
     return fd
 
 
@@ -199,10 +211,13 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _discard(temporary: str) -> str:
-    """Remove a temporary file; its name when that fails, so that a message can tell."""
+def discard(temporary: str, names: Sequence[str] | None = None) -> str:
+    """Remove a temporary file, or folder of files; its name when that fails, so that a message can tell.
+
+    ``names`` are the files that may be in a folder: a disk that fails may not list them any more.
+    """
     try:
-        os.unlink(temporary)
+        _remove(temporary, names)
     except FileNotFoundError:
         return ""
     except OSError:
@@ -210,11 +225,33 @@ def _discard(temporary: str) -> str:
     return ""
 
 
-def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove what a killed run left for the same output. A run that is alive holds a lock on its file."""
+def lock(fd: int) -> bool:
+    """Lock an open file or folder, as long as it is open; False where another run has, or nobody can."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove(path: str, names: Sequence[str] | None = None) -> None:
+    """Remove a file, or a folder of files. Raises OSError."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        os.unlink(path)
+        return
+    for name in os.listdir(path) if names is None else names:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
+    os.rmdir(path)
+
+
+def remove_leftovers(folder: str, name: str) -> None:
+    """Remove what a killed run left for the same output. A run that is alive holds a lock on it."""
     if fcntl is None:
         return
-    head = leftover_stem(name)
+    head = _leftover_stem(name)
     try:
         names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(_SUFFIX)]
     except OSError:
@@ -226,8 +263,8 @@ def _remove_leftovers(folder: str, name: str) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            if lock(fd):
+                _remove(path)
         except OSError:
             continue
         finally:

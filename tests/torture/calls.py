@@ -128,7 +128,7 @@ def interrupted(tally: Tally, options: Options) -> None:
 def _stages(options: Options) -> Iterator[tuple[Stage, bool, list[Point]]]:
     """Each command that writes, without an output and over an old one; once with a file for two threads."""
     for number, item in enumerate(writing(quickly=True)):
-        stage = Stage(options.scratch / item.command, item)
+        stage = Stage(options.scratch / item.name, item)
         for force in (False, True):
             stage.reset(force)
             yield stage, force, points(stage, options.scratch / "log")
@@ -149,4 +149,4 @@ def _large(path: Path) -> Path:
 
 def _words(stage: Stage) -> str:
     size = " large" if len(stage.expected) > 1 << 20 else ""
-    return f"{stage.item.command}{size}{' --force' if stage.force else ''}"
+    return f"{stage.item.name}{size}{' --force' if stage.force else ''}"

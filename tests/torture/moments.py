@@ -46,7 +46,7 @@ def signals(tally: Tally, options: Options) -> None:
             growing = bool(turn & 2)
             delay = chance.uniform(0, seconds * (0.6 if growing else 1.1))
             words = f"{delay:.3f} s after {'the temporary file' if growing else 'the start'}"
-            tally.case(f"{stage.item.command}, {number.name} {words}")
+            tally.case(f"{stage.item.name}, {number.name} {words}")
             done = _disturbed(stage, growing, delay, partial(_signal, number))
             ended += done.code != stage.code
             # Before Python has begun, a signal simply kills: for a shell that is 128+N as well. And it may come late.
@@ -83,10 +83,10 @@ def pipes(tally: Tally, options: Options) -> None:
         tally.check(done.code in (0, 128 + signal.SIGPIPE), f"it ends with {done.code}")
         tally.check(done.err == "", f"it says {done.err.strip()!r}")
     for item in writing():
-        stage = Stage(options.scratch / f"pipe-{item.command}", item)
+        stage = Stage(options.scratch / f"pipe-{item.name}", item)
         for force in (False, True):
             stage.reset(force)
-            tally.case(f"{item.command} into a closed pipe")
+            tally.case(f"{item.name} into a closed pipe")
             done = _head(stage.process(), 0, 0)
             tally.check(done.code in (stage.code, 128 + signal.SIGPIPE), f"it ends with {done.code}")
             tally.check(done.err == "", f"it says {done.err.strip()!r}")
@@ -116,7 +116,7 @@ def changing(tally: Tally, options: Options) -> None:
         _restore(stage)
         stage.reset(force)
         delay = chance.uniform(0, seconds * 0.1)
-        tally.case(f"{stage.item.command}, the input {kind} {delay:.3f} s after the temporary file")
+        tally.case(f"{stage.item.name}, the input {kind} {delay:.3f} s after the temporary file")
         size = len(stage.before.data)
         done = _disturbed(stage, True, delay, partial(_change, stage.source, kind, size, chance))
         stage.before = _state_now(stage)  # what the test itself changed is not ckptool's doing
@@ -163,7 +163,7 @@ def _large_stages(options: Options) -> list[tuple[Stage, float]]:
     found = []
     for item in writing():
         large = _large(options.scratch, item) if item.command in ("strip-module", "add-module", "remap") else None
-        stage = Stage(options.scratch / f"stage-{item.command}", item, large)
+        stage = Stage(options.scratch / f"stage-{item.name}", item, large)
         _CLEAN[stage.source] = stage.before
         stage.reset(False)
         begun = time.monotonic()

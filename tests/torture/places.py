@@ -24,12 +24,12 @@ READING = ("inspect", "keys", "validate", "diff")
 
 def file_size_limit(tally: Tally, options: Options) -> None:
     """``ulimit -f`` at every 256 bytes up to the size of the output."""
-    for item in writing():
-        stage = Stage(options.scratch / item.command, item)
+    for item in writing(folders=False):
+        stage = Stage(options.scratch / item.name, item)
         size = len(stage.expected)
         for limit in range(0, size + 256, options.amount(256, 2048)):
             stage.reset(force=True)
-            tally.case(f"{item.command} with ulimit -f of {limit:,} of {size:,} bytes")
+            tally.case(f"{item.name} with ulimit -f of {limit:,} of {size:,} bytes")
             done = subprocess.run(
                 stage.process(),
                 env=ENVIRONMENT,
@@ -55,11 +55,11 @@ def full_stdout(tally: Tally, options: Options) -> None:
     if not Path("/dev/full").exists():
         raise Skipped("there is no /dev/full")
     for item in writing():
-        stage = Stage(options.scratch / item.command, item)
+        stage = Stage(options.scratch / item.name, item)
         for more in ([], ["--format", "json"], ["--format", "jsonl"]):
             for force in (False, True):
                 stage.reset(force)
-                tally.case(f"{item.command} {' '.join(more)} > /dev/full")
+                tally.case(f"{item.name} {' '.join(more)} > /dev/full")
                 code, err = _to_full(stage.process(*more))
                 tally.check(code == 5, f"it ends with {code}")
                 stage.check_message(tally, err, os.strerror(errno.ENOSPC), ["stdout"])
@@ -100,13 +100,13 @@ def small_disk(tally: Tally, options: Options) -> None:
     old, new, place = (options.scratch / name for name in ("old", "new", "small"))
     old.write_bytes(OLD)
     place.mkdir()
-    for item in writing():
-        stage = Stage(options.scratch / item.command, item, _swollen(options.scratch, item.fixture))
+    for item in writing(folders=False):
+        stage = Stage(options.scratch / item.name, item, _swollen(options.scratch, item.fixture))
         new.write_bytes(stage.expected)
         pages = -(-len(OLD) // 4096) + -(-len(stage.expected) // 4096)
         stage.out, stage.force = place / "out.pth", True
         for size in range(1, pages + 3):
-            tally.case(f"{item.command} on a disk of {size * 4} KiB")
+            tally.case(f"{item.name} on a disk of {size * 4} KiB")
             script = ["sh", "-c", _ON_SMALL_DISK, "sh", str(place), f"{size * 4}k", str(old), *stage.process("-q")]
             environment = ENVIRONMENT | {"OLD": str(old), "NEW": str(new), "PLACE": str(place)}
             done = subprocess.run([*enter, *script], env=environment, capture_output=True, text=True, check=False)

@@ -20,12 +20,12 @@ def determinism(tally: Tally, options: Options) -> None:
     """Five hash seeds, two runs each: the output file and what is printed."""
     for item in writing():
         for fixture in (item.fixture, *_MORE.get(item.command, ())):
-            stage = Stage(options.scratch / f"{item.command}-{fixture}", item, FIXTURES / fixture)
+            stage = Stage(options.scratch / f"{item.name}-{fixture}", item, FIXTURES / fixture)
             printed = set()
             for seed in range(options.amount(5, 2)):
                 for turn in range(2):
                     stage.reset(force=False)
-                    tally.case(f"{item.command} {fixture}, hash seed {seed}, run {turn + 1}")
+                    tally.case(f"{item.name} {fixture}, hash seed {seed}, run {turn + 1}")
                     command = stage.process("--format", "json")
                     environment = ENVIRONMENT | {"PYTHONHASHSEED": str(seed)}
                     done = subprocess.run(command, env=environment, capture_output=True, check=False)

@@ -30,7 +30,8 @@ class Writing(NamedTuple):
     """A command that writes, its options and further arguments, and the fixture it is tried on.
 
     ``others`` are the fixtures that it reads besides, named behind its input. ``computes`` says that it imports torch:
-    a run takes seconds then, and makes too many system calls to be tried at each of them.
+    a run takes seconds then, and makes too many system calls to be tried at each of them. ``folder`` says that the
+    output is one.
     """
 
     command: str
@@ -38,9 +39,16 @@ class Writing(NamedTuple):
     fixture: str
     others: tuple[str, ...] = ()
     computes: bool = False
+    folder: bool = False
+
+    @property
+    def name(self) -> str:
+        """The command; where there are several lines of it, they differ in their options."""
+        same = [item for item in _WRITING if item.command == self.command]
+        return self.command if len(same) == 1 else f"{self.command}-{self.options[1]}"
 
 
-#: One line a command; those that this version of ckptool does not have are left out.
+#: A line a command, or more; those that this version of ckptool does not have are left out.
 _WRITING = (
     Writing("strip-module", (), "bare_module.pth"),
     Writing("add-module", (), "legacy_bare.pth"),
@@ -58,14 +66,18 @@ _WRITING = (
     Writing("average", (), "bare.pth", ("plain_dict.pth",), computes=True),
     Writing("redact", ("--all",), "lightning.ckpt"),
     Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
+    Writing("convert", ("--to-format", "safetensors"), "plain_dict.pth"),
+    Writing("convert", ("--to-format", "torch", "--max-shard-size", "300"), "bare.pth", folder=True),
     Writing("sanitize", (), "args_namespace.pth"),
     Writing("salvage", (), "truncated.pth"),
 )
 
 
-def writing(*, quickly: bool = False) -> list[Writing]:
-    """The commands of this version that write; ``quickly`` only those whose runs take a tenth of a second."""
-    return [item for item in _WRITING if item.command in COMMANDS and not (quickly and item.computes)]
+def writing(*, quickly: bool = False, folders: bool = True) -> list[Writing]:
+    """The commands of this version that write; ``quickly`` only those whose runs take a tenth of a second, without
+    ``folders`` only those that write a file."""
+    there = [item for item in _WRITING if item.command in COMMANDS]
+    return [item for item in there if not (quickly and item.computes) and (folders or not item.folder)]
 
 
 class State(NamedTuple):
@@ -77,8 +89,13 @@ class State(NamedTuple):
 
 
 def state(path: Path) -> State:
+    """Of a folder, its files: each name before its bytes."""
     status = path.stat()
-    return State(path.read_bytes(), status.st_mtime_ns, stat.S_IMODE(status.st_mode))
+    if path.is_dir():
+        data = b"".join(file.name.encode() + b"\n" + file.read_bytes() for file in sorted(path.iterdir()))
+    else:
+        data = path.read_bytes()
+    return State(data, status.st_mtime_ns, stat.S_IMODE(status.st_mode))
 
 
 class Answer(NamedTuple):
@@ -110,11 +127,13 @@ class Stage:
         self.source = folder / "in.pth"
         shutil.copyfile(source or FIXTURES / item.fixture, self.source)
         self.source.chmod(0o644)
-        self.out = self.folder / "out.pth"
+        self.out = self.folder / ("out" if item.folder else "out.pth")
         self.code = answer(self.arguments()).code
         if not self.out.exists():
             raise AssertionError(f"{item.command} on {item.fixture} ends with {self.code} and writes nothing")
-        self.expected = self.out.read_bytes()
+        self.expected = state(self.out).data
+        #: The mode of a new output.
+        self.mode = stat.S_IMODE(self.out.stat().st_mode) if item.folder else 0o644
         self.before = state(self.source)
         self.force = False
 
@@ -138,10 +157,14 @@ class Stage:
         """As before a run: no output, or with ``force`` an old one."""
         self.force = force
         for path in self.folder.iterdir():
-            path.unlink()
-        if force:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if force and self.item.folder:
+            self.out.mkdir()
+            (self.out / "old.pth").write_bytes(OLD)
+        elif force:
             self.out.write_bytes(OLD)
-            self.out.chmod(OLD_MODE)
+        if force:
+            self.out.chmod(OLD_MODE | (0o110 if self.item.folder else 0))
 
     def litter(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir() if path != self.out)
@@ -151,9 +174,10 @@ class Stage:
         if not self.out.exists():
             return "nothing" if not self.force else "the old output is gone"
         data, _, mode = state(self.out)
-        if data == OLD and self.force:
-            return "old" if mode == OLD_MODE else f"the old bytes with mode {mode:o}"
-        wanted = OLD_MODE if self.force else self.before.mode
+        old, old_mode = (b"old.pth\n" + OLD, OLD_MODE | 0o110) if self.item.folder else (OLD, OLD_MODE)
+        if data == old and self.force:
+            return "old" if mode == old_mode else f"the old bytes with mode {mode:o}"
+        wanted = old_mode if self.force else self.mode
         if data == self.expected:
             return "new" if mode == wanted else f"the new bytes with mode {mode:o}"
         return f"{len(data):,} bytes that are neither the old nor the new ones"
@@ -164,7 +188,7 @@ class Stage:
         tally.check(found in ("nothing", "old", "new"), f"the output holds {found}")
         tally.check(state(self.source) == self.before, "the input is not what it was")
         litter = self.litter()
-        names = all(name.endswith(SUFFIX) and name.startswith(".out.pth.") for name in litter)
+        names = all(name.endswith(SUFFIX) and name.startswith(f".{self.out.name}.") for name in litter)
         tally.check(len(litter) <= leftovers and names, f"left behind: {litter}")
         return found
 

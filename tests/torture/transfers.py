@@ -20,7 +20,7 @@ def short(tally: Tally, options: Options) -> None:
     """Reads, writes and kernel copies that stop early, at random; with and without copies in the kernel."""
     chance = random.Random(options.seed)
     stages = [
-        Stage(options.scratch / f"{item.command}{number}", item, extra)
+        Stage(options.scratch / f"{item.name}{number}", item, extra)
         for item in writing()
         for number, extra in enumerate((None, FIXTURES / "align4096.pth"))
         if extra is None or item.command in ("strip-module", "add-module")
@@ -29,9 +29,7 @@ def short(tally: Tally, options: Options) -> None:
         stage = stages[number % len(stages)]
         force, kernel = bool(number & 1), chance.random() < 0.5
         stage.reset(force)
-        tally.case(
-            f"{stage.item.command}, short transfers no. {number}, {'with' if kernel else 'without'} kernel copies"
-        )
+        tally.case(f"{stage.item.name}, short transfers no. {number}, {'with' if kernel else 'without'} kernel copies")
         with _short(chance, kernel) as counted:
             done = answer(stage.arguments(*(["--force"] if force else [])))
         tally.check(done.code == stage.code, f"it ends with {done.code}: {done.err.strip()!r}")
