@@ -64,7 +64,8 @@ def errors(tally: Tally, options: Options) -> None:
 
 
 def _check_error(tally: Tally, stage: Stage, hit: Hit, reason: str, *, lasting: bool) -> None:
-    unlink = lasting and hit.call.startswith("unlink")
+    # What cannot be taken away stays: the temporary file of a disk that fails for good, the former folder.
+    unlink = hit.call.startswith("unlink") and (lasting or stage.item.folder)
     there = stage.check_promise(tally, leftovers=1 if unlink else 0)
     code, _, err = hit.answer
     if code == stage.code:  # another way was found
