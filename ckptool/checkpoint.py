@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Protocol
 
-from .human import counted
+from .changes import Change
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
 from .source import Appending, ContainedSource, FileSource, FolderSource, Piece, Plan, Source, Span
@@ -194,36 +194,6 @@ class Container(Protocol):
         Raises RefusedError where the format has no room for that.
         """
         ...
-
-
-#: Kinds of changes that are told with the number of keys.
-_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
-
-
-class Change(NamedTuple):
-    """What one edit did at one place.
-
-    ``edit`` is the kind ("strip-prefix", "add-prefix", "remap"); ``path`` where; ``number`` how many things
-    changed and ``kept`` how many of the same kind did not; ``what`` says it in words; ``notes`` are remarks.
-    """
-
-    edit: str
-    path: str
-    number: int
-    kept: int
-    what: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """What was done and where, with the number of keys for edits of keys."""
-        where = f"{self.path}: " if self.path else ""
-        if self.edit not in _OF_KEYS or not self.number:
-            return "; ".join([f"{where}{self.what}", *self.notes])
-        words = f"{where}{self.what} {counted(self.number, 'key')}"
-        if self.kept:
-            words += f", {counted(self.kept, 'other key')} as before"
-        return "; ".join([words, *self.notes])
 
 
 #: Formats that only a zip takes the place of when a file is laid out anew.

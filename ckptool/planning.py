@@ -77,7 +77,8 @@ def _check_name(checkpoint: Checkpoint, output: str) -> None:
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
         return
-    step = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}, then edit that"
+    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
+    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
     raise RefusedError(what, path=output, next=step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .archives import open_any
 from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
@@ -14,7 +14,7 @@ from .checks.weights_only import graph_blockers
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
-from .formats import read_container, torch_legacy, torch_tar
+from .formats import read_container, safetensors, torch_legacy, torch_tar
 from .formats.damaged import Rescued, rescue_zip
 from .formats.identify import explain, zip_kind
 from .human import counted
@@ -23,6 +23,10 @@ from .tensors import TensorReader
 from .zips import read_archive
 
 __all__ = ["Lost", "Salvaged", "salvage"]
+
+
+#: Formats without checksums.
+_UNSUMMED: Final = frozenset(("torch-legacy", "torch-tar", "safetensors"))
 
 
 class Lost(NamedTuple):
@@ -55,9 +59,9 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     """
     source = open_any(path)
     try:
-        container = _container(source, progress)
+        container, whole = _container(source, progress)
         checkpoint = Checkpoint(source.name, source, container)
-        found = _without_lost(checkpoint, getattr(container, "lost", {}))
+        found = _without_lost(checkpoint, getattr(container, "lost", {}), whole)
     except UnreadableError as error:
         source.close()
         error.path = error.path or source.name
@@ -74,23 +78,30 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
 
-def _container(source: Source, progress: Callable[[int], None] | None) -> Container:
-    """The whole parts of a zip or legacy file; one of torch 0.1 is whole, or cannot be read."""
+def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[Container, bool]:
+    """The whole parts of a file, and whether that is all of it; one of torch 0.1 is whole, or cannot be read."""
     head = source.read(0, 1024)
+    if safetensors.sniff(head, source):
+        sound = _sound(source)
+        return (sound, True) if sound else (_read(safetensors.read_cut, source), False)
     if not torch_legacy.sniff(head, source) and not torch_tar.sniff(head, source):
         _refuse_others(head, source)
-        return rescue_zip(source, progress)
-    try:
-        container = read_container(source)
-    except MalformedError as error:
-        error.what = f"nothing can be saved: {error.what}"
-        raise
+        return rescue_zip(source, progress), False
+    container = _read(read_container, source)
     if not any(problem.level == "error" for problem in container.problems):
-        return container
+        return container, True
     rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder, container.format)
     for record in container.records():
         rescued.keep(record.key, container.stored(record.key), None)
-    return rescued
+    return rescued, False
+
+
+def _read(read: Callable[[Source], Container], source: Source) -> Container:
+    try:
+        return read(source)
+    except MalformedError as error:
+        error.what = f"nothing can be saved: {error.what}"
+        raise
 
 
 def _refuse_others(head: bytes, source: Source) -> None:
@@ -121,11 +132,11 @@ def _without_errors(container: Container) -> bool:
     return all(checksum(record) == record.crc for record in small)
 
 
-def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvaged:
-    """The checkpoint less the tensors whose bytes are not there."""
+def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: bool) -> Salvaged:
+    """The checkpoint less the tensors whose bytes are not there; ``whole`` says that nothing is wrong with its file."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
-    verified = checkpoint.format not in ("torch-legacy", "torch-tar")
+    verified = checkpoint.format not in _UNSUMMED
     behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     for key, storage in reader.storages.items():
@@ -133,8 +144,8 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Salvage
             missing[key] = reasons.get(key, behind)
     nonsense = _nonsense(checkpoint)
     if not missing and not nonsense:
-        whole = checkpoint.changed(graph, [], anew=True) if isinstance(container, Rescued) else checkpoint
-        return Salvaged(whole, len(survey.tensors), [], verified)
+        kept = checkpoint if whole else checkpoint.changed(graph, [], anew=True)
+        return Salvaged(kept, len(survey.tensors), [], verified)
     gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing} | nonsense.keys())
     lost = []
     for entry in survey.tensors:

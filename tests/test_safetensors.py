@@ -164,6 +164,46 @@ def test_other_things_under_that_name_are_named(content: bytes, kind: str) -> No
         assert caught.value.kind == kind
 
 
+@pytest.mark.parametrize("cut", range(8, 345, 7))
+def test_what_stands_before_a_cut_is_saved(cut: int, tmp_path: Path) -> None:
+    source = (FIXTURES / "model.safetensors").read_bytes()
+    entries = json.loads(source[8 : 8 + int.from_bytes(source[:8], "little")])
+    data = 8 + int.from_bytes(source[:8], "little")
+    whole = {
+        name for name, entry in entries.items() if name != "__metadata__" and data + entry["data_offsets"][1] <= cut
+    }
+    path, out = tmp_path / "cut.safetensors", tmp_path / "out.safetensors"
+    path.write_bytes(source[:cut])
+    if not whole:
+        with pytest.raises(MalformedError, match="nothing can be saved"):
+            ckptool.salvage(path)
+        return
+    found = ckptool.salvage(path)
+    ckptool.save(found.checkpoint, out)
+    found.checkpoint.close()
+    tensors, expected = load_file(out), load_file(FIXTURES / "model.safetensors")
+    assert (set(tensors), found.saved, found.verified) == (whole, len(whole), False)
+    assert len(found.lost) == len(expected) - len(whole)
+    assert all(torch.equal(tensors[name], expected[name]) for name in whole)
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_bytes_behind_the_last_tensor_are_left_out(tmp_path: Path) -> None:
+    path, out = tmp_path / "more.safetensors", tmp_path / "out.safetensors"
+    path.write_bytes((FIXTURES / "model.safetensors").read_bytes() + b"more")
+    found = ckptool.salvage(path)
+    ckptool.save(found.checkpoint, out)
+    found.checkpoint.close()
+    assert not found.lost and out.read_bytes() == (FIXTURES / "model.safetensors").read_bytes()
+
+
+def test_a_whole_file_is_carried_over(tmp_path: Path) -> None:
+    found = ckptool.salvage(FIXTURES / "model.safetensors")
+    assert not found.lost and not found.checkpoint.edited
+    found.checkpoint.close()
+
+
 # -- out -------------------------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {

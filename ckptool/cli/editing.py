@@ -240,10 +240,17 @@ def _head(report: dict[str, Any]) -> str:
     return f"{clean(report['path'])} -> {clean(report['output'])}: {sizes}"
 
 
+def _told(change: Change) -> list[str]:
+    """One change; several remarks get a line each."""
+    if len(change.notes) < 2:
+        return [f"  {clean(change.words)}"]
+    return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
+
+
 def account(report: dict[str, Any]) -> list[str]:
     """What was done, for people."""
     changes = report["changes"]
-    lines = ["  " + clean(Change(**change).words) for change in changes[:_SHOWN]]
+    lines = [line for change in changes[:_SHOWN] for line in _told(Change(**change))]
     if len(changes) > _SHOWN:
         lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:

@@ -17,7 +17,7 @@ from ..source import Appending, Plan, Source, Span, merged
 from .identify import explain
 from .safetensors_header import MOST_HEADER, Entry, read_header
 
-__all__ = ["Safetensors", "read", "sniff"]
+__all__ = ["Safetensors", "read", "read_cut", "sniff"]
 
 WORDS = "safetensors: a JSON header and bare tensors, nothing that could be run"
 #: Elements of a torch dtype for each of the format, where they are not one.
@@ -34,9 +34,9 @@ class Safetensors:
     byteorder = "little"
     others: Sequence[Graph] = ()
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, cut: bool = False) -> None:
         self.source = source
-        header = read_header(source)
+        header = read_header(source, cut=cut)
         self.metadata: Mapping[str, str] = header.metadata
         self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
         self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
@@ -80,17 +80,19 @@ class Safetensors:
 
     def stored_size(self, key: str) -> int | None:
         entry = self.entries.get(key)
-        return None if entry is None else entry.end - entry.begin
+        return None if entry is None or entry.end > self.source.size else entry.end - entry.begin
 
     def stored(self, key: str) -> StoredBytes:
         entry = self.entries.get(key)
-        if entry is None:
+        if entry is None or entry.end > self.source.size:
             return StoredBytes(None, 0)
         size = entry.end - entry.begin
         return StoredBytes(Span(self.source, entry.begin, size), size)
 
     def records(self) -> Iterator[StoredRecord]:
         for key, entry in self.entries.items():
+            if entry.end > self.source.size:
+                continue
             size = entry.end - entry.begin
             yield StoredRecord(entry.name, Span(self.source, entry.begin, size), size, None, False, key)
 
@@ -127,6 +129,14 @@ def sniff(head: bytes, source: Source) -> bool:
         return True
     # A web page, a pointer or a zip of that name is named as what it is.
     return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OURS
+
+
+def read_cut(source: Source) -> Safetensors:
+    """What is there of a file that may be cut: storages that are not all there have no bytes.
+
+    Raises MalformedError where the header is not whole, or breaks another rule.
+    """
+    return Safetensors(source, cut=True)
 
 
 def read(source: Source) -> Safetensors:

@@ -18,7 +18,7 @@ from operator import mul
 from typing import Any, Final, NamedTuple
 
 from ..errors import MalformedError
-from ..human import counted, shown
+from ..human import counted, salvage_step, shown
 from ..source import Source
 
 __all__ = ["BITS", "MOST_HEADER", "Entry", "Header", "read_header"]
@@ -66,8 +66,11 @@ class _Doubled(Exception):
     """A JSON object has a name twice."""
 
 
-def read_header(source: Source) -> Header:
-    """Read and check the header; raises MalformedError with the rule that the file breaks."""
+def read_header(source: Source, *, cut: bool = False) -> Header:
+    """Read and check the header; raises MalformedError with the rule that the file breaks.
+
+    With ``cut`` the file may end before its last tensor, or go on behind it.
+    """
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes that say how long the header is")
     size = int.from_bytes(source.read(0, 8), "little")
@@ -85,7 +88,7 @@ def read_header(source: Source) -> Header:
         raise _broken(source, f"{_METADATA} must be an object whose values are all strings")
     data = 8 + size
     entries = tuple(_entry(source, name, value, data) for name, value in fields.items())
-    _check_tiling(source, entries, data)
+    _check_tiling(source, entries, data, cut)
     return Header(entries, metadata, data, tuple(odd))
 
 
@@ -168,7 +171,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST_SIZE
 
 
-def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int) -> None:
+def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int, cut: bool) -> None:
     """The tensors must fill the file from the header to its end, without a hole and without sharing a byte."""
     at = data
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
@@ -177,8 +180,11 @@ def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int) -> None
         if entry.begin < at:
             raise _broken(source, f"tensor {shown(entry.name)} begins within the one before it", entry.name)
         at = entry.end
-    if at > source.size:
-        what = f"the tensors take {at:,} bytes, the file has {source.size:,}: it is cut"
-        raise _broken(source, what)
-    if at < source.size:
+    if at > source.size and not cut:
+        left = sum(entry.end <= source.size for entry in entries)
+        rule = f"its tensors end at byte {at:,}, the file has {source.size:,}"
+        error = _broken(source, f"{rule}: it is cut, {left:,} of {counted(len(entries), 'tensor')} are whole")
+        error.next = f"download it again, or {salvage_step(source.name)}" if left else "download it again"
+        raise error
+    if at < source.size and not cut:
         raise _broken(source, f"{counted(source.size - at, 'byte')} behind the last tensor")
