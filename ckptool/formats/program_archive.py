@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,11 +19,12 @@ from ..pickles.nodes import Call, Graph, Persistent, Ref
 from ..pickles.opcodes import REDUCE
 from ..programs import PROGRAM, NamedDevice, Program
 from ..source import Appending, Plan, SliceSource, Source
+from ..tensors import TensorReader
 from ..zips import Archive, Record, audit, rewritten
 from .pickles_in import zip_pickles
 from .torch_zip import TorchZip, problem_of, read_whole
 
-__all__ = ["ProgramArchive", "joined", "nested", "read_json"]
+__all__ = ["ProgramArchive", "joined", "nested", "read_json", "tags_of"]
 
 #: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
 _JSON: Final = 256 << 20
@@ -57,7 +59,8 @@ class ProgramArchive(Program):
         """Say that it is a program, and what it holds."""
         self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
         if self.beside:
-            words = "beside its weights it holds " + "; ".join(self.beside)
+            weights = "beside its weights it holds " if self.records_of or self.inner else "it holds "
+            words = weights + "; ".join(self.beside)
             self.problems.append(Problem("program-parts", "note", words))
 
     @property
@@ -130,6 +133,11 @@ def nested(archive: Archive, record: Record) -> TorchZip:
     if found is None:
         raise MalformedError(f"{shown(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
     return TorchZip(inner, found, inner.read(found, LIMITS.pickle_bytes))
+
+
+def tags_of(graph: Graph) -> Counter[str]:
+    """How many storages of a graph have which tag."""
+    return Counter(storage.location for storage in TensorReader(graph).storages.values())
 
 
 def joined(builder: Builder, graph: Graph, named: Callable[[str], str] | None = None) -> Ref:

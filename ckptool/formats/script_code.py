@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ..errors import MalformedError
 from ..zips import Archive, Record
 
-__all__ = ["ClassCode", "Code", "read_code"]
+__all__ = ["ClassCode", "Code", "devices_in", "read_code"]
 
 #: Bytes of code that are read, inflated: the code of real models has some hundred thousand.
 _MOST: Final = 32 << 20
@@ -50,10 +50,15 @@ class Code(NamedTuple):
     unread: list[str]
 
 
-def read_code(archive: Archive) -> Code:
+def devices_in(text: str) -> Counter[str]:
+    """How often a text of code names which device."""
+    return Counter(found[0] or found[1] for found in _DEVICE.findall(text))
+
+
+def read_code(archive: Archive, folder: str = "code/") -> Code:
     """Read the records ``code/**.py`` of an archive, bounded in number and size."""
     code = Code([], {}, Counter(), [])
-    start = f"{archive.root}/code/" if archive.root else "code/"
+    start = f"{archive.root}/{folder}" if archive.root else folder
     left = _MOST
     for record in archive.records:
         if not (record.name.startswith(start) and record.name.endswith(".py")):
@@ -65,7 +70,7 @@ def read_code(archive: Archive) -> Code:
             code.unread.append(name)
             continue
         left -= record.size
-        code.devices.update((name, found[0] or found[1]) for found in _DEVICE.findall(text))
+        code.devices.update({(name, device): number for device, number in devices_in(text).items()})
         module = name.removesuffix(".py").replace("/", ".")
         code.classes.update((f"{module}.{found}", said) for found, said in _classes(text))
     return code

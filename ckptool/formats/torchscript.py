@@ -33,9 +33,11 @@ __all__ = ["Part", "TorchScript"]
 
 WORDS = "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights"
 
-#: The pickles whose storages have tags, beside data.pkl, and the folder of their storages. The storages of
-#: ``traced_inputs.pkl`` are written without their bytes, and torch.jit.load does not look at them.
+#: The pickles whose storages have tags, beside data.pkl, and the folder of their storages.
 _OTHERS: Final = (("constants.pkl", "constants/"), ("bytecode.pkl", "bytecode/"))
+#: The examples that it was traced with: their storages are written without bytes, and only
+#: ``torch.jit.load(_restore_shapes=True)`` looks at them.
+_TRACED: Final = "traced_inputs.pkl"
 
 
 class Part(NamedTuple):
@@ -83,9 +85,16 @@ class TorchScript(TorchZip, Program):
         in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
         self.constants = sum(type(node) is Persistent for inside in in_code for node in inside)
         self.others = ()
-        self.attribute_devices = _devices(own)
+        self.attribute_devices = [
+            name._replace(ref=part.base + name.ref, path=_path(part, name.path, number))
+            for number, part in enumerate(self.parts)
+            for name in _devices(part.graph)
+        ]
         literals = sorted(self.code.devices.items())
         self.named_devices = [NamedDevice(f"code/{file}", device, number) for (file, device), number in literals]
+        self.named_devices += self._traced()
+        start = f"{archive.root}/extra/" if archive.root else "extra/"
+        self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         self.plain = [name for name, ref in self.held.plain if ref not in names]
         self.beside = self._beside()
         self.described = self._described()
@@ -118,6 +127,18 @@ class TorchScript(TorchZip, Program):
             nodes.append(there)
         self.parts.append(Part(record, graph, base, keys))
 
+    def _traced(self) -> list[NamedDevice]:
+        """The tags of the inputs that it was traced with."""
+        record = self.archive.find(_TRACED)
+        if record is None:
+            return []
+        try:
+            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
+        except PickleError:
+            return []  # it is among the pickles, and said to be broken there
+        tags = Counter(storage.location for _, storage in TensorReader(graph).uses())
+        return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
+
     # -- what it is --------------------------------------------------------------------------------------
 
     def _beside(self) -> list[str]:
@@ -129,6 +150,8 @@ class TorchScript(TorchZip, Program):
             found.append(f"{counted(self.constants, 'constant')} of the code{frozen}")
         if self.held.hidden:
             found.append(f"what only code restores ({listed(self.held.hidden, most=3)})")
+        if self.extra:
+            found.append(f"{counted(len(self.extra), 'extra file')} ({listed(self.extra, most=3)})")
         return found
 
     def _described(self) -> dict[str, Any]:
@@ -143,6 +166,7 @@ class TorchScript(TorchZip, Program):
             "traced": self.archive.find("traced_inputs.pkl") is not None,
             "mobile": self.archive.find("bytecode.pkl") is not None,
             "restored_by_code": self.held.hidden,
+            "extra_files": self.extra,
             "devices": {
                 "attributes": [{"path": name.path, "device": name.device} for name in self.attribute_devices],
                 "code": [item._asdict() for item in self.named_devices],
@@ -170,17 +194,20 @@ class TorchScript(TorchZip, Program):
             what = f"{modules}: only code restores the state, and no code is run: no tensor of it has a name"
             self._note("hidden-state", "warning", what)
         found = Counter[str]()
-        for item in self.named_devices:
+        in_code = [item for item in self.named_devices if item.where != _TRACED]
+        for item in in_code:
             found[item.device] += item.number
         if found:
             away = [device for device in found if device != "cpu"]
             devices = listed([f"{device} ({counted(count, 'time')})" for device, count in found.items()])
-            files = listed([item.where for item in self.named_devices], most=3)
+            files = listed(list(dict.fromkeys(item.where for item in in_code)), most=3)
             what = f"its code names devices: {devices} in {files}; neither remap nor map_location changes code"
             self._note("code-devices", "warning" if away else "note", what)
         if self.attribute_devices:
             places = listed([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
-            self._note("attribute-devices", "note", f"attributes that are devices: {places}; remap changes the objects")
+            strings = ", with --strings the strings, too" if any(not it.is_object for it in self.attribute_devices) else ""
+            what = f"attributes that are devices: {places}; remap changes the objects{strings}"
+            self._note("attribute-devices", "note", what)
 
     # -- the container -----------------------------------------------------------------------------------
 
@@ -254,6 +281,16 @@ def _state_dict(nodes: list[Node], reader: TensorReader, held: Held) -> Ref:
         nodes.append(name)
     nodes.append(Dict(pairs))
     return len(nodes) - 1
+
+
+def _path(part: Part, path: str, number: int) -> str:
+    """The path of something in a pickle; one beside data.pkl is named by its record.
+
+    Lists and dicts are arguments of a call that says their type: that is no step of the path.
+    """
+    path = path.replace("(0)", "")
+    name = part.record.name.rpartition("/")[2]
+    return path if not number else name + path if path[:1] in ("[", "(") else f"{name}.{path}"
 
 
 def _devices(graph: Graph) -> list[DeviceName]:
