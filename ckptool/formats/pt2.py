@@ -56,10 +56,11 @@ class Pt2(ProgramArchive):
     format = "pt2"
     kind = "a torch.export program"
     loader = "torch.export.load"
+    maps = False
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive)
-        names = [name.removeprefix(f"{archive.root}/") if archive.root else name for name in archive.by_name]
+        names = self.names()
         self.parameters = self.buffers = 0
         models: dict[str, Ref] = {}
         for name in names:
@@ -91,7 +92,7 @@ class Pt2(ProgramArchive):
         ]
         self._look_into(programs)
         self._look_beside(names, inputs)
-        self._tell_devices()
+        self.tell_devices("nothing moves them when it is loaded")
         self.described = {
             "kind": self.kind,
             "executable": True,
@@ -233,18 +234,6 @@ class Pt2(ProgramArchive):
         self.writer = (f"torch {torch}" if torch else "torch.export") + (
             f" (archive version {spelled})" if spelled else ""
         )
-
-    def _tell_devices(self) -> None:
-        """Devices that are not the processor, in the order in which they are named."""
-        away = [item for item in self.named_devices if item.device != "cpu"]
-        if away:
-            found = Counter[str]()
-            for item in away:
-                found[item.device] += item.number
-            places = listed([f"{device} ({counted(number, 'time')})" for device, number in found.items()], most=3)
-            files = listed(list(dict.fromkeys(item.where for item in away)), most=3)
-            what = f"its program names devices: {places} in {files}; nothing moves them when it is loaded"
-            self.problems.append(Problem("code-devices", "warning", what))
 
 
 def _location(device: dict[str, Any]) -> str:

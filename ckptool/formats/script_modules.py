@@ -15,7 +15,10 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..tensors import TensorReader
 from .script_code import ClassCode, Code
 
-__all__ = ["Held", "held_tensors"]
+__all__ = ["SCRIPT_NAMES", "Held", "held_tensors"]
+
+#: How classes of a program begin, and what its own unpickler makes of lists; Python never resolves these.
+SCRIPT_NAMES: Final = ("__torch__.", "torch.jit._pickle.")
 
 #: Characters of all names together: 200,000 tensors under names of 100 take 20 million.
 _CHARACTERS: Final = 64_000_000

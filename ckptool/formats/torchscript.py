@@ -205,7 +205,9 @@ class TorchScript(TorchZip, Program):
             self._note("code-devices", "warning" if away else "note", what)
         if self.attribute_devices:
             places = listed([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
-            strings = ", with --strings the strings, too" if any(not it.is_object for it in self.attribute_devices) else ""
+            strings = (
+                ", with --strings the strings, too" if any(not it.is_object for it in self.attribute_devices) else ""
+            )
             what = f"attributes that are devices: {places}; remap changes the objects{strings}"
             self._note("attribute-devices", "note", what)
 
