@@ -29,10 +29,11 @@ class Program:
     """What a container of a program tells beside its graph, which are its weights.
 
     ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit
-    it as it is; ``maps`` is whether it takes a map_location. Names in its pickles that begin with one of ``own_names`` are none of Python. ``beside`` is what it
-    holds beside the weights, each in words, ``described`` the same as JSON-ready data, ``named_devices`` the devices
-    that are named where no edit reaches them, ``attribute_devices`` those of the program's objects that are no part of the
-    state dict: their references are those of the graph.
+    it as it is, ``maps`` whether the loader takes a map_location. Names in its pickles that begin with one of
+    ``own_names`` are none of Python. ``beside`` is what it holds beside the weights, each in words, ``described`` the
+    same as JSON-ready data, ``named_devices`` the devices that are named where no edit reaches them,
+    ``attribute_devices`` those of the program's objects that are no part of the state dict, with references of the
+    graph.
     """
 
     kind: str

@@ -19,7 +19,7 @@ from ..tensors import TensorReader
 from ..zips import Archive, Record
 from .program_archive import ProgramArchive, joined, source_devices
 from .script_code import read_code
-from .script_modules import SCRIPT_NAMES, held_tensors
+from .script_modules import SCRIPT_NAMES, held_tensors, state_dict
 
 __all__ = ["TorchPackage", "read"]
 
@@ -124,7 +124,7 @@ class TorchPackage(ProgramArchive):
                 self.problems.append(Problem("broken-part", "error", what, True, record.name))
                 continue
             base = joined(self.builder, graph, _own_key) - graph.root
-            state = self.builder.mapping([(key, base + ref) for key, ref in held.state])
+            state = state_dict(self.builder.nodes, reader, held, base)
             items.append((name.removesuffix("/data.pkl"), state))
             self._in_code.update(self._constants(name.removesuffix("data.pkl") + "constants.pkl"))
         return [name.removesuffix("/data.pkl") for name in found]

@@ -18,15 +18,14 @@ from ..limits import LIMITS
 from ..objects import device_text
 from ..pickles import decode
 from ..pickles.moving import moved
-from ..pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref, Style
-from ..pickles.opcodes import REDUCE
+from ..pickles.nodes import Call, Graph, Node, Persistent, Ref, Style
 from ..programs import PROGRAM, NamedDevice, Program
 from ..survey import DeviceName, survey
 from ..tensors import TensorReader
 from ..zips import Archive, Record
 from .pickles_in import zip_pickles
 from .script_code import read_code
-from .script_modules import Held, held_tensors
+from .script_modules import SCRIPT_NAMES, held_tensors, state_dict
 from .torch_zip import TorchZip
 
 __all__ = ["Part", "TorchScript"]
@@ -56,8 +55,7 @@ class TorchScript(TorchZip, Program):
     format = "torchscript"
     deflates = True
     loader = "torch.jit.load"
-    #: Classes of the program, and what its own unpickler makes of lists; Python never resolves these.
-    own_names = ("__torch__.", "torch.jit._pickle.")
+    own_names = SCRIPT_NAMES
     edits = frozenset(("remap", "repack"))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
@@ -78,7 +76,7 @@ class TorchScript(TorchZip, Program):
         self.end_of_parts = len(nodes)
         reader = TensorReader(own)
         self.held = held_tensors(own, reader, self.code)
-        root = _state_dict(nodes, reader, self.held)
+        root = state_dict(nodes, reader, self.held)
         # Only the style of the parts matters: this is what a conversion is written in.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
         names = {ref for _, ref in self.held.state}
@@ -205,10 +203,9 @@ class TorchScript(TorchZip, Program):
             self._note("code-devices", "warning" if away else "note", what)
         if self.attribute_devices:
             places = listed([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
-            strings = (
-                ", with --strings the strings, too" if any(not it.is_object for it in self.attribute_devices) else ""
-            )
-            what = f"attributes that are devices: {places}; remap changes the objects{strings}"
+            what = f"attributes that are devices: {places}; remap changes the objects"
+            if not all(name.is_object for name in self.attribute_devices):
+                what += ", with --strings the strings, too"
             self._note("attribute-devices", "note", what)
 
     # -- the container -----------------------------------------------------------------------------------
@@ -258,31 +255,6 @@ class TorchScript(TorchZip, Program):
         else:
             era = "torch 1.3 to 2.0"
         return f"{era} (TorchScript version {version})"
-
-
-def _state_dict(nodes: list[Node], reader: TensorReader, held: Held) -> Ref:
-    """A dict of the parameters and buffers, detached as ``state_dict()`` has them; behind the arena."""
-    pairs: list[Ref] = []
-    detached: dict[Ref, Ref] = {}
-    no = -1
-    for name, ref in held.state:
-        tensor = reader.tensor(ref)
-        if ref not in detached:
-            detached[ref] = ref
-            node = nodes[ref]
-            args = nodes[node.args] if type(node) is Call else ()
-            if type(node) is Call and type(args) is tuple and tensor is not None and tensor.requires_grad:
-                at = 5 if tensor.kind == "quantized" else 4
-                if no < 0:
-                    no = len(nodes)
-                    nodes.append(False)
-                nodes.append((*args[:at], no, *args[at + 1 :]))
-                nodes.append(Call(REDUCE, node.func, len(nodes) - 1))
-                detached[ref] = len(nodes) - 1
-        pairs += (len(nodes), detached[ref])
-        nodes.append(name)
-    nodes.append(Dict(pairs))
-    return len(nodes) - 1
 
 
 def _path(part: Part, path: str, number: int) -> str:
