@@ -68,6 +68,8 @@ def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
         below = []
         buffers = []
         for name, value in items:
+            if type(graph.nodes[value]) is not Call:
+                continue
             full = prefix + name
             if reader.tensor(value) is not None:
                 characters += len(full)

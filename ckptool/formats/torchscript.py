@@ -15,10 +15,9 @@ from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
-from ..objects import device_text
 from ..pickles import decode
 from ..pickles.moving import moved
-from ..pickles.nodes import Call, Graph, Node, Persistent, Ref, Style
+from ..pickles.nodes import Global, Graph, Node, Persistent, Ref, Style
 from ..programs import PROGRAM, NamedDevice, Program
 from ..survey import DeviceName, survey
 from ..tensors import TensorReader
@@ -74,9 +73,10 @@ class TorchScript(TorchZip, Program):
                 self._join(nodes, found, folder)
         #: Where what the archive does not have begins in the arena: the state dict.
         self.end_of_parts = len(nodes)
-        reader = TensorReader(own)
-        self.held = held_tensors(own, reader, self.code)
-        root = state_dict(nodes, reader, self.held)
+        # One reader for all of the arena: the survey goes on with it, the state dict makes no storage.
+        self.reader = TensorReader(Graph(nodes, own.root, own.style))
+        self.held = held_tensors(own, self.reader, self.code)
+        root = state_dict(nodes, self.reader, self.held)
         # Only the style of the parts matters: this is what a conversion is written in.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
         names = {ref for _, ref in self.held.state}
@@ -181,7 +181,7 @@ class TorchScript(TorchZip, Program):
         self._note("program-parts", "note", "beside its parameters and buffers it holds " + "; ".join(self.beside))
         if self.code.unread:
             files = listed([f"code/{name}" for name in self.code.unread], most=3)
-            what = f"{files}: too large or damaged, not searched for devices and names of parameters"
+            what = f"{files}: too large or damaged, not searched to the end for devices and names of parameters"
             self._note("code-unread", "warning", what)
         if self.held.guessed:
             modules = listed(self.held.guessed, most=3)
@@ -269,9 +269,15 @@ def _path(part: Part, path: str, number: int) -> str:
 
 def _devices(graph: Graph) -> list[DeviceName]:
     """``torch.device`` objects and strings that name one, with their paths."""
-    objects = any(type(node) is Call and device_text(graph, ref) for ref, node in enumerate(graph.nodes))
-    texts = any(type(node) is str and node.partition(":")[0] in _KINDS for node in graph.nodes)
-    return survey(graph).devices if objects or texts else []
+    for node in graph.nodes:
+        kind = type(node)
+        if kind is str:
+            if node[:1] in _FIRST and node.partition(":")[0] in _KINDS:  # type: ignore[arg-type, index, operator, union-attr]
+                return survey(graph).devices
+        elif kind is Global and (node.module, node.name) == ("torch", "device"):  # type: ignore[union-attr]
+            return survey(graph).devices
+    return []
 
 
 _KINDS: Final = frozenset(("cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "ipu", "musa", "vulkan", "meta"))
+_FIRST: Final = frozenset(kind[0] for kind in _KINDS)
