@@ -65,8 +65,12 @@ class TorchPackage(ProgramArchive):
             if graph is None:
                 others.append(name)
                 continue
-            reduced += _reduced(graph)
-            items.append((name, joined(self.builder, graph)))
+            base = joined(self.builder, graph) - graph.root
+            for ref in _reduced(graph):
+                # No load but that of the package makes it; as a persistent id no other reader takes it.
+                self.builder.nodes[base + ref] = None
+                reduced += 1
+            items.append((name, base + graph.root))
         programs = self._programs(items)
         others = [name for name in others if name not in ("byteorder", "version")]
         self.graph = self.builder.graph(self.builder.mapping(items))
@@ -78,6 +82,7 @@ class TorchPackage(ProgramArchive):
         held = f"{counted(len(programs), 'TorchScript program')} ({listed(programs, most=3)})"
         self.beside = [
             *[held for _ in programs[:1]],
+            *([f"{counted(reduced, 'object')} that only its own code rebuilds, here None"] if reduced else []),
             *[f"{counted(len(sources), 'file')} of Python source ({listed(sources, most=3)})" for _ in sources[:1]],
             *[f"{counted(len(others), 'other file')} ({listed(others, most=3)})" for _ in others[:1]],
             *[f"the names of modules outside ({listed(extern, most=4)})" for _ in extern[:1]],
@@ -172,13 +177,14 @@ def _own_key(key: str) -> str:
     return key.removesuffix(_SUFFIX)
 
 
-def _reduced(graph: Graph) -> int:
+def _reduced(graph: Graph) -> list[Ref]:
     """Objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
-    count = 0
-    for node in graph.nodes:
+    found: list[Ref] = []
+    for ref, node in enumerate(graph.nodes):
         pid = graph.nodes[node.pid] if type(node) is Persistent else ()
-        count += type(pid) is tuple and len(pid) > 0 and graph.nodes[pid[0]] == "reduce_package"
-    return count
+        if type(pid) is tuple and pid and graph.nodes[pid[0]] == "reduce_package":
+            found.append(ref)
+    return found
 
 
 def read(archive: Archive) -> TorchPackage:
