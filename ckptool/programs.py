@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from .checkpoint import Checkpoint
+from .survey import DeviceName
 
 __all__ = ["ABOUT", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
 
@@ -16,29 +17,34 @@ ABOUT: Final = frozenset((PROGRAM, "program-parts", "code-devices", "code-unread
 
 
 class NamedDevice(NamedTuple):
-    """A device that the program names where no edit reaches it: in a file of code, so many times."""
+    """A device that is named where no edit reaches it, such as a file of code, so many times; ``what`` names it."""
 
     where: str
     device: str
     number: int
+    what: str = "the code"
 
 
 class Program:
     """What a container of a program tells beside its graph, which are its weights.
 
     ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit
-    it as it is. Names in its pickles that begin with one of ``own_names`` are none of Python. ``beside`` is what it
-    holds beside the weights, each in words, ``described`` the same as JSON-ready data, ``named_devices`` the devices
-    that are named where no edit reaches them.
+    it as it is, ``maps`` whether the loader takes a map_location. Names in its pickles that begin with one of
+    ``own_names`` are none of Python. ``beside`` is what it holds beside the weights, each in words, ``described`` the
+    same as JSON-ready data, ``named_devices`` the devices that are named where no edit reaches them,
+    ``attribute_devices`` those of the program's objects that are no part of the state dict, with references of the
+    graph.
     """
 
     kind: str
     loader: str
     edits: Collection[str]
+    maps: bool = True
     own_names: tuple[str, ...] = ()
     beside: Sequence[str]
     described: Mapping[str, Any]
     named_devices: Sequence[NamedDevice]
+    attribute_devices: Sequence[DeviceName] = ()
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:

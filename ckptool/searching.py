@@ -13,6 +13,7 @@ from .formats import FORMATS, folder_format
 from .formats.foreign import KINDS as FOREIGN
 from .formats.foreign import named_folder
 from .formats.identify import explain, zip_kind
+from .formats.zip_archives import kind_of
 from .human import listed
 from .source import open_source
 from .zips import read_archive
@@ -24,8 +25,8 @@ _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
 #: Whole files of other kinds, which may be called like a checkpoint and are none of ours.
 _OTHERS: Final = frozenset(
     (
-        *("torchscript", "torchscript-1.0", "mobile-zip", "mobile-flatbuffer", "pt2", "torch-package", "executorch"),
-        *("safetensors", *FOREIGN),
+        *("mobile-flatbuffer", "executorch"),
+        *FOREIGN,
     )
 )
 #: Of files called .bin, which may be anything, only these claim to be a checkpoint.
@@ -138,7 +139,8 @@ def _claims(path: str) -> bool:
             kind = getattr(explain(head, source), "kind", "") if named else ""
             return named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS)
         if known.name == "torch-zip":
-            other = zip_kind(read_archive(source))
+            archive = read_archive(source)
+            other = zip_kind(archive) if kind_of(archive) is None else None
             return other is None or (named and other.kind not in _OTHERS)
         return True
     except MalformedError:

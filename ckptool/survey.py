@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from .limits import LIMITS
 from .objects import attributes, callable_name, class_name, device_text, mapping, spell_key
 from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .tensors import Tensor, TensorReader
 
-__all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
+__all__ = ["DeviceName", "Entry", "ReadAlready", "StateDict", "Survey", "TensorEntry", "survey"]
 
 
 class TensorEntry(NamedTuple):
@@ -77,6 +77,13 @@ class Survey(NamedTuple):
     modules: list[str]
 
 
+@runtime_checkable
+class ReadAlready(Protocol):
+    """A container that has looked at the tensors of its graph: ``reader`` remembers them."""
+
+    reader: TensorReader
+
+
 #: A device as torch spells it, alone in a string.
 _DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
 
@@ -116,17 +123,20 @@ _MODEL_KEY = re.compile(
 _Task: TypeAlias = tuple[Ref, str, str, bool, int, int]
 
 
-def survey(graph: Graph) -> Survey:
-    """Walk the graph once. Each container is entered where it is first met; tensors count at every place."""
-    walk = _Walk(graph)
+def survey(graph: Graph, reader: TensorReader | None = None) -> Survey:
+    """Walk the graph once. Each container is entered where it is first met; tensors count at every place.
+
+    ``reader`` is one of this very graph that has read something of it already.
+    """
+    walk = _Walk(graph, reader or TensorReader(graph))
     walk.run()
     return walk.found
 
 
 class _Walk:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, reader: TensorReader) -> None:
         self.graph = graph
-        self.reader = TensorReader(graph)
+        self.reader = reader
         self.found = Survey(self.reader, [], [], [], [], [], {}, [])
         self.seen: set[Ref] = set()
         self.metadata_of: dict[int, Ref] = {}

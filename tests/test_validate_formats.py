@@ -372,7 +372,8 @@ def tree(here: Path) -> Path:
 
 def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None:
     claims = ["t/a.pth", "t/cut.ckpt", "t/empty.pt", "t/lfs.bin", "t/lfs.pth", "t/page.pth", "t/deep/er/weights"]
-    claims.append("t/others/model.safetensors")
+    programs = ["t/others/exported.pt2", "t/others/package.pt", "t/others/torchscript.pt"]
+    claims += [programs[0], "t/others/model.safetensors", *programs[1:]]
     assert found_in(validate, "t") == claims
     assert [json.loads(line)["status"] for line in validate("t", "--format", "jsonl")[1].splitlines()] == [
         "valid",
@@ -381,11 +382,10 @@ def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None
         "unreadable",
         "unreadable",
         "unreadable",
-        "valid",
-        "valid",
+        *(["valid"] * 5),
     ]
-    assert found_in(validate, "t/others") == ["t/others/model.safetensors"]
-    (tree / "t" / "others" / "model.safetensors").unlink()
+    for path in claims[-4:]:
+        (tree / path).unlink()
     assert validate("t/others")[0] == 3
     assert found_in(validate, "t/others") == ["t/others"]  # the folder itself: nothing is in it
 

@@ -216,7 +216,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     remedy = command("remap", path, "--to", "cpu", word="cpu") if away else ""
     if away:
         kind = "that device" if len(away) == 1 else "these devices"
-        what = f"tagged {listed(away)}: on a machine without {kind}, torch.load needs map_location"
+        what = f"tagged {listed(away)}: on a machine without {kind}, {_mapping(checkpoint)}"
         found.append(Finding("device", "warning", what, remedy))
     strings = [name for name in checkpoint.survey.devices if not name.is_object]
     if strings:
@@ -230,6 +230,15 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         step = "" if remedy else command("remap", path, "--to", "cpu", word="cpu")
         found.append(Finding("device-objects", "note", what, step))
     return found
+
+
+def _mapping(checkpoint: Checkpoint) -> str:
+    """What a load on another machine needs."""
+    program = program_of(checkpoint)
+    loader = "torch.load" if program is None else program.loader
+    if program is None or program.maps:
+        return f"{loader} needs map_location"
+    return f"{loader} fails, which knows no map_location"
 
 
 def _together(path: str, edits: Sequence[Finding]) -> list[Finding]:

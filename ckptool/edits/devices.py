@@ -12,7 +12,7 @@ from ..human import counted, listed
 from ..locations import check_target
 from ..names import EVERY, Globs
 from ..objects import device_text, mapped_name
-from ..pickles.nodes import Call, Global, Persistent, Ref
+from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from ..programs import NamedDevice, program_of
 from .rewrite import Rewrite
 from .select import selected
@@ -163,7 +163,7 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
     named = program.named_devices if program is not None else ()
     stays = ("it stays as it is",)
     return [
-        Change("remap-code", item.where, 0, item.number, f"the code names {item.device} {_times(item)}", stays)
+        Change("remap-code", item.where, 0, item.number, f"{item.what} names {item.device} {_times(item)}", stays)
         for item in named
         if devices(item.device) != item.device
     ]
@@ -176,19 +176,44 @@ def _times(item: NamedDevice) -> str:
 def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
     """Plain strings that name a device: changed on request, else only listed."""
     changes = []
-    for name in checkpoint.survey.devices:
-        if name.is_object:
+    program = program_of(checkpoint)
+    within = program.attribute_devices if program is not None else ()
+    found: set[Ref] = set()
+    for name in (*checkpoint.survey.devices, *within):
+        # What the objects of a program say was read when it was opened: an edit may have changed it since.
+        old = checkpoint.graph.nodes[name.ref]
+        if name.is_object or type(old) is not str:
             continue
-        new = devices(name.device)
-        if new == name.device:
+        new = devices(old)
+        if new == old:
             continue
         if rewrite is None:
-            what = f"the string {name.device!r} stays"
+            what = f"the string {old!r} stays"
             changes.append(Change("device-string", name.path, 0, 1, what, ("--strings changes it too",)))
         else:
             rewrite.changed[name.ref] = new
-            changes.append(Change("device-string", name.path, 1, 0, f"the string {name.device!r} now reads {new!r}"))
+            found.add(name.ref)
+            changes.append(Change("device-string", name.path, 1, 0, f"the string {old!r} now reads {new!r}"))
+    if rewrite is not None and found:
+        _keep_names(rewrite, found)
     return changes
+
+
+def _keep_names(rewrite: Rewrite, strings: set[Ref]) -> None:
+    """Leave the keys and the names of attributes as they are that are one object with a string that changes."""
+    for ref, old in enumerate(rewrite.graph.nodes):
+        if not isinstance(old, Dict | Call):
+            continue
+        node = rewrite.node(ref)
+        assert isinstance(node, Dict | Call)
+        if strings.isdisjoint(node.pairs[::2]):
+            continue
+        pairs = list(node.pairs)
+        for at in range(0, len(pairs), 2):
+            key = rewrite.graph.nodes[pairs[at]] if pairs[at] in strings else None
+            if type(key) is str:
+                pairs[at] = rewrite.constant(key)
+        rewrite.changed[ref] = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
 
 
 def _retag(rewrite: Rewrite, ref: Ref, new: str) -> None:

@@ -158,7 +158,9 @@ def _followed(found: FoundPickle, depth: int) -> Iterator[FoundPickle]:
 
 
 def _named(name: str) -> bool:
-    return name.lower().endswith((".pkl", ".pickle"))
+    """Is it a pickle by its name? torch.export calls constants that are no tensors ``data/constants/opaque_obj_0``
+    (torch/export/pt2_archive/_package.py), and loads them with ``pickle``."""
+    return name.lower().endswith((".pkl", ".pickle")) or name.rpartition("/")[2].startswith("opaque_obj_")
 
 
 def _is_storage(archive: Archive, record: Record) -> bool:

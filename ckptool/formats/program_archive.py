@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from ..building import Builder
 from ..checkpoint import Container, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import MalformedError, RefusedError
-from ..human import shown
+from ..human import counted, listed, shown
 from ..limits import LIMITS
 from ..pickles import encode
 from ..pickles.moving import moved
@@ -18,14 +19,18 @@ from ..pickles.nodes import Call, Graph, Persistent, Ref
 from ..pickles.opcodes import REDUCE
 from ..programs import PROGRAM, NamedDevice, Program
 from ..source import Appending, Plan, SliceSource, Source
+from ..tensors import TensorReader
 from ..zips import Archive, Record, audit, rewritten
 from .pickles_in import zip_pickles
+from .script_code import devices_in
 from .torch_zip import TorchZip, problem_of, read_whole
 
-__all__ = ["ProgramArchive", "joined", "nested", "read_json"]
+__all__ = ["ProgramArchive", "joined", "nested", "read_json", "source_devices", "tags_of"]
 
 #: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
 _JSON: Final = 256 << 20
+#: Bytes of code that is searched for devices.
+_SOURCES: Final = 32 << 20
 
 
 class ProgramArchive(Program):
@@ -53,11 +58,28 @@ class ProgramArchive(Program):
         self.graph = Graph([None], 0, self.builder.graph(0).style)
         self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
 
+    def names(self) -> list[str]:
+        """The names of its records within its folder."""
+        return [name.removeprefix(f"{self.root}/") if self.root else name for name in self.archive.by_name]
+
+    def tell_devices(self, stays: str) -> None:
+        """Warn of devices that are not the processor; ``stays`` says what does not move them."""
+        away = [item for item in self.named_devices if item.device != "cpu"]
+        found = Counter[str]()
+        for item in away:
+            found[item.device] += item.number
+        if found:
+            places = listed([f"{device} ({counted(number, 'time')})" for device, number in found.items()], most=3)
+            files = listed(list(dict.fromkeys(item.where for item in away)), most=3)
+            what = f"its program names devices: {places} in {files}; {stays}"
+            self.problems.append(Problem("code-devices", "warning", what))
+
     def tell(self, what: str) -> None:
         """Say that it is a program, and what it holds."""
         self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
         if self.beside:
-            words = "beside its weights it holds " + "; ".join(self.beside)
+            weights = "beside its weights it holds " if self.records_of or self.inner else "it holds "
+            words = weights + "; ".join(self.beside)
             self.problems.append(Problem("program-parts", "note", words))
 
     @property
@@ -118,6 +140,23 @@ def read_json(archive: Archive, record: Record) -> Any:
         raise MalformedError(f"{shown(record.name)}: {what}", path=archive.source.name, where=record.name) from error
 
 
+def source_devices(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
+    """The devices that files of code name, as far as ``_SOURCES`` bytes of them go."""
+    found: list[NamedDevice] = []
+    left = _SOURCES
+    for name in names:
+        record = archive.find(name)
+        if record is None or record.size > left:
+            continue
+        left -= record.size
+        try:
+            text = archive.read(record, record.size).decode("utf-8", "replace")
+        except MalformedError:
+            continue  # its checksum says so
+        found += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
+    return found
+
+
 def nested(archive: Archive, record: Record) -> TorchZip:
     """A record that is a whole file of torch.save itself; raises MalformedError for anything else."""
     span = archive.payload(record)
@@ -130,6 +169,11 @@ def nested(archive: Archive, record: Record) -> TorchZip:
     if found is None:
         raise MalformedError(f"{shown(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
     return TorchZip(inner, found, inner.read(found, LIMITS.pickle_bytes))
+
+
+def tags_of(graph: Graph) -> Counter[str]:
+    """How many storages of a graph have which tag."""
+    return Counter(storage.location for storage in TensorReader(graph).storages.values())
 
 
 def joined(builder: Builder, graph: Graph, named: Callable[[str], str] | None = None) -> Ref:

@@ -15,13 +15,13 @@ from typing import Any, Final
 from ..building import PlainTensor
 from ..checkpoint import Problem
 from ..dtypes import BY_NAME
-from ..errors import MalformedError
+from ..errors import MalformedError, PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
 from ..pickles.nodes import Ref
 from ..programs import NamedDevice
 from ..zips import Archive, Record
-from .program_archive import ProgramArchive, joined, nested, read_json
+from .program_archive import ProgramArchive, joined, nested, read_json, tags_of
 
 __all__ = ["Pt2", "read"]
 
@@ -41,6 +41,11 @@ _LEGACY: Final = re.compile(r"data/weights/(.+)\.pt\Z")
 _OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
 _TORCH: Final = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
 _DEVICE: Final = re.compile(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
+_CONSTANTS: Final = re.compile(r"data/constants/.+_constants_config\.json\Z")
+#: What else is a file of torch.save in archives before torch 2.8.
+_OTHER_OLD: Final = re.compile(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
+#: Constants that are no tensors: pickles by C++ and by Python.
+_OBJECT: Final = re.compile(r"data/constants/(?:custom|opaque)_obj_")
 #: Bytes of the program that are searched for devices, and at its end for the version.
 _MOST: Final = 64 << 20
 
@@ -51,10 +56,11 @@ class Pt2(ProgramArchive):
     format = "pt2"
     kind = "a torch.export program"
     loader = "torch.export.load"
+    maps = False
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive)
-        names = [name.removeprefix(f"{archive.root}/") if archive.root else name for name in archive.by_name]
+        names = self.names()
         self.parameters = self.buffers = 0
         models: dict[str, Ref] = {}
         for name in names:
@@ -72,13 +78,21 @@ class Pt2(ProgramArchive):
         constants = self._constants(names)
         compiled = [name for name in names if name.startswith("data/aotinductor/")]
         inputs = [name for name in names if name.startswith("data/sample_inputs/") or "example_inputs" in name]
+        objects = [name for name in names if _OBJECT.match(name)]
+        extra = [name.removeprefix("extra/") for name in names if name.startswith("extra/")]
+        if compiled and not models and not programs:
+            self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
         self.beside = [
             *[f"the program ({listed(programs, most=3)})" for _ in programs[:1]],
             *[f"{counted(len(constants), 'constant')} ({listed(constants, most=3)})" for _ in constants[:1]],
             *[f"{counted(len(compiled), 'file')} of compiled code" for _ in compiled[:1]],
             *["sample inputs" for _ in inputs[:1]],
+            *[f"{counted(len(objects), 'pickled object')} ({listed(objects, most=3)})" for _ in objects[:1]],
+            *[f"{counted(len(extra), 'extra file')} ({listed(extra, most=3)})" for _ in extra[:1]],
         ]
         self._look_into(programs)
+        self._look_beside(names, inputs)
+        self.tell_devices("nothing moves them when it is loaded")
         self.described = {
             "kind": self.kind,
             "executable": True,
@@ -87,17 +101,17 @@ class Pt2(ProgramArchive):
             "buffers": self.buffers,
             "constants": constants,
             "compiled_files": len(compiled),
+            "extra_files": extra,
             "devices": {"code": [item._asdict() for item in self.named_devices]},
         }
-        what = "it is a torch.export program: torch.export.load reads it, torch.load does not"
+        what = f"it is {self.kind}, executable by nature: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
-        elif any(":" in key for key in self._keys()):
+        elif self.inner or inputs or objects:
+            # deserialize_torch_artifact in torch/_export/serde/serialize.py: what weights_only=True refuses, it
+            # loads without.
             what += ", and pickles within it run when it is loaded"
         self.tell(what)
-
-    def _keys(self) -> list[str]:
-        return [f"{name}:" for name in self.inner]
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         # Files of torch.save within it are as they must be.
@@ -170,6 +184,37 @@ class Pt2(ProgramArchive):
                 found += self._entries(name)
         return found
 
+    def _look_beside(self, names: list[str], inputs: list[str]) -> None:
+        """The devices of constants, sample inputs and compiled code, which no edit reaches."""
+        for name in names:
+            if _CONSTANTS.fullmatch(name):
+                tags = Counter(
+                    _location(meta["tensor_meta"]["device"])
+                    for meta in self._entries(name).values()
+                    if isinstance(meta.get("tensor_meta"), dict) and isinstance(meta["tensor_meta"].get("device"), dict)
+                )
+                self._name(name, tags, "the list of constants")
+            elif name in inputs or _OTHER_OLD.fullmatch(name):
+                record = self.archive.find(name)
+                if record is not None and record.size:
+                    self._name(name, self._tags(record), "what is saved there")
+            elif name.startswith("data/aotinductor/") and name.endswith("_metadata.json"):
+                record = self.archive.find(name)
+                found = read_json(self.archive, record) if record is not None else None
+                device = found.get("AOTI_DEVICE_KEY") if isinstance(found, dict) else None
+                self._name(name, Counter([device] if type(device) is str else []), "the compiled code")
+
+    def _tags(self, record: Record) -> Counter[str]:
+        try:
+            return tags_of(nested(self.archive, record).graph)
+        except (MalformedError, PickleError) as error:
+            what = f"{shown(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
+            self.problems.append(Problem("broken-part", "warning", what, False, record.name))
+            return Counter()
+
+    def _name(self, where: str, devices: Counter[str], what: str) -> None:
+        self.named_devices += [NamedDevice(where, device, number, what) for device, number in sorted(devices.items())]
+
     def _look_into(self, programs: list[str]) -> None:
         """Which torch wrote it, and which devices the program names."""
         torch = ""
@@ -183,17 +228,12 @@ class Pt2(ProgramArchive):
             devices = Counter(_DEVICE.findall(text))
             for (kind, index), count in sorted(devices.items()):
                 device = kind.decode() if index == b"null" else f"{kind.decode()}:{int(index)}"
-                self.named_devices.append(NamedDevice(name, device, count))
+                self.named_devices.append(NamedDevice(name, device, count, "the program"))
         version = (self.archive.text("archive_version") or self.archive.text("version") or b"").strip()[:20]
         spelled = version.decode("ascii", "replace")
         self.writer = (f"torch {torch}" if torch else "torch.export") + (
             f" (archive version {spelled})" if spelled else ""
         )
-        away = [item for item in self.named_devices if item.device != "cpu"]
-        if away:
-            places = listed([f"{item.device} ({counted(item.number, 'time')})" for item in away], most=3)
-            what = f"its program names devices: {places}; map_location does not reach them"
-            self.problems.append(Problem("code-devices", "warning", what))
 
 
 def _location(device: dict[str, Any]) -> str:

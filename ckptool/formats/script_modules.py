@@ -11,11 +11,15 @@ from typing import Final, NamedTuple
 from ..errors import MalformedError
 from ..limits import LIMITS
 from ..objects import callable_name, mapping
-from ..pickles.nodes import Call, Graph, Ref
+from ..pickles.nodes import Call, Dict, Graph, Node, Ref
+from ..pickles.opcodes import REDUCE
 from ..tensors import TensorReader
 from .script_code import ClassCode, Code
 
-__all__ = ["Held", "held_tensors"]
+__all__ = ["SCRIPT_NAMES", "Held", "held_tensors", "state_dict"]
+
+#: How classes of a program begin, and what its own unpickler makes of lists; Python never resolves these.
+SCRIPT_NAMES: Final = ("__torch__.", "torch.jit._pickle.")
 
 #: Characters of all names together: 200,000 tensors under names of 100 take 20 million.
 _CHARACTERS: Final = 64_000_000
@@ -64,6 +68,8 @@ def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
         below = []
         buffers = []
         for name, value in items:
+            if type(graph.nodes[value]) is not Call:
+                continue
             full = prefix + name
             if reader.tensor(value) is not None:
                 characters += len(full)
@@ -83,6 +89,35 @@ def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
         held.parameters.extend([False] * len(buffers))
         work.extend(reversed(below))
     return held
+
+
+def state_dict(nodes: list[Node], reader: TensorReader, held: Held, base: int = 0) -> Ref:
+    """A dict of the parameters and buffers, detached as ``state_dict()`` has them; behind the arena.
+
+    ``base`` is where the graph of ``reader`` begins in the arena.
+    """
+    pairs: list[Ref] = []
+    detached: dict[Ref, Ref] = {}
+    no = -1
+    for name, own in held.state:
+        ref = base + own
+        if ref not in detached:
+            tensor = reader.tensor(own)
+            detached[ref] = ref
+            node = nodes[ref]
+            args = nodes[node.args] if type(node) is Call else ()
+            if type(node) is Call and type(args) is tuple and tensor is not None and tensor.requires_grad:
+                at = 5 if tensor.kind == "quantized" else 4
+                if no < 0:
+                    no = len(nodes)
+                    nodes.append(False)
+                nodes.append((*args[:at], no, *args[at + 1 :]))
+                nodes.append(Call(REDUCE, node.func, len(nodes) - 1))
+                detached[ref] = len(nodes) - 1
+        pairs += (len(nodes), detached[ref])
+        nodes.append(name)
+    nodes.append(Dict(pairs))
+    return len(nodes) - 1
 
 
 def _kind(said: ClassCode | None, name: str) -> str:

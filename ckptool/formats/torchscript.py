@@ -15,27 +15,27 @@ from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
-from ..objects import device_text
 from ..pickles import decode
 from ..pickles.moving import moved
-from ..pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref, Style
-from ..pickles.opcodes import REDUCE
+from ..pickles.nodes import Global, Graph, Node, Persistent, Ref, Style
 from ..programs import PROGRAM, NamedDevice, Program
 from ..survey import DeviceName, survey
 from ..tensors import TensorReader
 from ..zips import Archive, Record
 from .pickles_in import zip_pickles
 from .script_code import read_code
-from .script_modules import Held, held_tensors
+from .script_modules import SCRIPT_NAMES, held_tensors, state_dict
 from .torch_zip import TorchZip
 
 __all__ = ["Part", "TorchScript"]
 
 WORDS = "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights"
 
-#: The pickles whose storages have tags, beside data.pkl, and the folder of their storages. The storages of
-#: ``traced_inputs.pkl`` are written without their bytes, and torch.jit.load does not look at them.
+#: The pickles whose storages have tags, beside data.pkl, and the folder of their storages.
 _OTHERS: Final = (("constants.pkl", "constants/"), ("bytecode.pkl", "bytecode/"))
+#: The examples that it was traced with: their storages are written without bytes, and only
+#: ``torch.jit.load(_restore_shapes=True)`` looks at them.
+_TRACED: Final = "traced_inputs.pkl"
 
 
 class Part(NamedTuple):
@@ -54,8 +54,7 @@ class TorchScript(TorchZip, Program):
     format = "torchscript"
     deflates = True
     loader = "torch.jit.load"
-    #: Classes of the program, and what its own unpickler makes of lists; Python never resolves these.
-    own_names = ("__torch__.", "torch.jit._pickle.")
+    own_names = SCRIPT_NAMES
     edits = frozenset(("remap", "repack"))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
@@ -74,18 +73,26 @@ class TorchScript(TorchZip, Program):
                 self._join(nodes, found, folder)
         #: Where what the archive does not have begins in the arena: the state dict.
         self.end_of_parts = len(nodes)
-        reader = TensorReader(own)
-        self.held = held_tensors(own, reader, self.code)
-        root = _state_dict(nodes, reader, self.held)
+        # One reader for all of the arena: the survey goes on with it, the state dict makes no storage.
+        self.reader = TensorReader(Graph(nodes, own.root, own.style))
+        self.held = held_tensors(own, self.reader, self.code)
+        root = state_dict(nodes, self.reader, self.held)
         # Only the style of the parts matters: this is what a conversion is written in.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
         names = {ref for _, ref in self.held.state}
         in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
         self.constants = sum(type(node) is Persistent for inside in in_code for node in inside)
         self.others = ()
-        self.attribute_devices = _devices(own)
+        self.attribute_devices = [
+            name._replace(ref=part.base + name.ref, path=_path(part, name.path, number))
+            for number, part in enumerate(self.parts)
+            for name in _devices(part.graph)
+        ]
         literals = sorted(self.code.devices.items())
         self.named_devices = [NamedDevice(f"code/{file}", device, number) for (file, device), number in literals]
+        self.named_devices += self._traced()
+        start = f"{archive.root}/extra/" if archive.root else "extra/"
+        self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         self.plain = [name for name, ref in self.held.plain if ref not in names]
         self.beside = self._beside()
         self.described = self._described()
@@ -118,6 +125,18 @@ class TorchScript(TorchZip, Program):
             nodes.append(there)
         self.parts.append(Part(record, graph, base, keys))
 
+    def _traced(self) -> list[NamedDevice]:
+        """The tags of the inputs that it was traced with."""
+        record = self.archive.find(_TRACED)
+        if record is None:
+            return []
+        try:
+            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
+        except PickleError:
+            return []  # it is among the pickles, and said to be broken there
+        tags = Counter(storage.location for _, storage in TensorReader(graph).uses())
+        return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
+
     # -- what it is --------------------------------------------------------------------------------------
 
     def _beside(self) -> list[str]:
@@ -129,6 +148,8 @@ class TorchScript(TorchZip, Program):
             found.append(f"{counted(self.constants, 'constant')} of the code{frozen}")
         if self.held.hidden:
             found.append(f"what only code restores ({listed(self.held.hidden, most=3)})")
+        if self.extra:
+            found.append(f"{counted(len(self.extra), 'extra file')} ({listed(self.extra, most=3)})")
         return found
 
     def _described(self) -> dict[str, Any]:
@@ -143,6 +164,7 @@ class TorchScript(TorchZip, Program):
             "traced": self.archive.find("traced_inputs.pkl") is not None,
             "mobile": self.archive.find("bytecode.pkl") is not None,
             "restored_by_code": self.held.hidden,
+            "extra_files": self.extra,
             "devices": {
                 "attributes": [{"path": name.path, "device": name.device} for name in self.attribute_devices],
                 "code": [item._asdict() for item in self.named_devices],
@@ -159,7 +181,7 @@ class TorchScript(TorchZip, Program):
         self._note("program-parts", "note", "beside its parameters and buffers it holds " + "; ".join(self.beside))
         if self.code.unread:
             files = listed([f"code/{name}" for name in self.code.unread], most=3)
-            what = f"{files}: too large or damaged, not searched for devices and names of parameters"
+            what = f"{files}: too large or damaged, not searched to the end for devices and names of parameters"
             self._note("code-unread", "warning", what)
         if self.held.guessed:
             modules = listed(self.held.guessed, most=3)
@@ -170,17 +192,21 @@ class TorchScript(TorchZip, Program):
             what = f"{modules}: only code restores the state, and no code is run: no tensor of it has a name"
             self._note("hidden-state", "warning", what)
         found = Counter[str]()
-        for item in self.named_devices:
+        in_code = [item for item in self.named_devices if item.where != _TRACED]
+        for item in in_code:
             found[item.device] += item.number
         if found:
             away = [device for device in found if device != "cpu"]
             devices = listed([f"{device} ({counted(count, 'time')})" for device, count in found.items()])
-            files = listed([item.where for item in self.named_devices], most=3)
+            files = listed(list(dict.fromkeys(item.where for item in in_code)), most=3)
             what = f"its code names devices: {devices} in {files}; neither remap nor map_location changes code"
             self._note("code-devices", "warning" if away else "note", what)
         if self.attribute_devices:
             places = listed([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
-            self._note("attribute-devices", "note", f"attributes that are devices: {places}; remap changes the objects")
+            what = f"attributes that are devices: {places}; remap changes the objects"
+            if not all(name.is_object for name in self.attribute_devices):
+                what += ", with --strings the strings, too"
+            self._note("attribute-devices", "note", what)
 
     # -- the container -----------------------------------------------------------------------------------
 
@@ -231,36 +257,27 @@ class TorchScript(TorchZip, Program):
         return f"{era} (TorchScript version {version})"
 
 
-def _state_dict(nodes: list[Node], reader: TensorReader, held: Held) -> Ref:
-    """A dict of the parameters and buffers, detached as ``state_dict()`` has them; behind the arena."""
-    pairs: list[Ref] = []
-    detached: dict[Ref, Ref] = {}
-    no = -1
-    for name, ref in held.state:
-        tensor = reader.tensor(ref)
-        if ref not in detached:
-            detached[ref] = ref
-            node = nodes[ref]
-            args = nodes[node.args] if type(node) is Call else ()
-            if type(node) is Call and type(args) is tuple and tensor is not None and tensor.requires_grad:
-                at = 5 if tensor.kind == "quantized" else 4
-                if no < 0:
-                    no = len(nodes)
-                    nodes.append(False)
-                nodes.append((*args[:at], no, *args[at + 1 :]))
-                nodes.append(Call(REDUCE, node.func, len(nodes) - 1))
-                detached[ref] = len(nodes) - 1
-        pairs += (len(nodes), detached[ref])
-        nodes.append(name)
-    nodes.append(Dict(pairs))
-    return len(nodes) - 1
+def _path(part: Part, path: str, number: int) -> str:
+    """The path of something in a pickle; one beside data.pkl is named by its record.
+
+    Lists and dicts are arguments of a call that says their type: that is no step of the path.
+    """
+    path = path.replace("(0)", "")
+    name = part.record.name.rpartition("/")[2]
+    return path if not number else name + path if path[:1] in ("[", "(") else f"{name}.{path}"
 
 
 def _devices(graph: Graph) -> list[DeviceName]:
     """``torch.device`` objects and strings that name one, with their paths."""
-    objects = any(type(node) is Call and device_text(graph, ref) for ref, node in enumerate(graph.nodes))
-    texts = any(type(node) is str and node.partition(":")[0] in _KINDS for node in graph.nodes)
-    return survey(graph).devices if objects or texts else []
+    for node in graph.nodes:
+        kind = type(node)
+        if kind is str:
+            if node[:1] in _FIRST and node.partition(":")[0] in _KINDS:  # type: ignore[arg-type, index, operator, union-attr]
+                return survey(graph).devices
+        elif kind is Global and (node.module, node.name) == ("torch", "device"):  # type: ignore[union-attr]
+            return survey(graph).devices
+    return []
 
 
 _KINDS: Final = frozenset(("cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "ipu", "musa", "vulkan", "meta"))
+_FIRST: Final = frozenset(kind[0] for kind in _KINDS)

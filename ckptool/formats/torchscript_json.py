@@ -17,7 +17,7 @@ from ..objects import callable_name, elements, scalar
 from ..pickles import decode
 from ..pickles.nodes import Call, Ref
 from ..zips import Archive
-from .program_archive import ProgramArchive, read_json
+from .program_archive import ProgramArchive, read_json, source_devices
 
 __all__ = ["JsonScript", "read"]
 
@@ -63,7 +63,9 @@ class JsonScript(ProgramArchive):
         self._made: dict[int, Ref] = {}
         self.parameters = 0
         self.graph = self.builder.graph(self.builder.mapping(self._items(module)))
-        code = sum("/code/" in f"/{name}" for name in archive.by_name)
+        files = [name for name in self.names() if name.startswith("code/")]
+        code = len(files)
+        self.named_devices = source_devices(archive, files)
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
         self.beside = [f"the program ({counted(code, 'file')} of code)"]
@@ -73,9 +75,11 @@ class JsonScript(ProgramArchive):
             "code_files": code,
             "parameters": self.parameters,
             "tensors": len(tensors),
+            "devices": {"code": [item._asdict() for item in self.named_devices]},
         }
         what = "it is a TorchScript archive of torch 1.0 to 1.3, executable by nature: no later torch loads it"
         self.tell(what)
+        self.tell_devices("nothing moves them when it is loaded")
 
     def _items(self, main: dict[str, Any]) -> list[tuple[str, Ref]]:
         items: list[tuple[str, Ref]] = []

@@ -14,7 +14,7 @@ from . import pt2, torch_package, torch_zip, torchscript_json
 from .torchscript import WORDS as SCRIPT_WORDS
 from .torchscript import TorchScript
 
-__all__ = ["ZIPS", "ZipFormat", "read"]
+__all__ = ["ZIPS", "ZipFormat", "kind_of", "read"]
 
 
 class ZipFormat(NamedTuple):
@@ -54,7 +54,13 @@ ZIPS: Final[tuple[ZipFormat, ...]] = (
 def read(source: Source) -> Container:
     """Read a zip; raises NotACheckpointError, which names what it is, and MalformedError for a damaged one."""
     archive = torch_zip.read_whole(source)
+    known = kind_of(archive)
+    return torch_zip.read_records(archive) if known is None else known.read(archive)
+
+
+def kind_of(archive: Archive) -> ZipFormat | None:
+    """The kind of an archive by its records; None for a checkpoint of torch.save, and for what is none of these."""
     for known in ZIPS:
         if any(all(archive.find(name) is not None for name in group) for group in known.records):
-            return known.read(archive)
-    return torch_zip.read_records(archive)
+            return known
+    return None

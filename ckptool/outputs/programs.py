@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from shlex import quote
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -61,6 +62,8 @@ def _editable(checkpoint: Checkpoint, program: Program) -> TorchScript:
     """The container of a program whose tags alone were edited; raises RefusedError for everything else."""
     container = checkpoint.container
     step = f"take the weights out first: {convert_step(checkpoint.path)}"
+    if not checkpoint.survey.tensors:
+        step = f"it has no weights by name that could be taken out: ckptool inspect {quote(checkpoint.path)}"
     if not isinstance(container, TorchScript):
         what = f"{program.kind} is read here, and not written again"
         raise RefusedError(what, path=checkpoint.path, next=step)

@@ -10,6 +10,9 @@ each; here one regular expression reads the phrase. ``read`` does what the loop 
 for node and number for number, or declines: then the loop goes on as if nobody had asked. So whatever is in any way
 unusual (the first tensors, small memo numbers, scalars, other protocols, what a hostile file made up) is left to
 the loop, which decides what it means. ``phrase_writing`` is the other direction.
+
+The pickler of TorchScript (``torch/csrc/jit/serialization/pickler.cpp``) says the same otherwise: it memoises the
+strings and the storage alone, writes every tuple with MARK and TUPLE, and a key may be a string that was met before.
 """
 
 from __future__ import annotations
@@ -42,12 +45,20 @@ _PHRASE: Final = re.compile(
     + b"([\x88\x89]%b\\)R)%bt%bR%b" % (_GET, _PUT, _PUT, _PUT),
     re.DOTALL,
 ).match
+#: The same by the pickler of TorchScript, from the first MARK to REDUCE; a scalar has empty tuples.
+_NATIVE: Final = re.compile(
+    b"(\\(\\(%b%b)(?:(%b)%b|(%b))" % (_GET, _GET, _text(*range(1, 9)), _PUT, _GET)
+    + b"(?:(%b)%b|(%b))(%bt)Q%b(%b)" % (_text(*range(3, 9)), _PUT, _GET, _INT, _PUT, _INT)
+    + b"(\\((?:%b){0,16}t)(\\((?:%b){0,16}t)([\x88\x89]%b\\)R)tR" % (_INT, _INT, _GET),
+    re.DOTALL,
+).match
 #: The instructions inside a part of the phrase, one by one.
 _WORDS: Final = re.compile(b"%b|%b|." % (_GET, _INT), re.DOTALL).findall
 #: Words that make something of the others, and stand for nothing themselves.
 _MAKERS: Final = frozenset(b"(tR\x85\x86\x87")
 
 _numbers7, _numbers8 = Struct("<7I").pack, Struct("<8I").pack
+_numbers = (Struct("<I").pack, Struct("<2I").pack, Struct("<3I").pack)
 
 #: Kinds that are remembered: a model has some dozens.
 _KINDS: Final = 4096
@@ -60,7 +71,9 @@ def read(machine: Machine, function: Ref, pos: int, stop: int) -> int:
     takes the place of the function, or -1 with nothing changed.
     """
     found = _PHRASE(machine.data, pos)
-    if found is None or found.end() > stop:
+    if found is None:
+        return _native(machine, function, pos, stop)
+    if found.end() > stop:
         return -1
     start, key, put, device, put2, met, size, put3, offset, shape, put4, strides, put5, end, put6, put7, put8 = (
         found.groups()
@@ -99,6 +112,58 @@ def read(machine: Machine, function: Ref, pos: int, stop: int) -> int:
     )
     memo += (pid, first, second, hook, args, call)
     machine.bare.append(outside)
+    return found.end()
+
+
+def _native(machine: Machine, function: Ref, pos: int, stop: int) -> int:
+    """As ``read``, for what the pickler of TorchScript wrote."""
+    found = _NATIVE(machine.data, pos)
+    if found is None or found.end() > stop:
+        return -1
+    start, key, put, again, device, put2, met, size, put3, offset, shape, strides, end = found.groups()
+    nodes, memo = machine.nodes, machine.memo
+    count = len(memo)
+    puts = [one for one in (put, put2, put3) if one is not None]
+    if b"".join(puts) != _numbers[len(puts) - 1](*range(count, count + len(puts))):
+        return -1
+    mark = (start, met, size, offset, shape, strides, end)
+    kind = machine.kinds.get(mark) or _kind(machine, mark)
+    name = len(nodes) if again is None else _ref(machine, again)
+    empty = machine.single[0x74]
+    if kind is None or name < 0 or type(nodes[function]) is not Global:
+        return -1
+    word, cls, place, numel, begin, lengths, steps, flag, hooks, nothing = kind
+    if empty < 0 and not (lengths and steps):
+        return -1
+    if again is None:
+        nodes.append(key[5:].decode())
+        memo.append(name)
+    if met is None:
+        place = len(nodes)
+        nodes.append(machine.words.get(device) or _device(machine, device))
+        memo.append(place)
+    outside = len(nodes) + 1
+    nodes += ((word, cls, name, place, numel), Persistent(outside - 1))
+    memo.append(outside)
+    machine.bare.append(outside)
+    first = second = empty
+    forms = machine.style.forms
+    if lengths:
+        first = len(nodes)
+        nodes.append(lengths)
+        if len(lengths) < 4:
+            forms[first] = 0x74
+    if steps:
+        second = len(nodes)
+        nodes.append(steps)
+        if len(steps) < 4:
+            forms[second] = 0x74
+    hook = len(nodes)
+    nodes += (
+        Call(0x52, hooks, nothing),
+        (outside, begin, first, second, flag, hook),
+        Call(0x52, function, hook + 1),
+    )
     return found.end()
 
 

@@ -171,22 +171,26 @@ class Writer:
                 if ref < 0:
                     continue
                 node = nodes[ref]
-                usual = plain and marks[ref] == _OPEN and not (loose and ref in loose)
+                usual = plain and marks[ref] == _OPEN
                 if type(node) is tuple and usual:
                     size = len(node)
                     out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else _TUPLES[size]
                 elif type(node) is Call and usual and node.op == 0x52 and node.filling is None:
                     out += b"R"
-                elif type(node) is Persistent and usual and not extra and node.filling is None:
+                elif type(node) is Persistent and usual and node.filling is None:
                     out += b"Q"
-                    marks[ref] = LOOSE
-                    continue
+                    if not extra or ref not in extra:
+                        marks[ref] = LOOSE
+                        continue
                 else:
                     filling = self.close(ref, node)
                     if filling is not None:
                         todo.append(row)
                         makes.append(_NOTHING)
                         row = filling
+                    continue
+                if loose and ref in loose:
+                    marks[ref] = LOOSE
                     continue
                 marks[ref] = number = self.number
                 self.number += 1
