@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from .changes import Change
 from .objects import class_name, mapping
@@ -28,6 +28,7 @@ __all__ = [
     "StoredBytes",
     "StoredRecord",
     "Target",
+    "Traits",
     "file_mode",
     "layout_of",
 ]
@@ -115,12 +116,35 @@ class FoundPickle(NamedTuple):
     rest: int = 0
 
 
+class Traits(NamedTuple):
+    """What there is to know of a format, as data: nobody asks for its name.
+
+    ``pickled``: there is a pickle, that is, torch.load may run something. ``unsummed``: what has no checksums, in
+    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a
+    folder, or what it is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with
+    another pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one
+    behind the other after the pickles, in an order of their own.
+    """
+
+    pickled: bool = True
+    unsummed: str = ""
+    loads: Literal["file", "each file", "converted"] = "file"
+    written: str = "same"
+    former: str = ""
+    in_a_row: bool = False
+
+
 class Container(Protocol):
     """What a format module makes of a file; the only thing that commands see of a format."""
 
     @property
     def format(self) -> str:
         """ "torch-zip", "torch-legacy", ..."""
+        ...
+
+    @property
+    def traits(self) -> Traits:
+        """What there is to know of the format."""
         ...
 
     @property
@@ -196,9 +220,6 @@ class Container(Protocol):
         ...
 
 
-#: Formats that only a zip takes the place of when a file is laid out anew.
-_OLD: Final = {"torch-legacy": "legacy", "torch-tar": "tar"}
-
 #: What an edit that computes bytes has to say when they were computed: values that overflowed.
 Later = Callable[[], Sequence[Change]]
 
@@ -265,9 +286,14 @@ class Checkpoint:
         return self.container.format
 
     @property
+    def traits(self) -> Traits:
+        """What there is to know of its format."""
+        return self.container.traits
+
+    @property
     def pickled(self) -> bool:
         """Is there a pickle behind it? Where there is none, nothing can be run."""
-        return not self.format.endswith("safetensors")
+        return self.traits.pickled
 
     @property
     def edited(self) -> bool:
@@ -307,10 +333,11 @@ class Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
-        # Nobody writes the tar format of torch 0.1: an edit of such a file makes a zip.
-        anew = anew or (self.format == "torch-tar" and graph is not self.graph)
-        if (anew or added) and not self.anew and self.format in _OLD and target is None:
-            done = (*done, Change("container", "", 1, 0, f"{_OLD[self.format]} format -> zip"))
+        former = self.traits.former
+        # A format that nobody writes any more becomes a zip with every edit.
+        anew = anew or (self.traits.written == "torch" and graph is not self.graph)
+        if (anew or added) and not self.anew and former and target is None:
+            done = (*done, Change("container", "", 1, 0, f"{former} format -> zip"))
         sources = (*self.also, *(source for source in also if source not in self.sources))
         anew = self.anew or anew or bool(storages)
         told = (*self.later, *later)

@@ -35,7 +35,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
     if not in_several_files(path):
         return load_object(path, map_location)
     with open_checkpoint(path) as checkpoint:
-        if not checkpoint.format.startswith("hf-"):
+        if checkpoint.traits.loads == "converted":
             step = f"ckptool convert {argument(path)} -o OUT.pth makes one of it"
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]

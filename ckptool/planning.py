@@ -58,15 +58,13 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     """The format of its file, which an edit keeps."""
-    container = checkpoint.container
-    if program_of(checkpoint) is not None:
-        return Target("program")
-    if isinstance(container, hf.HfFolder):
-        size = container.shard_size or shards.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
-        return Target("torch" if checkpoint.pickled else "safetensors", metadata=container.metadata, shard_size=size)
-    if checkpoint.format in ("safetensors", "dcp"):
-        return Target(checkpoint.format, metadata=container.metadata)
-    return Target("torch" if checkpoint.anew else "same")
+    container, own = checkpoint.container, checkpoint.traits.written
+    size = 0
+    if isinstance(container, hf.HfFolder) and makes_folder(checkpoint, output):
+        size = container.shard_size or shards.DEFAULT_SIZE
+    if own == "same" and checkpoint.anew:
+        own = "torch"
+    return Target(own, metadata=container.metadata, shard_size=size)
 
 
 def _check_name(checkpoint: Checkpoint, output: str) -> None:

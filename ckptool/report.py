@@ -40,6 +40,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "bytes": checkpoint.source.size,
         "format": checkpoint.format,
         "writer": checkpoint.container.writer,
+        "loads": checkpoint.traits.loads,
         "protocol": style.protocol if checkpoint.pickled else None,
         "byteorder": checkpoint.container.byteorder,
         "metadata": dict(checkpoint.container.metadata),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from .archives import open_any
 from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
@@ -23,10 +23,6 @@ from .tensors import TensorReader
 from .zips import read_archive
 
 __all__ = ["Lost", "Salvaged", "salvage"]
-
-
-#: Formats without checksums.
-_UNSUMMED: Final = frozenset(("torch-legacy", "torch-tar", "safetensors"))
 
 
 class Lost(NamedTuple):
@@ -90,7 +86,9 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
     container = _read(read_container, source)
     if not any(problem.level == "error" for problem in container.problems):
         return container, True
-    rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder, container.format)
+    rescued = Rescued(
+        source, "", container.graph, container.pickle, container.byteorder, container.format, container.traits
+    )
     for record in container.records():
         rescued.keep(record.key, container.stored(record.key), None)
     return rescued, False
@@ -136,7 +134,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     """The checkpoint less the tensors whose bytes are not there; ``whole`` says that nothing is wrong with its file."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
-    verified = checkpoint.format not in _UNSUMMED
+    verified = not checkpoint.traits.unsummed
     behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     for key, storage in reader.storages.items():

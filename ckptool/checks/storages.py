@@ -38,7 +38,7 @@ def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
 
 def _missing(checkpoint: Checkpoint) -> list[Flaw]:
     container = checkpoint.container
-    if checkpoint.format == "torch-legacy" and any(problem.code in UNEDITABLE for problem in container.problems):
+    if checkpoint.traits.in_a_row and any(problem.code in UNEDITABLE for problem in container.problems):
         return []
     flaws = []
     for key, storage in checkpoint.survey.reader.storages.items():
@@ -46,7 +46,7 @@ def _missing(checkpoint: Checkpoint) -> list[Flaw]:
             continue
         size = container.stored_size(key)
         if size is None:
-            if storage.nbytes or checkpoint.format != "torch-legacy":
+            if storage.nbytes or not checkpoint.traits.in_a_row:
                 flaws.append(Flaw("missing-storage", key, f"the bytes of storage {key!r} are not in the file", True))
         elif size != storage.nbytes:
             what = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"

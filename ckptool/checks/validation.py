@@ -66,7 +66,6 @@ _CHECK_OF: Final = {
 
 
 #: Formats of pickles that have no checksums, in words.
-_WITHOUT_CHECKSUMS: Final = {"torch-legacy": "the legacy format", "torch-tar": "the tar format"}
 
 
 def judged(name: str, group: str, notes: Iterable[Note], good: str) -> Check:
@@ -92,12 +91,11 @@ def validation(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     keys = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
-    legacy = checkpoint.format in _WITHOUT_CHECKSUMS
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
         if problem.code in ABOUT:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
-            notes["complete" if legacy else "checksums"].append(_note(problem))
+            notes["complete" if checkpoint.traits.in_a_row else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
     notes["sizes"] += [
@@ -109,7 +107,8 @@ def validation(
         notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
     count, size = len(keys), sum(storage.nbytes for storage in keys.values())
     stored = f"{counted(count, 'storage')}, {human_bytes(size)}"
-    end_to_end = legacy or not checkpoint.pickled
+    # What has no checksums has no directory, either.
+    end_to_end = bool(checkpoint.traits.unsummed)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     says = "pickle" if checkpoint.pickled else "header"
     checks = [
@@ -134,7 +133,7 @@ def validation(
         return checks + found.checks, found
     own = program.own_names if program is not None else ()
     found = safety(checkpoint.container.pickles(), torch, verdict, notes["pickles"], own)
-    if checkpoint.format == "dcp":
+    if checkpoint.traits.loads == "converted":
         found.checks[-1] = found.checks[-1]._replace(message=f"as one file: {found.checks[-1].message}")
     if program is not None:
         found.checks.insert(0, judged("program", "safety", notes["program"], ""))
@@ -170,9 +169,8 @@ def _checksums(
     bad = [*_wrong(checkpoint, found)]
     if bad:
         return judged(name, group, bad, "")
-    without = "safetensors" if not checkpoint.pickled else _WITHOUT_CHECKSUMS.get(checkpoint.format)
-    if without:
-        what = f"{without} has no checksums: what a flipped bit changed cannot be seen"
+    if checkpoint.traits.unsummed:
+        what = f"{checkpoint.traits.unsummed} has no checksums: what a flipped bit changed cannot be seen"
         return Check(name, group, NOT_POSSIBLE, what)
     agree = f"{counted(found.checked, 'record')}, {human_bytes(found.nbytes)} agree with their CRC-32"
     if found.uncomputed:

@@ -183,7 +183,7 @@ def _buildable(name: str, version: Rules) -> bool:
 def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) -> Counter[str]:
     broken: Counter[str] = Counter()
     version = rules(torch)
-    legacy = checkpoint.format == "torch-legacy"
+    legacy = checkpoint.traits.in_a_row
     for problem in checkpoint.container.problems:
         if problem.refused:
             broken[problem.message] += 1

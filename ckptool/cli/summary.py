@@ -110,12 +110,11 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("metadata", listed(texts, most=6)))
     verdict = report["weights_only"]
     if report["protocol"] is None and verdict["loads"]:
-        what = "each file" if report["format"].startswith("hf-") else "it"
-        what = f"safetensors.torch.load_file loads {what}, and torch.load of torch {verdict['torch']} by its name"
-        facts.append(("loads", what))
+        by_torch = f"torch.load of torch {verdict['torch']} by its name"
+        facts.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
     else:
         # Nobody loads a DCP folder by torch.load: what is said is said of the one file that convert makes of it.
-        facts.append(("as one file" if report["format"] == "dcp" else "torch.load", _verdict(report)))
+        facts.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
     return facts
@@ -126,11 +125,14 @@ def _device(item: dict[str, Any]) -> str:
     return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {human_bytes(item['bytes'])})"
 
 
+def _loads(report: dict[str, Any]) -> str:
+    return "each file" if report["loads"] == "each file" else "it"
+
+
 def _verdict(report: dict[str, Any]) -> str:
     verdict = report["weights_only"]
     if verdict["loads"]:
-        what = "each file" if report["format"].startswith("hf-") else "it"
-        return f"weights_only=True of torch {verdict['torch']} loads {what}"
+        return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.

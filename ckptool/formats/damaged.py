@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, PickleError, UnreadableError
 from ..human import human_bytes
 from ..limits import LIMITS
@@ -44,10 +44,19 @@ class Rescued:
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
-        self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str, format: str = "torch-zip"
+        self,
+        source: Source,
+        root: str,
+        graph: Graph,
+        pickle: bytes,
+        byteorder: str,
+        format: str = "torch-zip",
+        traits: Traits = Traits(),
     ) -> None:
         self.source = source
         self.format = format
+        #: Whole or not, it is laid out anew.
+        self.traits = traits
         self.root = root
         self.graph = graph
         self.pickle = pickle

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..building import Builder, contiguous
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import CkptoolError, MalformedError, RefusedError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -49,6 +49,7 @@ class Dcp:
     """A DCP folder; ``metadata`` are facts about it for people."""
 
     format = "dcp"
+    traits = Traits(loads="converted", written="dcp")
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple, TypeAlias
 
 from ..building import Builder, PlainTensor
-from ..checkpoint import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import BY_NAME
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown
@@ -51,7 +51,10 @@ class HfFolder:
         self.files: list[FileSource] = []
         #: Files that are no weights, and known.
         self.side_files: list[str] = []
-        self.format = "hf-safetensors" if weights.suffix == "safetensors" else "hf-torch"
+        safe = weights.suffix == "safetensors"
+        self.format = "hf-safetensors" if safe else "hf-torch"
+        unsummed = "safetensors" if safe else ""
+        self.traits = Traits(not safe, unsummed, "each file", "safetensors" if safe else "torch")
         index = None
         if weights.index_name:
             index = read_index(os.path.join(folder, weights.index_name))

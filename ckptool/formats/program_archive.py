@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..building import Builder
-from ..checkpoint import Container, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
@@ -38,6 +38,7 @@ class ProgramArchive(Program):
     ``inner`` the archives within it, by what their keys begin with."""
 
     format = ""
+    traits = Traits(written="program")
     kind = ""
     loader = ""
     edits: Collection[str] = frozenset()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..building import Builder, PlainTensor, contiguous
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import BY_SAFETENSORS
 from ..errors import MalformedError, RefusedError
 from ..pickles import encode
@@ -30,6 +30,7 @@ class Safetensors:
     """A safetensors file: a dict of tensors. ``metadata`` are the texts of its header."""
 
     format = "safetensors"
+    traits = Traits(pickled=False, unsummed="safetensors", written="safetensors")
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ..human import counted, human_bytes
 from ..limits import LIMITS
@@ -32,6 +32,7 @@ class TorchLegacy:
     """A legacy checkpoint. ``begin`` and ``end`` bound the object's pickle, ``storages`` is where they begin."""
 
     format = "torch-legacy"
+    traits = Traits(unsummed="the legacy format", former="legacy", in_a_row=True)
     root = ""
     metadata: Mapping[str, str] = MappingProxyType({})
     byteorder = "little"  # on every host: the writer swaps, and the reader does not look at 'little_endian'

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import Dtype, storage_dtype
 from ..errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ..human import counted, shown
@@ -73,6 +73,7 @@ class TorchTar:
     """A checkpoint of torch 0.1. Keys of storages are the numbers that the file has for them."""
 
     format = "torch-tar"
+    traits = Traits(unsummed="the tar format", written="torch", former="tar")
     root = ""
     metadata: Mapping[str, str] = MappingProxyType({})
     byteorder = "little"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from ..checkpoint import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -42,6 +42,7 @@ class TorchZip:
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
     format = "torch-zip"
+    traits = Traits()
     others: Sequence[Graph] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
     #: Does its writer deflate records that are no storages?

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
@@ -52,6 +52,7 @@ class TorchScript(TorchZip, Program):
     """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` what its code says as text."""
 
     format = "torchscript"
+    traits = Traits(written="program")
     deflates = True
     loader = "torch.jit.load"
     own_names = SCRIPT_NAMES
