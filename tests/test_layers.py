@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ckptool"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
-    frozenset({"pickles", "threads"}),  # knows nothing of torch
+    frozenset({"pickles", "pooling", "threads"}),  # knows nothing of torch
     frozenset({"building", "objects", "tars", "zips"}),
     frozenset({"archives", "tensors"}),
     frozenset({"sharding", "survey"}),

@@ -22,7 +22,8 @@ from ..limits import LIMITS
 from ..objects import callable_name
 from ..pickles import encode
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent
-from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
+from ..pooling import open_pooled
+from ..source import Appending, FileSource, FolderSource, Plan, Span
 from ..tensors import TensorReader
 from .dcp_checks import is_whole, usable_items
 from .dcp_chunks import Chunk, ChunkedSource
@@ -322,7 +323,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         raise MalformedError(what, path=path, next=step)
     try:
         # One by one, so that those that are open are closed where the next cannot be opened.
-        opened.extend(open_source(os.path.join(path, name)) for name in [*data, *wanted])
+        opened.extend(open_pooled(os.path.join(path, name)) for name in [*data, *wanted])
         files = dict(zip(data, opened))
         found, own = [], []
         for name, source in zip(wanted, opened[len(data) :]):

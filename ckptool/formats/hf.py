@@ -19,7 +19,8 @@ from ..human import counted, listed, shown
 from ..objects import mapping
 from ..pickles import encode
 from ..pickles.nodes import Graph
-from ..source import Appending, FileSource, FolderSource, Plan, open_source
+from ..pooling import open_pooled
+from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
 from . import safetensors, torch_legacy, torch_zip
 from .hf_files import INDEX, Index, Weights, read_index, side_files, sniff, weights_of
@@ -55,7 +56,7 @@ class HfFolder:
         index = None
         if weights.index_name:
             index = read_index(os.path.join(folder, weights.index_name))
-            listing = open_source(os.path.join(folder, weights.index_name))
+            listing = open_pooled(os.path.join(folder, weights.index_name))
             stack.callback(listing.close)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
         self.shards = self._shards(folder, wanted, names, stack)
@@ -93,7 +94,7 @@ class HfFolder:
                 self._note(INCOMPLETE, "error", f"the shard {name} is not there", True, name)
                 continue
             try:
-                source = open_source(os.path.join(folder, name))
+                source = open_pooled(os.path.join(folder, name))
                 stack.callback(source.close)
                 shard = _shard(name, source)
             except CkptoolError as error:
