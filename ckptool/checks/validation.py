@@ -127,7 +127,9 @@ def validation(
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
         found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
-        loads = Check("weights-only", "safety", PASS, f"safetensors.torch.load_file takes it, {_by_torch(verdict)}")
+        each = "" if checkpoint.format != "dcp-safetensors" else "as one file: "
+        takes = f"{each}safetensors.torch.load_file takes it, {_by_torch(verdict)}"
+        loads = Check("weights-only", "safety", PASS, takes)
         gone = {problem.message for problem in checkpoint.container.problems}
         odd = [rule.rule for rule in verdict.blockers if rule.rule.startswith(MISNAMED) or rule.rule in gone]
         found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))

@@ -24,6 +24,7 @@ from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
 from . import safetensors, torch_legacy, torch_zip
 from .hf_files import INDEX, Index, Weights, read_index, side_files, sniff, weights_of
+from .sharding_info import plain_texts
 
 __all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
 
@@ -74,7 +75,7 @@ class HfFolder:
         self.byteorder = first.byteorder
         self.metadata: Mapping[str, str] = {
             name: text
-            for name, text in first.metadata.items()
+            for name, text in plain_texts(first.metadata).items()
             if all(shard.container.metadata.get(name) == text for shard in self.shards)
         }
         self.others: Sequence[Graph] = (

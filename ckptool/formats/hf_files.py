@@ -35,6 +35,8 @@ _SINGLE: Final = tuple(
     )
 )
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)\Z")
+#: What a rank of ``HuggingFaceStorageWriter`` had: see ``hf_ranks``.
+_OF_RANK: Final = re.compile(r"shard-\d{5}-model-")
 _INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index\.json\Z")
 #: Bytes of an index that are read: 100 for each of a million names.
 _MOST_INDEX: Final = 100_000_000
@@ -59,6 +61,8 @@ _BESIDE: Final = {
     "merges.txt": "the tokenizer",
     "spiece.model": "the tokenizer",
     "preprocessor_config.json": "the preprocessor",
+    "sharded": "what each rank had of the same tensors",
+    "shard-?????-model-?????-of-?????.safetensors": "what a rank had of the same tensors",
     "global_step*": "a DeepSpeed checkpoint, a part a rank",
     "zero_to_fp32.py": "DeepSpeed's script",
 }
@@ -113,7 +117,7 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
     counts: dict[tuple[str, str], int] = {}
     for name in sorted(names):
         match = _SHARD.match(name)
-        if match:
+        if match and not _OF_RANK.match(name):
             family = (match[1], match[4])
             shards.setdefault(family, []).append(name)
             counts[family] = max(counts.get(family, 0), int(match[3]))

@@ -15,6 +15,7 @@ from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME
 from ..elements import elements, holds_rows, tensor_size
 from ..errors import RefusedError, TargetError
+from ..formats.sharding_info import texts_of
 from ..human import counted, salvage_step
 from ..source import Computed, Piece, Plan, Span, merged
 from ..survey import StateDict, TensorEntry
@@ -94,7 +95,8 @@ def plan(
 
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str]) -> Plan:
     """The file of some tensors; see ``plan``."""
-    texts = {**chosen.names, **metadata}
+    places = texts_of(metadata, [name for name, _ in chosen.tensors], checkpoint.path)
+    texts = {**chosen.names, **places}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0
