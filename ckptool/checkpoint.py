@@ -236,13 +236,15 @@ Later = Callable[[], Sequence[Change]]
 class Target(NamedTuple):
     """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
     share memory ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` are the most bytes of a shard
-    of a folder, 0 for a single file."""
+    of a folder, 0 for a single file; ``stem`` and ``variant`` are what its files are called, "" for the usual."""
 
     format: str
     key: str = ""
     tied: Literal["", "keep-first", "clone"] = ""
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
+    stem: str = ""
+    variant: str = ""
 
 
 class Checkpoint:

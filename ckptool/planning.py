@@ -65,7 +65,8 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
         return Target("program")
     if isinstance(container, _WEIGHTS):
         size = container.shard_size or shards.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
-        return Target("torch" if checkpoint.pickled else "safetensors", metadata=container.metadata, shard_size=size)
+        own = Target("torch" if checkpoint.pickled else "safetensors", metadata=container.metadata, shard_size=size)
+        return own._replace(stem=container.stem, variant=container.variant)
     if checkpoint.format in ("safetensors", "dcp"):
         return Target(checkpoint.format, metadata=container.metadata)
     return Target("torch" if checkpoint.anew else "same")

@@ -53,6 +53,8 @@ class HfRanks:
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()
+    #: How the files of an edit are called: as usual.
+    stem, variant = "", ""
 
     def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
         self.folder = folder

@@ -50,9 +50,9 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
 
 def _is_ours(path: str) -> bool:
     name = os.path.basename(path)
-    return not os.path.isdir(path) and name.endswith(
-        (".metadata", ".distcp", ".safetensors", ".bin", ".pt", ".pth", ".index.json")
-    )
+    ours = name.endswith((".metadata", ".distcp", ".safetensors", ".bin", ".pt", ".pth", ".index.json"))
+    # An index of a variant: model.safetensors.index.fp16.json.
+    return not os.path.isdir(path) and (ours or (".index." in name and name.endswith(".json")))
 
 
 def write_files(
