@@ -32,8 +32,7 @@ __all__ = [
     "layout_of",
 ]
 
-
-#: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
+#: Problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
 #: Of a file that holds former versions of itself.

@@ -58,7 +58,12 @@ class HfFolder:
         self.format = "hf-safetensors" if weights.suffix == "safetensors" else "hf-torch"
         index = None
         if weights.index_name:
-            listing = open_pooled(os.path.join(folder, weights.index_name))
+            try:
+                listing = open_pooled(os.path.join(folder, weights.index_name))
+            except UnreadableError as error:
+                error.what = f"its index, {weights.index_name}, cannot be read: {error.what}"
+                error.path = folder
+                raise
             stack.callback(listing.close)
             index = read_index(listing)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
@@ -324,6 +329,10 @@ def read(path: str) -> tuple[FolderSource, Container]:
     if weights is None:
         raise UnreadableError("there are no weights in it", path=path, next="name a file in it")
     with ExitStack() as stack:
-        found = HfFolder(folder, weights, names, stack)
+        try:
+            found = HfFolder(folder, weights, names, stack)
+        except CkptoolError as error:
+            error.path = error.path or folder
+            raise
         stack.pop_all()
     return FolderSource(path, found.files), found

@@ -212,7 +212,8 @@ def read_index(source: Source) -> Index:
 
 
 def _broken(path: str, rule: str) -> MalformedError:
-    return MalformedError(f"no valid index of shards: {rule}", path=path, next="get the index again")
+    what = f"{os.path.basename(path)} is no valid index of shards: {rule}"
+    return MalformedError(what, next="get the index again")  # the path is that of the folder
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
