@@ -81,13 +81,15 @@ class Dcp:
         for text in read.odd:
             self._note("odd-metadata", "error", f".metadata: {text}")
         for pickle in own:
-            for name in foreign_globals(pickle.graph) if pickle.graph else []:
+            for name in foreign_globals(pickle.graph) if pickle.graph else ():
                 what = (
                     f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs it"
                 )
                 self._note("foreign-global", "error", what, pickle.where)
         sizes = {name: file.size for name, file in files.items()}
-        self._usable = usable_items(read, sizes, self._note, closed)
+        found = usable_items(read, sizes, self._note, closed)
+        #: In the order of the files, so that each is opened once to look at all of them.
+        self._usable = dict(sorted(found.items(), key=lambda one: (one[1].file, one[1].at)))
         self.graph = self._build()
         ranks = {name.split("_")[2] for name in files if re.match(r"__\d+_\d+\.distcp\Z", name)}
         chunks = sum(len(value.chunks) for value in read.listed.values())
@@ -158,9 +160,7 @@ class Dcp:
     def pickles(self) -> Iterator[FoundPickle]:
         """Those of the items, which torch loads with ``weights_only=False`` where they are objects; ``.metadata``
         comes with them where it names more than it should."""
-        for pickle in self._own:
-            if pickle.graph is None or foreign_globals(pickle.graph) or pickle.rest:
-                yield pickle
+        yield from self._own
         alike: dict[object, tuple[str, Graph, int]] = {}
         for item in self._usable.values():
             where = f"{item.place} ({item.name})"
@@ -355,7 +355,11 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
             one = read_metadata(listing.read(0, listing.size), name)
             found.append(one)
-            own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
+            # A million pieces have a large graph: it is kept where something is wrong with it.
+            if one.foreign or listing.size > one.end:
+                own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
+            found[-1] = one._replace(graph=None)
+            del one
         container = Dcp(path, merged_metadata(found), files, own, closed)
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"

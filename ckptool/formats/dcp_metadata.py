@@ -93,15 +93,17 @@ class Listed(NamedTuple):
 
 class Metadata(NamedTuple):
     """``listed`` by name, in the order of the file; ``paths`` say where in the nested object each belongs; ``items`` is
-    what the files hold; ``odd`` are remarks on what makes no sense."""
+    what the files hold; ``odd`` are remarks on what makes no sense; ``foreign`` are names that torch never writes
+    there. ``graph`` is None once nobody needs it."""
 
-    graph: Graph
+    graph: Graph | None
     end: int
     listed: dict[str, Listed]
     paths: Mapping[str, tuple[str | int, ...]]
     items: list[Item]
     version: str
     odd: list[str]
+    foreign: list[str]
 
 
 def box_text(box: Box) -> str:
@@ -158,7 +160,8 @@ class _Reader:
             else:
                 items.append(item)
         version = self.graph.nodes[root["version"]] if "version" in root else ""
-        return Metadata(self.graph, end, listed, paths, items, version if isinstance(version, str) else "", self.odd)
+        version = version if isinstance(version, str) else ""
+        return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign_globals(self.graph))
 
     def _note(self, text: str) -> None:
         if len(self.odd) < LIMITS.listed:
@@ -262,20 +265,23 @@ def merged_metadata(found: list[Metadata]) -> Metadata:
     if len(found) == 1:
         return found[0]
     listed: dict[str, Listed] = {}
+    boxes: dict[str, dict[Box, None]] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
     odd: list[str] = []
     for one in found:
         odd += one.odd
-        paths = {**one.paths, **paths}
+        for name, path in one.paths.items():
+            paths.setdefault(name, path)
         for name, value in one.listed.items():
             known = listed.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
                 odd.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
-            elif known is not value:
-                more = tuple(box for box in value.chunks if box not in known.chunks)
-                listed[name] = known._replace(chunks=known.chunks + more)
+            else:
+                boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
         for item in one.items:
             items.setdefault((item.name, item.offset), item)
+    listed = {name: value._replace(chunks=tuple(boxes[name])) for name, value in listed.items()}
     words = f"{counted(len(found), 'rank')}, each with its own metadata"
-    return Metadata(found[0].graph, found[0].end, listed, paths, list(items.values()), words, odd)
+    foreign = [name for one in found for name in one.foreign]
+    return Metadata(None, 0, listed, paths, list(items.values()), words, odd, foreign)
