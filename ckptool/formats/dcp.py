@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..building import Builder, contiguous
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord
+from ..checkpoint import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -42,6 +42,7 @@ __all__ = ["Dcp", "read", "sniff"]
 WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files"
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
+_DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
 
@@ -91,7 +92,7 @@ class Dcp:
         #: In the order of the files, so that each is opened once to look at all of them.
         self._usable = dict(sorted(found.items(), key=lambda one: (one[1].file, one[1].at)))
         self.graph = self._build()
-        ranks = {name.split("_")[2] for name in files if re.match(r"__\d+_\d+\.distcp\Z", name)}
+        ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
         chunks = sum(len(value.chunks) for value in read.listed.values())
         self.metadata: Mapping[str, str] = MappingProxyType({})
         self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
@@ -191,6 +192,14 @@ class Dcp:
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
+
+    def _note_ranks(self, metadata: Collection[str]) -> None:
+        """Every rank that wrote data has metadata of its own, where there is no common one."""
+        ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
+        for rank, name in ranks.items():
+            if f"__{rank}.metadata" not in metadata:
+                what = f"there is {name}, and no __{rank}.metadata to say what is in it"
+                self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
 
     def _build(self) -> Graph:
         builder = Builder()
@@ -361,6 +370,8 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             found[-1] = one._replace(graph=None)
             del one
         container = Dcp(path, merged_metadata(found), files, own, closed)
+        if wanted != [".metadata"]:
+            container._note_ranks(wanted)
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)
