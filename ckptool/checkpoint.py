@@ -33,8 +33,7 @@ __all__ = [
     "layout_of",
 ]
 
-
-#: Codes of the problems on whose account no edit is written: it would carry the damage over under a good name.
+#: Problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
 #: Of a file that holds former versions of itself.
@@ -120,10 +119,11 @@ class Traits(NamedTuple):
     """What there is to know of a format, as data: nobody asks for its name.
 
     ``pickled``: there is a pickle, that is, torch.load may run something. ``unsummed``: what has no checksums, in
-    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a
-    folder, or what it is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with
-    another pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one
-    behind the other after the pickles, in an order of their own.
+    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a folder, or what it
+    is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with another
+    pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one behind the
+    other after the pickles, in an order of their own. ``sharded``: a folder of weights, which an edit may put into one
+    file, by its name.
     """
 
     pickled: bool = True
@@ -132,6 +132,7 @@ class Traits(NamedTuple):
     written: str = "same"
     former: str = ""
     in_a_row: bool = False
+    sharded: bool = False
 
 
 class Container(Protocol):
@@ -227,13 +228,15 @@ Later = Callable[[], Sequence[Change]]
 class Target(NamedTuple):
     """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
     share memory ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` are the most bytes of a shard
-    of a folder, 0 for a single file."""
+    of a folder, 0 for a single file; ``stem`` and ``variant`` are what its files are called, "" for the usual."""
 
     format: str
     key: str = ""
     tied: Literal["", "keep-first", "clone"] = ""
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
+    stem: str = ""
+    variant: str = ""
 
 
 class Checkpoint:

@@ -112,7 +112,7 @@ def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     notes = (*_without(found), *_layout_notes(checkpoint, chosen))
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{wanted.shape}", notes)
     target = Target("torch", chosen.path, shard_size=wanted.shard_size)
-    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=target)
+    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=_called(target, checkpoint))
 
 
 def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
@@ -124,7 +124,13 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{wanted.shape}", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **wanted.metadata}
     target = Target("safetensors", chosen.path, wanted.tied, texts, wanted.shard_size)
-    return checkpoint.changed(checkpoint.graph, [change], target=target)
+    return checkpoint.changed(checkpoint.graph, [change], target=_called(target, checkpoint))
+
+
+def _called(target: Target, checkpoint: Checkpoint) -> Target:
+    """Its files are called as those of the input, where both formats call them so."""
+    stem, variant = (getattr(checkpoint.container, name, "") for name in ("stem", "variant"))
+    return target._replace(stem=stem if stem in ("adapter_model", "diffusion_pytorch_model") else "", variant=variant)
 
 
 def _without(losses: Collection[Loss]) -> tuple[str, ...]:

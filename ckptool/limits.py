@@ -40,6 +40,8 @@ class Limits(NamedTuple):
     member_bytes: int = 256 << 20
     #: archives within archives: two are seen (a zip in a tar.gz), more is hostile or a mistake.
     nesting: int = 8
+    #: files of folders that are open at once, of all folders together: every system allows a process 64.
+    open_files: int = 24
 
 
 LIMITS = Limits()

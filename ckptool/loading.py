@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from .errors import UnreadableError
-from .formats.hf_files import INDEX
+from .formats.hf_files import is_index
 from .human import argument
 from .locations import MapLocation
 from .opening import in_several_files, open_checkpoint
@@ -41,7 +41,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     found: dict[str, Any] = {}
     for file in files:
-        if not file.endswith(INDEX):
+        if not is_index(file):
             found |= load_object(file, map_location)
     return found
 

@@ -9,7 +9,7 @@ from .archives import is_address, open_any
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, PickleError
 from .formats import hf, read_container, read_folder
-from .formats.hf_files import INDEX
+from .formats.hf_files import is_index
 from .human import salvage_step
 from .searching import explain_directory
 from .source import ContainedSource, FileSource
@@ -38,7 +38,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def in_several_files(path: str) -> bool:
     """Does the path name a checkpoint in several files: a folder, or the index of one?"""
-    return os.path.isdir(path) or (path.endswith(INDEX) and not is_address(path))
+    return os.path.isdir(path) or (is_index(path) and not is_address(path))
 
 
 def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
-from .formats import hf
+from .formats import hf, hf_ranks
 from .human import salvage_step
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
@@ -28,6 +28,8 @@ _SAFETENSORS: Final = ".safetensors"
 
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | Files, bool]
+#: Folders whose weights an edit may put into one file, by the name of the output.
+_WEIGHTS: Final = (hf.HfFolder, hf_ranks.HfRanks)
 
 
 def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
@@ -36,8 +38,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
     ``output`` is its name where that is known. Raises MalformedError for a damaged file, RefusedError where something
     would be lost, or the name says another format.
     """
-    folder = isinstance(checkpoint.container, hf.HfFolder)
-    if checkpoint.target is None and (checkpoint.edited or folder):
+    folder = checkpoint.traits.sharded
+    if checkpoint.target is None and (checkpoint.edited or isinstance(checkpoint.source, FolderSource)):
         _check_name(checkpoint, output)
     # A folder that is not edited is written anew where one file is to be made of it.
     edited = checkpoint.edited or (folder and not makes_folder(checkpoint, output))
@@ -51,7 +53,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     """Does an edit of it, under this name, write a folder?"""
-    if isinstance(checkpoint.container, hf.HfFolder):
+    if checkpoint.traits.sharded:
         return not output.endswith((_SAFETENSORS, *_TORCH))
     return isinstance(checkpoint.source, FolderSource)
 
@@ -59,24 +61,26 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     """The format of its file, which an edit keeps."""
     container, own = checkpoint.container, checkpoint.traits.written
-    size = 0
-    if isinstance(container, hf.HfFolder) and makes_folder(checkpoint, output):
-        size = container.shard_size or shards.DEFAULT_SIZE
-    if own == "same" and checkpoint.anew:
-        own = "torch"
-    return Target(own, metadata=container.metadata, shard_size=size)
+    if isinstance(container, _WEIGHTS):
+        size = container.shard_size or shards.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
+        return Target(own, "", "", container.metadata, size, stem=container.stem, variant=container.variant)
+    return Target("torch" if own == "same" and checkpoint.anew else own, metadata=container.metadata)
 
 
 def _check_name(checkpoint: Checkpoint, output: str) -> None:
     """Raise RefusedError for an output whose name says another format than it would have."""
-    if checkpoint.pickled and output.endswith(_SAFETENSORS):
+    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
+    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
+    if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
+        what = "the name says one file, and an edit keeps the format, a folder: nobody would look for one there"
+        option = " --to-format torch" if output.endswith(".tar") else ""
+        step = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}, then edit that"
+    elif checkpoint.pickled and output.endswith(_SAFETENSORS):
         what = "the name says safetensors, and an edit keeps the format: nobody would load it"
     elif not checkpoint.pickled and output.endswith(_TORCH):
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
         return
-    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
-    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
     raise RefusedError(what, path=output, next=step)
 
 

@@ -65,7 +65,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     except BaseException:
         source.close()
         raise
-    if not found.lost and isinstance(container, Rescued) and found.verified:
+    if not found.lost and not whole and found.verified:
         sound = _sound(source)
         if sound is not None:
             # Nothing is wrong with it: the output is the input.

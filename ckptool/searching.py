@@ -169,6 +169,17 @@ def explain_directory(path: str) -> UnreadableError:
     files = [os.path.join(path, name) for name in names[:_LISTED]]
     found = [file for file in files if os.path.isfile(file) and _claims(file)]
     if not found:
-        return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+        return _explain_folders(path, names)
     what = f"it is a directory; it holds {listed([os.path.basename(file) for file in found])}"
     return UnreadableError(what, path=path, next=f"name a file, such as {quote(found[0])}")
+
+
+def _explain_folders(path: str, names: Sequence[str]) -> UnreadableError:
+    """The error for a folder that has no checkpoint itself; its folders may be some, as in a pipeline of diffusers."""
+    inside = [name for name in names[:_LISTED] if folder_format(os.path.join(path, name))]
+    if not inside:
+        return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+    kind = "a pipeline of diffusers" if "model_index.json" in names else "a directory"
+    what = f"it is {kind}, a checkpoint in each of its folders: {listed(inside)}"
+    step = f"name one, such as {quote(os.path.join(path, inside[0]))}, or all: ckptool inspect {quote(path)}"
+    return UnreadableError(what, path=path, next=step)

@@ -7,6 +7,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -28,6 +29,7 @@ __all__ = [
     "Source",
     "Span",
     "merged",
+    "open_file",
     "open_source",
     "size_of",
 ]
@@ -64,6 +66,10 @@ class FileSource:
         self._mtime = status.st_mtime_ns
         #: May it have holes? Fewer blocks (of 512 bytes) than it has bytes; compression makes such files, too.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
+
+    def held(self) -> AbstractContextManager[object]:
+        """As long as this lasts, ``fd`` is the open file."""
+        return nullcontext()
 
     def read(self, offset: int, size: int) -> bytes:
         if self.fd < 0:
@@ -261,6 +267,11 @@ _KINDS = (
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Open a regular file for reading; raises UnreadableError for anything else, and never waits."""
     name = os.fspath(path)
+    return FileSource(name, *open_file(name))
+
+
+def open_file(name: str) -> tuple[int, os.stat_result]:
+    """A descriptor of a regular file, and what the system says of it; raises as ``open_source`` does."""
     # O_NONBLOCK: opening a FIFO that nobody writes to would hang.
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -275,7 +286,7 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
             if test is stat.S_ISDIR:
                 raise UnreadableError(f"it is {words}, not a file", path=name, next="name a checkpoint file in it")
             raise UnreadableError(f"it is {words}, not a file", path=name, next="copy its content to a file first")
-    return FileSource(name, fd, status)
+    return fd, status
 
 
 def _why(error: OSError | ValueError, name: str) -> tuple[str, str]:

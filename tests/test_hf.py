@@ -226,8 +226,9 @@ def test_swapped_shards_are_told(folder: Path, tmp_path: Path) -> None:
 def test_shards_without_an_index_are_read_and_it_is_said(folder: Path) -> None:
     index_of(folder).unlink()
     assert "there is no index" in problems(folder)["no-index"]
-    second(folder).unlink()
-    assert "00002 are not there" in problems(folder)["incomplete"]
+    gone = second(folder)
+    gone.unlink()
+    assert f"of 3 shards {gone.name} is not there" in problems(folder)["incomplete"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ckptool"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
-    frozenset({"changes", "pickles", "threads"}),  # pickles know nothing of torch
+    frozenset({"changes", "pickles", "pooling", "threads"}),  # pickles know nothing of torch
     frozenset({"building", "objects", "tars", "zips"}),
     frozenset({"archives", "tensors"}),
     frozenset({"sharding", "survey"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..checkpoint import Container, StoredRecord
 from ..errors import MalformedError
@@ -13,6 +13,9 @@ from ..threads import blocks, in_threads
 from ..zips import contents
 
 __all__ = ["Checksums", "checksum", "checksums"]
+
+#: Records that are held at once.
+_BATCH: Final = 50_000
 
 
 class Checksums(NamedTuple):
@@ -31,20 +34,9 @@ class Checksums(NamedTuple):
 def checksums(container: Container, progress: Callable[[int], None] | None = None) -> Checksums:
     """Read every record that has a checksum; ``progress`` is called with numbers of bytes."""
     lost: list[tuple[str, str]] = []
-    summed: list[StoredRecord] = []
-    uncomputed = without = 0
-    try:
-        for record in container.records():
-            if record.crc is None:
-                without += bool(record.size)
-            elif record.crc == 0 and record.size:
-                uncomputed += 1
-            else:
-                summed.append(record)
-    except MalformedError as error:
-        lost.append((error.where, str(error)))
-    found: dict[int, int] = {}
-    broken: dict[int, str] = {}
+    wrong: list[StoredRecord] = []
+    uncomputed = without = checked = nbytes = 0
+    batch: list[StoredRecord] = []
     lock = threading.Lock()
 
     def advance(size: int) -> None:
@@ -52,17 +44,37 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
             if progress:
                 progress(size)
 
-    def read(number: int) -> None:
-        try:
-            found[number] = checksum(summed[number], advance if progress else None)
-        except MalformedError as error:
-            broken[number] = error.what
+    def read_batch() -> None:
+        """Sum some records: a folder may have millions, which must not be held all at once."""
+        found: dict[int, int] = {}
+        broken: dict[int, str] = {}
 
-    total = sum(record.size for record in summed)
-    in_threads(range(len(summed)), read, total)
-    lost += [(summed[number].name, broken[number]) for number in sorted(broken)]
-    wrong = [record for number, record in enumerate(summed) if found.get(number, record.crc) != record.crc]
-    return Checksums(len(summed), total, wrong, lost, uncomputed, without)
+        def read(number: int) -> None:
+            try:
+                found[number] = checksum(batch[number], advance if progress else None)
+            except MalformedError as error:
+                broken[number] = error.what
+
+        in_threads(range(len(batch)), read, sum(record.size for record in batch))
+        lost.extend((batch[number].name, broken[number]) for number in sorted(broken))
+        wrong.extend(record for number, record in enumerate(batch) if found.get(number, record.crc) != record.crc)
+        batch.clear()
+
+    try:
+        for record in container.records():
+            if record.crc is None:
+                without += bool(record.size)
+            elif record.crc == 0 and record.size:
+                uncomputed += 1
+            else:
+                batch.append(record)
+                checked, nbytes = checked + 1, nbytes + record.size
+            if len(batch) >= _BATCH:
+                read_batch()
+    except MalformedError as error:
+        lost.append((error.where, str(error)))
+    read_batch()
+    return Checksums(checked, nbytes, wrong, lost, uncomputed, without)
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:

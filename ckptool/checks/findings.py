@@ -89,6 +89,10 @@ def _is_way(step: str, commands: Sequence[str]) -> bool:
     return not step.startswith("ckptool ") or step.split()[1] in commands
 
 
+def _whole_name(path: str) -> str:
+    return os.path.normpath(path) + ".safetensors"
+
+
 #: Problems on whose account an edit is refused.
 _NO_EDITS = UNEDITABLE | AMBIGUOUS
 
@@ -103,6 +107,7 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         DAMAGED: "get the file again",
         INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": command("convert", checkpoint.path, word="converted"),
+        "in-pieces": f"ckptool convert {argument(checkpoint.path)} -o {argument(_whole_name(checkpoint.path))}",
         EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
         PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",

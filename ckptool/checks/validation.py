@@ -95,7 +95,7 @@ def validation(
         if problem.code in ABOUT:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
-            notes["complete" if checkpoint.traits.in_a_row else "checksums"].append(_note(problem))
+            notes["complete" if checkpoint.traits.unsummed else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
     notes["sizes"] += [
@@ -126,7 +126,9 @@ def validation(
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
         found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
-        loads = Check("weights-only", "safety", PASS, f"safetensors.torch.load_file takes it, {_by_torch(verdict)}")
+        each = "as one file: " if checkpoint.traits.loads == "converted" else ""
+        takes = f"{each}safetensors.torch.load_file takes it, {_by_torch(verdict)}"
+        loads = Check("weights-only", "safety", PASS, takes)
         gone = {problem.message for problem in checkpoint.container.problems}
         odd = [rule.rule for rule in verdict.blockers if rule.rule.startswith(MISNAMED) or rule.rule in gone]
         found.checks.append(loads if not odd else loads._replace(status=WARNING, message=odd[0]))

@@ -92,7 +92,7 @@ def convert(
         """Shards are written where a folder is read and the name of the output says no file."""
         if single or size or chosen in FOLDERS or chosen not in SHARDED:
             return bool(size) or chosen in FOLDERS
-        return checkpoint.traits.loads == "each file" and makes_folder(checkpoint, output)
+        return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         output = how["output"] or called(file_name(checkpoint.path))

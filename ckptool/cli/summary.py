@@ -109,7 +109,9 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
         facts.append(("metadata", listed(texts, most=6)))
     verdict = report["weights_only"]
-    if report["protocol"] is None and verdict["loads"]:
+    if report["protocol"] is None and report["loads"] == "converted":
+        facts.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
+    elif report["protocol"] is None and verdict["loads"]:
         by_torch = f"torch.load of torch {verdict['torch']} by its name"
         facts.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
     else:

@@ -97,7 +97,7 @@ class _Comparison:
                 self.advance(ours.size)  # the very same bytes
             else:
                 stored.append((ours, theirs, number))
-        stored.sort(key=lambda item: item[0].offset)
+        stored.sort(key=lambda item: (item[0].source.name, item[0].offset))
         yield from _runs(stored)
         yield from made
 
@@ -158,14 +158,16 @@ class _Comparison:
 
 
 def _runs(stored: list[tuple[Raw, Raw, int]]) -> Iterator[_Run]:
-    """Pairs that follow each other in both files are read together, large ones in shares."""
+    """Pairs that follow each other in both files are read together, large ones in shares. Of a folder there are several
+    files, and places in different ones have nothing to do with each other."""
     run: _Run | None = None
     for ours, theirs, number in stored:
         if run is not None:
             gap = ours.offset - run.a.offset - run.a.size
             apart = theirs.offset - run.b.offset - run.b.size
             size = run.a.size + gap + ours.size
-            if gap == apart and 0 <= gap <= _GAP and size <= BLOCK:
+            together = ours.source is run.a.source and theirs.source is run.b.source
+            if together and gap == apart and 0 <= gap <= _GAP and size <= BLOCK:
                 run.members.append(_Member(number, run.a.size + gap, 0, ours.size))
                 run = _Run(run.a._replace(size=size), run.b._replace(size=size), run.members)
                 continue

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Container
 from ..source import FolderSource, Source
-from . import dcp, hf, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
+from . import dcp, hf, hf_ranks, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
@@ -43,6 +43,7 @@ class FolderFormat(NamedTuple):
 #: In this order: a folder of DCP may have the files of transformers beside it.
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat("dcp", dcp.WORDS, dcp.sniff, dcp.read),
+    FolderFormat("dcp-safetensors", hf_ranks.WORDS, hf_ranks.sniff, hf_ranks.read),
     FolderFormat("hf", hf.WORDS, hf.sniff, hf.read),
 )
 

@@ -15,16 +15,17 @@ from types import MappingProxyType
 from typing import Final
 
 from ..building import Builder, contiguous
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
-from ..errors import CkptoolError, MalformedError, RefusedError
+from ..checkpoint import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
 from ..objects import callable_name
 from ..pickles import encode
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent
-from ..source import Appending, FileSource, FolderSource, Plan, Span, open_source
+from ..pooling import open_pooled
+from ..source import Appending, FileSource, FolderSource, Plan, Span
 from ..tensors import TensorReader
-from .dcp_checks import is_whole, usable_items
+from .dcp_checks import Pieces, is_whole, usable_items
 from .dcp_chunks import Chunk, ChunkedSource
 from .dcp_items import Opened, open_item, storage_span, tensor_rows
 from .dcp_metadata import (
@@ -41,6 +42,7 @@ __all__ = ["Dcp", "read", "sniff"]
 WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files"
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
+_DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
 
@@ -60,12 +62,16 @@ class Dcp:
         read: Metadata,
         files: Mapping[str, FileSource],
         own: Sequence[FoundPickle],
+        closed: Mapping[str, str],
     ) -> None:
         self.folder = folder
         self.read = read
         self.files = files
         self.problems: list[Problem] = []
         self._own = own
+        self._pieces = Pieces(read.listed)
+        #: Objects that could not be had: the first of each file with the reason, and how many.
+        self._bad: dict[str, tuple[Item, str, int]] = {}
         self._mentioned = {(item.name, item.offset) for item in read.items}
         self._spans: dict[str, StoredBytes] = {}
         self._names: dict[str, str] = {}
@@ -77,14 +83,17 @@ class Dcp:
         for text in read.odd:
             self._note("odd-metadata", "error", f".metadata: {text}")
         for pickle in own:
-            for name in foreign_globals(pickle.graph) if pickle.graph else []:
+            for name in foreign_globals(pickle.graph) if pickle.graph else ():
                 what = (
                     f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs it"
                 )
                 self._note("foreign-global", "error", what, pickle.where)
-        self._usable = usable_items(read, {name: file.size for name, file in files.items()}, self._note)
+        sizes = {name: file.size for name, file in files.items()}
+        found = usable_items(read, sizes, self._note, closed)
+        #: In the order of the files, so that each is opened once to look at all of them.
+        self._usable = dict(sorted(found.items(), key=lambda one: (one[1].file, one[1].at)))
         self.graph = self._build()
-        ranks = {name.split("_")[2] for name in files if re.match(r"__\d+_\d+\.distcp\Z", name)}
+        ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
         chunks = sum(len(value.chunks) for value in read.listed.values())
         self.metadata: Mapping[str, str] = MappingProxyType({})
         self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
@@ -133,6 +142,8 @@ class Dcp:
         """Open every item."""
         found = []
         for item in self._usable.values():
+            if item.offset is None and item.file in self._bad:
+                continue  # it was looked at, and told with the others of its file
             try:
                 opened = self._open(item)
                 self._rows(opened, item)
@@ -151,9 +162,7 @@ class Dcp:
     def pickles(self) -> Iterator[FoundPickle]:
         """Those of the items, which torch loads with ``weights_only=False`` where they are objects; ``.metadata``
         comes with them where it names more than it should."""
-        for pickle in self._own:
-            if pickle.graph is None or foreign_globals(pickle.graph) or pickle.rest:
-                yield pickle
+        yield from self._own
         alike: dict[object, tuple[str, Graph, int]] = {}
         for item in self._usable.values():
             where = f"{item.place} ({item.name})"
@@ -185,6 +194,14 @@ class Dcp:
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
 
+    def _note_ranks(self, metadata: Collection[str]) -> None:
+        """Every rank that wrote data has metadata of its own, where there is no common one."""
+        ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
+        for rank, name in ranks.items():
+            if f"__{rank}.metadata" not in metadata:
+                what = f"there is {name}, and no __{rank}.metadata to say what is in it"
+                self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
+
     def _build(self) -> Graph:
         builder = Builder()
         nested = Nested()
@@ -203,6 +220,9 @@ class Dcp:
             whole = is_whole(name, value, self._usable, self._mentioned, self._note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
+        for item, why, count in self._bad.values():
+            rest = f"; so it is with {counted(count - 1, 'more object')} of that file" if count > 1 else ""
+            self._note("bad-item", "error", f"{item.place}: {why}{rest}", item.file, item.at)
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
         return builder.graph(nested.built(builder), self._protocol)
@@ -221,7 +241,7 @@ class Dcp:
         value = self.read.listed[item.name]
         if value.dtype is None or item.offset is None:
             return None
-        box = next((box for box in value.chunks if box[0] == item.offset), None)
+        box = self._pieces.box(item)
         if box is None:
             what = f"{item.name!r}: .metadata lists no piece at {list(item.offset)}"
             raise MalformedError(what, where=item.place)
@@ -253,7 +273,8 @@ class Dcp:
         try:
             opened = self._open(item)
         except MalformedError as error:
-            self._note("bad-item", "error", f"{item.place}: {error.what}", item.file, item.at)
+            first, why, count = self._bad.get(item.file, (item, error.what, 0))
+            self._bad[item.file] = first, why, count + 1
             return None
         return self._graft(builder, opened)
 
@@ -321,18 +342,37 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         )
         step = "wait until it is saved" if unfinished else "get the folder again, with its hidden files"
         raise MalformedError(what, path=path, next=step)
+    closed: dict[str, str] = {}
+    files: dict[str, FileSource] = {}
     try:
-        # One by one, so that those that are open are closed where the next cannot be opened.
-        opened.extend(open_source(os.path.join(path, name)) for name in [*data, *wanted])
-        files = dict(zip(data, opened))
+        for name in data:
+            # One that cannot be opened is told of like one that is missing: the others are there.
+            try:
+                files[name] = open_pooled(os.path.join(path, name))
+            except UnreadableError as error:
+                closed[name] = error.what
+                continue
+            opened.append(files[name])
         found, own = [], []
-        for name, source in zip(wanted, opened[len(data) :]):
-            if source.size > LIMITS.pickle_bytes:
-                raise MalformedError(f"{name} has {human_bytes(source.size)}: more than any metadata", path=path)
-            one = read_metadata(source.read(0, source.size), name)
+        for name in wanted:
+            try:
+                listing = open_pooled(os.path.join(path, name))
+            except UnreadableError as error:
+                error.what = f"{name} cannot be read: {error.what}"
+                raise
+            opened.append(listing)
+            if listing.size > LIMITS.pickle_bytes:
+                raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
+            one = read_metadata(listing.read(0, listing.size), name)
             found.append(one)
-            own.append(FoundPickle(name, one.graph, "", source.size - one.end))
-        container = Dcp(path, merged_metadata(found), files, own)
+            # A million pieces have a large graph: it is kept where something is wrong with it.
+            if one.foreign or listing.size > one.end:
+                own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
+            found[-1] = one._replace(graph=None)
+            del one
+        container = Dcp(path, merged_metadata(found), files, own, closed)
+        if wanted != [".metadata"]:
+            container._note_ranks(wanted)
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)

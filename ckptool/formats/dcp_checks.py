@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import prod
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from ..human import listed, shown
 from .dcp_chunks import region_missing, regions_overlapping
 from .dcp_metadata import Box, Item, Listed, Metadata, box_text
 
-__all__ = ["Noting", "Place", "is_whole", "usable_items"]
+__all__ = ["Noting", "Pieces", "Place", "is_whole", "usable_items"]
 
 #: Which piece: a name, and its offset in the tensor, None for an object.
 Place = tuple[str, "tuple[int, ...] | None"]
@@ -22,38 +23,81 @@ class Noting(Protocol):
     def __call__(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None: ...
 
 
-def usable_items(read: Metadata, sizes: Mapping[str, int], note: Noting) -> dict[Place, Item]:
-    """The items that are in their files, as far as the ``sizes`` of these in bytes tell."""
+class _Sorted(NamedTuple):
+    """Items by what is wrong with their file: ``gone`` it is not there, ``cut`` they end beyond it."""
+
+    gone: dict[str, list[Item]]
+    cut: dict[str, list[Item]]
+
+
+def usable_items(
+    read: Metadata, sizes: Mapping[str, int], note: Noting, closed: Mapping[str, str] = MappingProxyType({})
+) -> dict[Place, Item]:
+    """The items that are in their files, as far as the ``sizes`` of these in bytes tell; ``closed`` are the files that
+    cannot be opened, with the reason."""
     usable: dict[Place, Item] = {}
-    missing: dict[str, list[str]] = {}
+    found = _Sorted({}, {})
     strange: set[str] = set()
+    pieces = Pieces(read.listed)
     for item in read.items:
-        words = _piece(item, read.listed.get(item.name))
         if item.name not in read.listed:
-            note("unlisted-item", "warning", f"{item.place} holds {words}, which .metadata does not list")
+            what = f"{item.place} holds {pieces.words(item)}, which .metadata does not list"
+            note("unlisted-item", "warning", what)
         elif not _is_name(item.file):
             if item.file not in strange:
-                what = f"{words} is said to be in {shown(item.file)}, outside of the folder: not opened"
+                what = f"{pieces.words(item)} is said to be in {shown(item.file)}, outside of the folder: not opened"
                 note("outside-path", "error", what, item.file)
             strange.add(item.file)
         elif item.file not in sizes:
-            missing.setdefault(item.file, []).append(words)
+            found.gone.setdefault(item.file, []).append(item)
         elif item.at + item.length > sizes[item.file]:
-            size = sizes[item.file]
-            what = f"{item.file} has {size:,} bytes, and {words} ends at {item.at + item.length:,}: the file is cut"
-            note("short-file", "error", what, item.file, item.at)
+            found.cut.setdefault(item.file, []).append(item)
         elif item.transforms:
-            what = f"{words} in {item.file} went through {listed(list(item.transforms))}: its bytes cannot be read"
+            what = f"{pieces.words(item)} in {item.file} went through {listed(list(item.transforms))}"
+            what += ": its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
             note("transformed-item", "error", what, item.file, item.at)
         elif (item.name, item.offset) in usable:
-            note("item-twice", "warning", f"{words} is listed twice; the first counts", item.file, item.at)
+            what = f"{pieces.words(item)} is listed twice; the first counts"
+            note("item-twice", "warning", what, item.file, item.at)
         else:
             usable[item.name, item.offset] = item
-    for file, pieces in missing.items():
-        what = f"{file} is missing, and with it {listed(pieces, most=3)}"
-        note("missing-file", "error", what, file)
+    _tell_files(read, sizes, closed, found, pieces, note)
     _look_for_overlaps(usable, note)
     return usable
+
+
+def _tell_files(
+    read: Metadata,
+    sizes: Mapping[str, int],
+    closed: Mapping[str, str],
+    found: _Sorted,
+    pieces: Pieces,
+    note: Noting,
+) -> None:
+    """One remark for each file that is not there or cut, however many pieces were in it."""
+    for file, items in found.gone.items():
+        gone = f"cannot be read: {closed[file]}" if file in closed else "is missing"
+        note("missing-file", "error", f"{file} {gone}, and with it {_with(items, pieces)}", file)
+    for file in closed.keys() - found.gone.keys():
+        note("stray-file", "warning", f"{file} cannot be read: {closed[file]}; .metadata names nothing in it", file)
+    if not found.cut:
+        return
+    ends: dict[str, int] = {}
+    for item in read.items:
+        ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
+    for file, items in found.cut.items():
+        what = (
+            f"{file} has {sizes[file]:,} bytes, and {pieces.words(items[0])} ends at {items[0].at + items[0].length:,}"
+        )
+        other = next((name for name in sizes if sizes[name] == ends[file] and ends.get(name) == sizes[file]), "")
+        more = f"; {other} is as large as it should be: they may have been swapped" if other else ": the file is cut"
+        rest = f", and with it {_with(items[1:], pieces)}" if items[1:] and not other else ""
+        note("short-file", "error", what + more + rest, file, items[0].at)
+
+
+def _with(items: list[Item], pieces: Pieces) -> str:
+    """Some pieces by their names, and how many there are more."""
+    return listed([pieces.words(item) for item in items[:3]], len(items), most=3)
 
 
 def _look_for_overlaps(usable: Mapping[Place, Item], note: Noting) -> None:
@@ -100,9 +144,28 @@ def _is_name(text: str) -> bool:
     return bool(text) and text not in (".", "..") and not any(mark in text for mark in "/\\\0:")
 
 
-def _piece(item: Item, value: Listed | None) -> str:
-    """What an item is, in words: a name, and which part of the tensor."""
-    if value is None or item.offset is None or len(value.chunks) <= 1:
-        return item.name
-    box = next((box for box in value.chunks if box[0] == item.offset), None)
-    return f"{item.name} {box_text(box)}" if box else f"{item.name} at {list(item.offset)}"
+class Pieces:
+    """Where each piece of a tensor is in it, found by its offset."""
+
+    def __init__(self, tensors: Mapping[str, Listed]) -> None:
+        self._listed = tensors
+        self._boxes: dict[str, dict[tuple[int, ...], Box]] = {}
+
+    def box(self, item: Item) -> Box | None:
+        """The box that .metadata has for an item; None for an object, and where it lists none."""
+        value = self._listed.get(item.name)
+        if value is None or item.offset is None:
+            return None
+        boxes = self._boxes.get(item.name)
+        if boxes is None:
+            # Of two at one place the first counts.
+            boxes = self._boxes[item.name] = {box[0]: box for box in reversed(value.chunks)}
+        return boxes.get(item.offset)
+
+    def words(self, item: Item) -> str:
+        """What an item is: a name, and which part of the tensor."""
+        value = self._listed.get(item.name)
+        if value is None or item.offset is None or len(value.chunks) <= 1:
+            return item.name
+        box = self.box(item)
+        return f"{item.name} {box_text(box)}" if box else f"{item.name} at {list(item.offset)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple
 
@@ -50,6 +50,11 @@ class _Runs(NamedTuple):
     source: Source
     begin: int
 
+    @property
+    def end(self) -> int:
+        """The byte of the tensor behind the last run."""
+        return self.place(self.number - 1) + self.length
+
     def place(self, number: int) -> int:
         """Where in the tensor a run begins, in bytes. It grows with the number."""
         at = self.first
@@ -83,13 +88,17 @@ class ChunkedSource:
         runs = [_runs(shape, width, chunk) for chunk in chunks if prod(chunk.box[1])]
         self._runs = sorted(runs, key=lambda run: run.first)
         self._firsts = [run.first for run in self._runs]
+        #: How far the runs up to each reach, in bytes of the tensor.
+        self._reach = list(accumulate((run.end for run in self._runs), max))
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
         if end <= offset:
             return b""
         out = memoryview(bytearray(end - offset))
-        for run in self._runs[: bisect_right(self._firsts, end - 1)]:
+        # Those before the first one that reaches so far have nothing of it: along the first dimension, all but a few.
+        first = bisect_right(self._reach, offset)
+        for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
             _copy(run, offset, end, out)
         return bytes(out)
 
@@ -207,20 +216,60 @@ class RowSource:
 
 
 def regions_overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have elements in common, or None. They are swept along the dimension that tells most apart."""
+    """Two boxes that have elements in common, or None.
+
+    They fall into groups that no line along a dimension goes through, and these again along another one: the pieces of
+    every way to shard end up alone, in a time that grows as that of sorting. What is left is compared with each other.
+    """
     full = [box for box in boxes if prod(box[1])]
-    if len(full) < 2 or not full[0][0]:
-        return (full[0], full[1]) if len(full) > 1 else None
-    axis = max(range(len(full[0][0])), key=lambda dim: len({box[0][dim] for box in full}))
-    full.sort(key=lambda box: box[0][axis])
+    work = [full] if len(full) > 1 else []
+    left = _COMPARED
+    while work:
+        group = work.pop()
+        left -= len(group)  # what peels off box by box would be sorted as often
+        if not group[0][0] or left < 0:
+            return group[0], group[1]
+        for axis in range(len(group[0][0])):
+            parts = _separated(group, axis)
+            if len(parts) > 1:
+                work += [part for part in parts if len(part) > 1]
+                break
+        else:
+            found, left = _two_of(group, left)
+            if found is not None:
+                return found
+    return None
+
+
+def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
+    """The boxes in groups whose stretches along a dimension have nothing in common."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[0][axis]):
+        if box[0][axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box[0][axis] + box[1][axis])
+    return groups
+
+
+def _two_of(boxes: Sequence[Box], left: int) -> tuple[tuple[Box, Box] | None, int]:
+    """Two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are left.
+
+    Where these do not suffice the last two are named: nobody shards like that, and what was not looked at is not read.
+    """
+    axis = max(range(len(boxes[0][0])), key=lambda dim: len({box[0][dim] for box in boxes}))
     active: list[Box] = []
-    for box in full:
+    for box in sorted(boxes, key=lambda box: box[0][axis]):
         active = [other for other in active if other[0][axis] + other[1][axis] > box[0][axis]]
+        left -= len(active)
+        if left < 0:
+            return (active[-1], box), left
         for other in active:
             if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other)):
-                return other, box
+                return (other, box), left
         active.append(box)
-    return None
+    return None, left
 
 
 def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
@@ -245,3 +294,5 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
 
 #: Comparisons of boxes that are made to name what is missing.
 _GRID: Final = 200_000
+#: Comparisons of boxes that no line separates: some seconds.
+_COMPARED: Final = 20_000_000

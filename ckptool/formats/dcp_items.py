@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..dtypes import Dtype
 from ..errors import MalformedError, PickleError
@@ -32,9 +32,25 @@ class Opened(NamedTuple):
         return "big" if self.archive.text("byteorder") == b"big" else "little"
 
 
+#: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
+_SMALL: Final = 1 << 16
+
+
+class _Held(SliceSource):
+    """A stretch of a file that was read already."""
+
+    def __init__(self, item: Item, file: FileSource) -> None:
+        super().__init__(file, item.at, item.length, item.place)
+        self._data = file.read(item.at, self.size)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self._data[offset : offset + max(size, 0)]
+
+
 def open_item(item: Item, file: FileSource) -> Opened:
     """Open an item; raises MalformedError, which names it, where it is no archive of torch.save."""
-    source = SliceSource(file, item.at, item.length, item.place)
+    held = item.length <= _SMALL
+    source = _Held(item, file) if held else SliceSource(file, item.at, item.length, item.place)
     try:
         archive = read_archive(source)
         record = archive.find("data.pkl")

@@ -31,23 +31,20 @@ __all__ = [
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
+#: Before torch 2.3 properties were those of sharded tensors, and before 2.0 all of it stood in another package.
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_OLD: Final = "torch.distributed._shard.checkpoint"
+_CLASSES: Final = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+_FORMATS: Final = frozenset((f"{_MODULE}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING"))
 #: Everything that torch's own writer names in a ``.metadata``, besides dtypes.
-EXPECTED: Final = frozenset(
+EXPECTED: Final = _FORMATS.union(
     (
-        *(
-            f"{_MODULE}.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "MetadataIndex",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        *(f"{module}.{name}" for module in (_MODULE, f"{_OLD}.metadata") for name in _CLASSES),
+        f"{_MODULE}.TensorProperties",
+        f"{_SHARDED}.TensorProperties",
+        f"{_MODULE}.StorageMeta",
         f"{_FILESYSTEM}._StorageInfo",
+        f"{_OLD}.filesystem._StorageInfo",
         "torch.Size",
         "torch.serialization._get_layout",
         *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")),
@@ -93,15 +90,17 @@ class Listed(NamedTuple):
 
 class Metadata(NamedTuple):
     """``listed`` by name, in the order of the file; ``paths`` say where in the nested object each belongs; ``items`` is
-    what the files hold; ``odd`` are remarks on what makes no sense."""
+    what the files hold; ``odd`` are remarks on what makes no sense; ``foreign`` are names that torch never writes
+    there. ``graph`` is None once nobody needs it."""
 
-    graph: Graph
+    graph: Graph | None
     end: int
     listed: dict[str, Listed]
     paths: Mapping[str, tuple[str | int, ...]]
     items: list[Item]
     version: str
     odd: list[str]
+    foreign: list[str]
 
 
 def box_text(box: Box) -> str:
@@ -112,7 +111,24 @@ def box_text(box: Box) -> str:
 def foreign_globals(graph: Graph) -> list[str]:
     """The names in a ``.metadata`` that torch does not write there: reading it as torch does imports or calls them."""
     names = {mapped_name(node) for node in graph.nodes if isinstance(node, Global)}
+    if _GETATTR in names and all(_is_member(graph, node) for node in graph.nodes if isinstance(node, Call)):
+        names.discard(_GETATTR)
     return sorted(name for name in names if name not in EXPECTED and name.removeprefix("torch.") not in BY_NAME)
+
+
+#: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
+_GETATTR: Final = "builtins.getattr"
+
+
+def _is_member(graph: Graph, call: Call) -> bool:
+    """Is it no call of getattr, or one that gives a member of the enumeration of memory formats?"""
+    if callable_name(graph, call.func) != _GETATTR:
+        return True
+    args = [graph.nodes[ref] for ref in elements(graph.nodes[call.args])]
+    return len(args) == 2 and isinstance(args[0], Global) and mapped_name(args[0]) in _FORMATS and args[1] in _MEMBERS
+
+
+_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
@@ -158,7 +174,8 @@ class _Reader:
             else:
                 items.append(item)
         version = self.graph.nodes[root["version"]] if "version" in root else ""
-        return Metadata(self.graph, end, listed, paths, items, version if isinstance(version, str) else "", self.odd)
+        version = version if isinstance(version, str) else ""
+        return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign_globals(self.graph))
 
     def _note(self, text: str) -> None:
         if len(self.odd) < LIMITS.listed:
@@ -262,20 +279,23 @@ def merged_metadata(found: list[Metadata]) -> Metadata:
     if len(found) == 1:
         return found[0]
     listed: dict[str, Listed] = {}
+    boxes: dict[str, dict[Box, None]] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
     odd: list[str] = []
     for one in found:
         odd += one.odd
-        paths = {**one.paths, **paths}
+        for name, path in one.paths.items():
+            paths.setdefault(name, path)
         for name, value in one.listed.items():
             known = listed.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
                 odd.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
-            elif known is not value:
-                more = tuple(box for box in value.chunks if box not in known.chunks)
-                listed[name] = known._replace(chunks=known.chunks + more)
+            else:
+                boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
         for item in one.items:
             items.setdefault((item.name, item.offset), item)
+    listed = {name: value._replace(chunks=tuple(boxes[name])) for name, value in listed.items()}
     words = f"{counted(len(found), 'rank')}, each with its own metadata"
-    return Metadata(found[0].graph, found[0].end, listed, paths, list(items.values()), words, odd)
+    foreign = [name for one in found for name in one.foreign]
+    return Metadata(None, 0, listed, paths, list(items.values()), words, odd, foreign)

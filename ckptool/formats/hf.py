@@ -19,10 +19,12 @@ from ..human import counted, listed, shown
 from ..objects import mapping
 from ..pickles import encode
 from ..pickles.nodes import Graph
-from ..source import Appending, FileSource, FolderSource, Plan, open_source
+from ..pooling import open_pooled
+from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
 from . import safetensors, torch_legacy, torch_zip
-from .hf_files import INDEX, Index, Weights, read_index, side_files, sniff, weights_of
+from .hf_files import Index, Weights, index_name, is_index, read_index, side_files, sniff, weights_of
+from .sharding_info import plain_texts
 
 __all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
 
@@ -48,18 +50,25 @@ class HfFolder:
 
     def __init__(self, folder: str, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
         self.problems: list[Problem] = []
+        #: How its files are called: an edit keeps that.
+        self.stem, self.variant = weights.stem, weights.variant
         self.files: list[FileSource] = []
         #: Files that are no weights, and known.
         self.side_files: list[str] = []
         safe = weights.suffix == "safetensors"
         self.format = "hf-safetensors" if safe else "hf-torch"
         unsummed = "safetensors" if safe else ""
-        self.traits = Traits(not safe, unsummed, "each file", "safetensors" if safe else "torch")
+        self.traits = Traits(not safe, unsummed, "each file", "safetensors" if safe else "torch", sharded=True)
         index = None
         if weights.index_name:
-            index = read_index(os.path.join(folder, weights.index_name))
-            listing = open_source(os.path.join(folder, weights.index_name))
+            try:
+                listing = open_pooled(os.path.join(folder, weights.index_name))
+            except UnreadableError as error:
+                error.what = f"its index, {weights.index_name}, cannot be read: {error.what}"
+                error.path = folder
+                raise
             stack.callback(listing.close)
+            index = read_index(listing)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
         self.shards = self._shards(folder, wanted, names, stack)
         self.files += [listing] if index else []
@@ -76,7 +85,7 @@ class HfFolder:
         self.byteorder = first.byteorder
         self.metadata: Mapping[str, str] = {
             name: text
-            for name, text in first.metadata.items()
+            for name, text in plain_texts(first.metadata).items()
             if all(shard.container.metadata.get(name) == text for shard in self.shards)
         }
         self.others: Sequence[Graph] = (
@@ -96,7 +105,7 @@ class HfFolder:
                 self._note(INCOMPLETE, "error", f"the shard {name} is not there", True, name)
                 continue
             try:
-                source = open_source(os.path.join(folder, name))
+                source = open_pooled(os.path.join(folder, name))
                 stack.callback(source.close)
                 shard = _shard(name, source)
             except CkptoolError as error:
@@ -119,15 +128,17 @@ class HfFolder:
     def _check_names(self, weights: Weights, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
         """Shards that only their names tell of: without an index, or beside it."""
         if index is None and weights.shards:
-            known = {name.rpartition("-of-")[0].rpartition("-")[2] for name in weights.files}
-            gone = [f"{number:05d}" for number in range(1, weights.shards + 1) if f"{number:05d}" not in known]
+            head, of, tail = weights.files[0].rpartition("-of-")
+            every = (f"{head[:-5]}{number:05d}{of}{tail}" for number in range(1, weights.shards + 1))
+            there = set(weights.files)
+            gone = [name for name in every if name not in there]
             if gone:
-                self._note(INCOMPLETE, "error", f"of {weights.shards:,} shards {listed(gone)} are not there", True)
-            stem = weights.files[0].rpartition("-of-")[0].rpartition("-")[0]
-            what = (
-                f"there is no index, {stem}.{weights.suffix}{INDEX}: transformers does not load the shards without it"
-            )
-            self._note("no-index", "warning", what)
+                verb = "is" if len(gone) == 1 else "are"
+                what = f"of {counted(weights.shards, 'shard')} {listed(gone)} {verb} not there"
+                self._note(INCOMPLETE, "error", what, True, gone[0])
+            name = index_name(weights.stem, weights.suffix, weights.variant)
+            what = f"there is no index, {name}: transformers does not load the shards without it"
+            self._note("no-index", "warning", what, where=name)
         stray = [name for name in weights.files if name not in wanted and name in names]
         if stray:
             self._note("stray-shard", "warning", f"the index does not name {listed(stray)}", where=stray[0])
@@ -187,9 +198,12 @@ class HfFolder:
             self._note("total-size", "warning", what)
 
     def _tell_the_rest(self, weights: Weights, names: Collection[str]) -> None:
+        if weights.variant:
+            what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
+            self._note("variant", "note", what)
         if weights.others:
-            mine = weights.index_name or weights.files[0]
-            what = f"it is loaded from {mine}, as transformers chooses; passed over: {listed(list(weights.others))}"
+            others = listed(list(weights.others))
+            what = f"it is loaded from {weights.name}, as transformers chooses; passed over: {others}"
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, words in side_files(names):
@@ -309,7 +323,7 @@ def _shard(name: str, source: FileSource) -> Shard:
 
 def read(path: str) -> tuple[FolderSource, Container]:
     """Read a folder, or the folder of an index that is named instead of it; raises as reading a file does."""
-    folder, index = (os.path.dirname(path) or os.curdir, os.path.basename(path)) if path.endswith(INDEX) else (path, "")
+    folder, index = (os.path.dirname(path) or os.curdir, os.path.basename(path)) if is_index(path) else (path, "")
     try:
         names = frozenset(os.listdir(folder))
     except OSError as error:
@@ -318,6 +332,10 @@ def read(path: str) -> tuple[FolderSource, Container]:
     if weights is None:
         raise UnreadableError("there are no weights in it", path=path, next="name a file in it")
     with ExitStack() as stack:
-        found = HfFolder(folder, weights, names, stack)
+        try:
+            found = HfFolder(folder, weights, names, stack)
+        except CkptoolError as error:
+            error.path = error.path or folder
+            raise
         stack.pop_all()
     return FolderSource(path, found.files), found

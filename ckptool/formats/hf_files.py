@@ -15,27 +15,24 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import MalformedError
 from ..human import shown
-from ..source import open_source
+from ..source import Source
 
-__all__ = ["INDEX", "Index", "Weights", "read_index", "side_files", "sniff", "weights_of"]
+__all__ = ["Index", "Weights", "index_name", "is_index", "read_index", "side_files", "sniff", "weights_of"]
 
-#: How the name of an index ends.
-INDEX: Final = ".index.json"
 #: Names of weights before the suffix, in the order in which a folder is loaded from them; then any other.
 _STEMS: Final = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
-_SINGLE: Final = tuple(
-    f"{stem}{suffix}"
-    for stem, suffix in (
-        ("model", ".safetensors"),
-        ("adapter_model", ".safetensors"),
-        ("diffusion_pytorch_model", ".safetensors"),
-        ("pytorch_model", ".bin"),
-        ("adapter_model", ".bin"),
-        ("diffusion_pytorch_model", ".bin"),
-    )
+#: Weights in one file: their stem and suffix.
+_SINGLE: Final = (
+    *((stem, "safetensors") for stem in ("model", "adapter_model", "diffusion_pytorch_model")),
+    *((stem, "bin") for stem in ("pytorch_model", "adapter_model", "diffusion_pytorch_model")),
 )
-_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)\Z")
-_INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index\.json\Z")
+#: A name as ``variant=`` of from_pretrained makes it: ``model.fp16``.
+_VARIANT: Final = re.compile(rf"({'|'.join(_STEMS)})\.([\w-]+)\Z")
+#: The variant stands before the number, or behind it in folders of older versions of diffusers.
+_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?:\.([\w-]+))?\.(safetensors|bin)\Z")
+#: What a rank of ``HuggingFaceStorageWriter`` had: see ``hf_ranks``.
+_OF_RANK: Final = re.compile(r"shard-\d{5}-model-")
+_INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z")
 #: Bytes of an index that are read: 100 for each of a million names.
 _MOST_INDEX: Final = 100_000_000
 
@@ -59,6 +56,8 @@ _BESIDE: Final = {
     "merges.txt": "the tokenizer",
     "spiece.model": "the tokenizer",
     "preprocessor_config.json": "the preprocessor",
+    "sharded": "what each rank had of the same tensors",
+    "shard-?????-model-?????-of-?????.safetensors": "what a rank had of the same tensors",
     "global_step*": "a DeepSpeed checkpoint, a part a rank",
     "zero_to_fp32.py": "DeepSpeed's script",
 }
@@ -71,7 +70,7 @@ class Weights(NamedTuple):
     """The weights of a folder: ``index_name`` is "" where there is none, ``files`` those that the names alone tell.
 
     ``shards`` is the number of shards that their names speak of, 0 for a single file. ``others`` are weights of the
-    same folder that are passed over for these.
+    same folder that are passed over for these. ``variant`` is what from_pretrained calls so: "fp16", "" for none.
     """
 
     suffix: str
@@ -79,6 +78,13 @@ class Weights(NamedTuple):
     files: tuple[str, ...]
     shards: int
     others: tuple[str, ...]
+    stem: str
+    variant: str
+
+    @property
+    def name(self) -> str:
+        """The file that stands for them: their index, or the first."""
+        return self.index_name or self.files[0]
 
 
 class Index(NamedTuple):
@@ -97,47 +103,72 @@ def sniff(names: Collection[str]) -> bool:
     found = weights_of(names)
     if found is None:
         return False
-    if found.index_name or found.shards or any(name in names for name in _SURE):
+    if found.index_name or found.shards or _is_sure(names):
         return True
     own = {*found.files, *found.others}
     return not any(name.endswith(_CHECKPOINTS) and name not in own and not _words(name) for name in names)
 
 
+def _is_sure(names: Collection[str]) -> bool:
+    return any(name in names for name in _SURE)
+
+
+def is_index(name: str) -> bool:
+    """Is a file called as an index is?"""
+    return bool(_INDEXED.match(os.path.basename(name)))
+
+
+def index_name(stem: str, suffix: str, variant: str = "") -> str:
+    """How the index of shards is called."""
+    return f"{stem}.{suffix}.index{variant and '.' + variant}.json"
+
+
 def weights_of(names: Collection[str], index: str = "") -> Weights | None:
-    """The weights that transformers loads a folder from: safetensors first, and a single file before shards.
+    """The weights that transformers loads a folder from: those of no variant, safetensors first, and a single file
+    before shards.
 
     ``index`` is the one that somebody named instead.
     """
-    found: list[Weights] = [Weights(_suffix(name), "", (name,), 0, ()) for name in _SINGLE if name in names]
-    shards: dict[tuple[str, str], list[str]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    found = [one for name in sorted(names) if (one := _single(name, _is_sure(names))) is not None]
+    shards: dict[tuple[str, str, str], list[str]] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     for name in sorted(names):
         match = _SHARD.match(name)
-        if match:
-            family = (match[1], match[4])
+        if match and not _OF_RANK.match(name):
+            stem, variant = _parted(match[1])
+            family = (stem, match[5], match[4] or variant)
             shards.setdefault(family, []).append(name)
             counts[family] = max(counts.get(family, 0), int(match[3]))
-    indexed = {(match[1], match[2]) for match in map(_INDEXED.match, names) if match}
-    for stem, suffix in sorted(shards.keys() | indexed):
-        name = f"{stem}.{suffix}{INDEX}"
-        files = tuple(shards.get((stem, suffix), ()))
-        found.append(Weights(suffix, name if name in names else "", files, counts.get((stem, suffix), 0), ()))
+    indexed = {(match[1], match[2], match[3] or "") for match in map(_INDEXED.match, names) if match}
+    for stem, suffix, variant in sorted(shards.keys() | indexed):
+        family = (stem, suffix, variant)
+        name, files = index_name(*family), tuple(shards.get(family, ()))
+        own = name if name in names else ""
+        found.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant))
     found.sort(key=_rank)
     chosen = next((item for item in found if item.index_name == index), None) if index else next(iter(found), None)
     if chosen is None:
         return None
-    passed = tuple((item.index_name or item.files[0]) for item in found if item is not chosen)
-    return chosen._replace(others=passed)
+    return chosen._replace(others=tuple(item.name for item in found if item is not chosen))
 
 
-def _suffix(name: str) -> str:
-    return name.rpartition(".")[2]
+def _single(name: str, variants: bool) -> Weights | None:
+    """Weights in one file. One of a variant is told from any other file by what stands beside it."""
+    whole, _, suffix = name.rpartition(".")
+    stem, variant = _parted(whole) if variants and not _SHARD.match(name) else (whole, "")
+    return Weights(suffix, "", (name,), 0, (), stem, variant) if (stem, suffix) in _SINGLE else None
 
 
-def _rank(weights: Weights) -> tuple[bool, int, bool]:
-    name = weights.index_name or weights.files[0]
-    stem = next((number for number, stem in enumerate(_STEMS) if name.startswith((f"{stem}.", f"{stem}-"))), 9)
-    return weights.suffix != "safetensors", stem, bool(weights.index_name or weights.shards)
+def _parted(stem: str) -> tuple[str, str]:
+    """A stem and its variant, "" for none."""
+    match = _VARIANT.match(stem)
+    return (match[1], match[2]) if match else (stem, "")
+
+
+def _rank(weights: Weights) -> tuple[bool, bool, int, bool, str]:
+    stem = _STEMS.index(weights.stem) if weights.stem in _STEMS else len(_STEMS)
+    sharded = bool(weights.index_name or weights.shards)
+    return bool(weights.variant), weights.suffix != "safetensors", stem, sharded, weights.name
 
 
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:
@@ -149,18 +180,15 @@ def _words(name: str) -> str:
     return next((words for pattern, words in _BESIDE.items() if fnmatch(name, pattern)), "")
 
 
-def read_index(path: str) -> Index:
+def read_index(source: Source) -> Index:
     """Read an index; raises MalformedError with what is wrong about it.
 
     A file that it names must be in its own folder: an index that leads out of it is refused.
     """
-    source = open_source(path)
-    try:
-        if source.size > _MOST_INDEX:
-            raise _broken(path, f"it has {source.size:,} bytes, {_MOST_INDEX:,} are the most")
-        raw = source.read(0, source.size)
-    finally:
-        source.close()
+    path = source.name
+    if source.size > _MOST_INDEX:
+        raise _broken(path, f"it has {source.size:,} bytes, {_MOST_INDEX:,} are the most")
+    raw = source.read(0, source.size)
     try:
         told: Any = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
     except _Doubled as error:
@@ -170,7 +198,8 @@ def read_index(path: str) -> Index:
     files = told.get("weight_map") if isinstance(told, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise _broken(path, "weight_map must say the file of every tensor")
-    suffix = path.removesuffix(INDEX).rpartition(".")[2]
+    match = _INDEXED.match(os.path.basename(path))
+    suffix = match[2] if match else ""
     for file in set(files.values()):
         if file != os.path.basename(file) or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise _broken(path, f"it leads to {shown(file)}, which is no name of a file in its folder")
@@ -183,7 +212,8 @@ def read_index(path: str) -> Index:
 
 
 def _broken(path: str, rule: str) -> MalformedError:
-    return MalformedError(f"no valid index of shards: {rule}", path=path, next="get the index again")
+    what = f"{os.path.basename(path)} is no valid index of shards: {rule}"
+    return MalformedError(what, next="get the index again")  # the path is that of the folder
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..pickles.nodes import Graph
 from ..source import Appending, Plan, Source, Span, merged
 from .identify import explain
 from .safetensors_header import MOST_HEADER, Entry, read_header
+from .sharding_info import is_piece
 
 __all__ = ["Safetensors", "read", "read_cut", "sniff"]
 
@@ -40,6 +41,9 @@ class Safetensors:
         header = read_header(source, cut=cut)
         self.metadata: Mapping[str, str] = header.metadata
         self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
+        if is_piece(self.metadata):
+            what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
+            self.problems.append(Problem("piece", "warning", what))
         self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
         keys = {entry.name: key for key, entry in self.entries.items()}
         #: Every tensor by its name, as ``load_file`` has them: in the order of the file.

@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME
 from ..elements import holds_rows, tensor_size
 from ..errors import TargetError
+from ..formats.sharding_info import texts_of
 from ..human import counted
 from ..pickles.nodes import Ref
 from ..readings import lazy_bits
@@ -103,7 +104,8 @@ def plan(
 
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
     """The file of some tensors; see ``plan``."""
-    texts = {**chosen.names, **metadata}
+    places = texts_of(metadata, [named.name for named in chosen.tensors], checkpoint.path)
+    texts = {**chosen.names, **places}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
     at = 0

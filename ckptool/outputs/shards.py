@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from ..checkpoint import Checkpoint, Target
 from ..elements import tensor_size
 from ..errors import TargetError
+from ..formats.hf_files import index_name
 from ..pickles.moving import moved
 from ..pickles.nodes import Dict, Graph, Ref, Style, children
 from ..source import Files, Plan
@@ -21,6 +22,8 @@ __all__ = ["DEFAULT_SIZE", "Item", "parse_size", "plan", "split"]
 
 #: Bytes of a shard where nobody says another number; that of huggingface_hub.
 DEFAULT_SIZE: Final = 5 * 10**9
+#: What files are called where nobody says otherwise.
+_USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}
 #: Of torch.save.
 _PROTOCOL: Final = 2
 _UNITS: Final = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -83,7 +86,7 @@ def plan(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: in
     """
     if target.format == "safetensors":
         return _safetensors(checkpoint, state_dict, target, most)
-    return _torch(checkpoint, state_dict, most)
+    return _torch(checkpoint, state_dict, target, most)
 
 
 def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
@@ -92,7 +95,7 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, 
     shards = split(items, most)
     if len(shards) < 2:
         single = safetensors.plan(checkpoint, state_dict, tied=target.tied, metadata=target.metadata)
-        return Files((("model.safetensors", single),))
+        return Files(((f"{_stem(target)}.safetensors", single),))
     # Every shard says what it is for; the other texts, which are about the whole, stand in the index.
     own = {name: text for name, text in target.metadata.items() if name == "format"}
     texts = {name: text for name, text in {**chosen.names, **target.metadata}.items() if name != "format"}
@@ -103,10 +106,15 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, 
         part = chosen._replace(tensors=[by_name[name] for name in names], names={})
         return safetensors.plan_chosen(checkpoint, part, own)
 
-    return _files("model", "safetensors", shards, one, sum(item.size for item in items), texts)
+    return _files(target, "safetensors", shards, one, sum(item.size for item in items), texts)
 
 
-def _torch(checkpoint: Checkpoint, state_dict: StateDict, most: int) -> Files:
+def _stem(target: Target) -> str:
+    """What the name of each file begins with."""
+    return (target.stem or _USUAL[target.format]) + (target.variant and f".{target.variant}")
+
+
+def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     entries = {str(graph.nodes[key]): (key, value) for key, value in state_dict.items}
     items = []
@@ -128,9 +136,10 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, most: int) -> Files:
     crcs = torch_zip.checksums_on_record(checkpoint)
     shards = split(items, most)
     if len(shards) < 2:
-        return Files((("pytorch_model.bin", one([item.name for item in items], "pytorch_model")),))
-    numbered = {id(names): _name("pytorch_model", number, len(shards)) for number, names in enumerate(shards, 1)}
-    return _files("pytorch_model", "bin", shards, lambda names: one(names, numbered[id(names)]), total, {})
+        stem = _stem(target)
+        return Files(((f"{stem}.bin", one([item.name for item in items], stem)),))
+    numbered = {id(names): _name(_stem(target), number, len(shards)) for number, names in enumerate(shards, 1)}
+    return _files(target, "bin", shards, lambda names: one(names, numbered[id(names)]), total, {})
 
 
 def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
@@ -151,7 +160,7 @@ def _name(stem: str, number: int, count: int) -> str:
 
 
 def _files(
-    stem: str,
+    target: Target,
     suffix: str,
     shards: Sequence[Sequence[str]],
     one: Callable[[Sequence[str]], Plan],
@@ -162,9 +171,10 @@ def _files(
     files = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
-        file = f"{_name(stem, number, len(shards))}.{suffix}"
+        file = f"{_name(_stem(target), number, len(shards))}.{suffix}"
         files.append((file, one(names)))
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total, **texts}, "weight_map": places}
-    files.append((f"{stem}.{suffix}.index.json", Plan((json.dumps(index, indent=2).encode(),))))
+    name = index_name(target.stem or _USUAL[target.format], suffix, target.variant)
+    files.append((name, Plan((json.dumps(index, indent=2).encode(),))))
     return Files(tuple(files))

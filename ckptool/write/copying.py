@@ -99,10 +99,11 @@ def _copy(piece: Span, fd: int, at: int, progress: Progress | None) -> None:
     source = piece.source
     done = 0
     if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
-        if (piece.offset - at) % BLOCK == 0:
-            # A call that begins within a block copies everything: this one ends where a block begins.
-            done = _kernel_copy(piece._replace(size=min(-at % BLOCK, piece.size)), source.fd, fd, progress)
-        done += _kernel_copy(Span(source, piece.offset + done, piece.size - done), source.fd, fd, progress)
+        with source.held():
+            if (piece.offset - at) % BLOCK == 0:
+                # A call that begins within a block copies everything: this one ends where a block begins.
+                done = _kernel_copy(piece._replace(size=min(-at % BLOCK, piece.size)), source.fd, fd, progress)
+            done += _kernel_copy(Span(source, piece.offset + done, piece.size - done), source.fd, fd, progress)
     while done < piece.size:
         data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
         if not data:

@@ -58,9 +58,9 @@ def _check_what_is_there(target: str, path: str, force: bool) -> None:
 
 def _is_ours(path: str) -> bool:
     name = os.path.basename(path)
-    return not os.path.isdir(path) and name.endswith(
-        (".metadata", ".distcp", ".safetensors", ".bin", ".pt", ".pth", ".index.json")
-    )
+    ours = name.endswith((".metadata", ".distcp", ".safetensors", ".bin", ".pt", ".pth", ".index.json"))
+    # An index of a variant: model.safetensors.index.fp16.json.
+    return not os.path.isdir(path) and (ours or (".index." in name and name.endswith(".json")))
 
 
 def write_files(
@@ -85,7 +85,11 @@ def write_files(
         if fd >= 0:
             lock(fd)
         for file, plan in files.files:
-            write_plan(plan, os.path.join(temporary, file), sources, mode=mode, progress=progress)
+            write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+        # Once for all files: of a thousand ranks each is looked at once, not once for each of the others.
+        for source in sources:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
         sync_folder(temporary)
         # What came there while this was written must not be lost, either.
         _check_what_is_there(target, path, force)

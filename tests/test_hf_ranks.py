@@ -1,0 +1,191 @@
+"""Folders of ``HuggingFaceStorageWriter``: what each rank had, read as whole tensors; torch is the oracle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import hf_rank_files
+import oracle
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import MalformedError, RefusedError
+
+WHOLE = hf_rank_files.whole()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    top = tmp_path_factory.mktemp("saved")
+    for mode in hf_rank_files.MODES:
+        hf_rank_files.write(top / mode, 3, mode)
+    return {mode: top / mode for mode in hf_rank_files.MODES}
+
+
+@pytest.fixture
+def folder(saved: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy to be spoilt, of three ranks with two files each."""
+    return Path(shutil.copytree(saved["files"], tmp_path / "in"))
+
+
+def read(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), out)
+    return dict(oracle.load(out))
+
+
+def by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    made = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
+    dcp.load(made, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return made
+
+
+def problems(folder: Path) -> dict[str, str]:
+    with ckptool.open(folder) as checkpoint:
+        return {problem.code: problem.message for problem in checkpoint.container.problems}
+
+
+@pytest.mark.parametrize("mode", hf_rank_files.MODES)
+def test_it_is_what_was_saved(mode: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    found = read(saved[mode], tmp_path / "x.pth")
+    wanted = WHOLE
+    if mode == "consolidated":
+        # torch 2.13 leaves scalars zero when it consolidates.
+        wanted = load_file(saved[mode] / "model-00001-of-00001.safetensors")
+        assert all(torch.equal(wanted[name], WHOLE[name]) for name in WHOLE.keys() - {"one"})
+    assert oracle.difference({name: found[name] for name in WHOLE}, {name: wanted[name] for name in WHOLE}) == ""
+    assert ckptool.validate(saved[mode])["status"] == "valid"
+    assert run(["inspect", str(saved[mode])]) == run(["stats", str(saved[mode])]) == 0
+
+
+@pytest.mark.parametrize("mode", ["ranks", "files"])
+def test_torch_reads_the_same(mode: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    found = read(saved[mode], tmp_path / "x.pth")
+    assert oracle.difference({name: found[name] for name in WHOLE}, by_torch(saved[mode])) == ""
+
+
+def test_one_that_torch_made_whole_is_read_from_what_it_made(saved: dict[str, Path]) -> None:
+    with ckptool.open(saved["consolidated"]) as checkpoint:
+        assert checkpoint.format == "hf-safetensors"
+    assert "sharded (what each rank had of the same tensors)" in problems(saved["consolidated"])["side-files"]
+    with ckptool.open(saved["consolidated"] / "sharded") as checkpoint:
+        assert checkpoint.format == "dcp-safetensors"
+        assert len(checkpoint.survey.tensors) == len(WHOLE)
+
+
+def test_an_edit_gives_whole_tensors(saved: dict[str, Path], tmp_path: Path) -> None:
+    with ckptool.open(saved["ranks"]) as checkpoint:
+        edited = ckptool.add_module(checkpoint)
+        ckptool.save(edited, tmp_path / "out")
+        ckptool.save(edited, tmp_path / "x.safetensors")
+        with pytest.raises(RefusedError, match="ckptool convert"):
+            ckptool.save(edited, tmp_path / "x.pth")
+    for path in (tmp_path / "out" / "model.safetensors", tmp_path / "x.safetensors"):
+        found = load_file(path)
+        assert oracle.difference({name: found[f"module.{name}"] for name in WHOLE}, WHOLE) == ""
+
+
+def test_a_copy_is_the_same_files(saved: dict[str, Path], tmp_path: Path) -> None:
+    with ckptool.open(saved["files"]) as checkpoint:
+        ckptool.save(checkpoint, tmp_path / "out")
+    for path in saved["files"].iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("mode", ["rank0", "consolidated"])
+def test_places_under_old_names_are_not_carried_over(mode: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """torch looks every tensor up in them, and does not load what it does not find."""
+    with ckptool.open(saved[mode]) as checkpoint:
+        ckptool.save(ckptool.rename(checkpoint, {"up": "over"}), tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        assert not (file.metadata() or {}).keys() & {"DCP_SHARDING_INFO", "DCP_VERSION"}
+    made = {"over": torch.zeros(7, 5)}
+    dcp.load(made, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "out")), no_dist=True)
+    assert torch.equal(made["over"], WHOLE["up"])
+
+
+def test_the_file_of_a_rank_keeps_its_places(folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00002-model-00001-of-00002.safetensors"
+    with ckptool.open(path) as checkpoint:
+        assert "what one rank had" in checkpoint.container.problems[0].message
+        ckptool.save(ckptool.cast(checkpoint, "float64"), tmp_path / "cast.safetensors")
+        with pytest.raises(RefusedError, match="does not say where module"):
+            ckptool.save(ckptool.add_module(checkpoint), tmp_path / "renamed.safetensors")
+    with safe_open(tmp_path / "cast.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"up": {"saved_offsets": [3, 0]}}
+
+
+# -- what is wrong with it ----------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, out: Path) -> str:
+    """It is not valid, and nothing is made of it; what is said."""
+    report = ckptool.validate(folder)
+    assert report["status"] == "invalid"
+    with pytest.raises((MalformedError, RefusedError)):
+        read(folder, out)
+    with pytest.raises((MalformedError, RefusedError)), ckptool.open(folder) as checkpoint:
+        ckptool.save(ckptool.add_module(checkpoint), out)
+    assert not out.exists()
+    return "\n".join(note["message"] for check in report["checks"] for note in check["notes"])
+
+
+def test_the_file_of_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
+    name = "shard-00002-model-00001-of-00002.safetensors"
+    (folder / name).unlink()
+    assert f"'up': no file has [3:6, 0:5]; it may be in {name}" in refused(folder, tmp_path / "x")
+
+
+def test_a_rank_that_had_nothing_wrote_no_file(saved: dict[str, Path]) -> None:
+    """ "small" has one row: of three ranks one has it. All have some of "up"."""
+    assert "no-piece" not in problems(saved["files"])
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_file_that_is_cut(size: int, folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00003-model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert f"{path.name} cannot be read" in refused(folder, tmp_path / "x")
+
+
+def test_a_copy_of_another_rank(folder: Path, tmp_path: Path) -> None:
+    one, two = (folder / f"shard-0000{rank}-model-00001-of-00002.safetensors" for rank in (1, 2))
+    shutil.copy(one, two)
+    text = refused(folder, tmp_path / "x")
+    assert f"overlap: {one.name} and {two.name}" in text
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *("", "[]", "{", "{}", '{"up": 1}', '{"up": {"saved_offsets": [0]}}', '{"up": {"saved_offsets": [0, -1]}}'),
+        *('{"up": {"saved_offsets": ["0", 1]}}', '{"up": {"saved_offsets": [0, 9223372036854775807]}}', "[" * 100_000),
+    ],
+)
+def test_places_that_make_no_sense(told: str, folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00002-model-00001-of-00002.safetensors"
+    save_file({"up": torch.zeros(2, 5)}, path, {"DCP_SHARDING_INFO": told, "format": "pt"})
+    assert f"{path.name} cannot be read: DCP_SHARDING_INFO" in refused(folder, tmp_path / "x")
+    ckptool.validate(path)
+
+
+def test_a_piece_far_away_makes_no_large_tensor(folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00002-model-00001-of-00002.safetensors"
+    places = json.dumps({"up": {"saved_offsets": [1 << 61, 0]}})
+    save_file({"up": torch.zeros(2, 5)}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
+    assert "is larger than any tensor can be" in refused(folder, tmp_path / "x")
+
+
+def test_another_dtype_in_one_file(folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00002-model-00001-of-00002.safetensors"
+    places = json.dumps({"up": {"saved_offsets": [3, 0]}})
+    save_file({"up": torch.zeros(3, 5).half()}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
+    assert f"of another kind in {path.name}" in refused(folder, tmp_path / "x")
