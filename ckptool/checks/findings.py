@@ -107,7 +107,10 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         "unfinished-edit": undo_step(checkpoint.path),
         PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",
     }
-    found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
+    found = [
+        Finding(p.code, p.level, p.message, _inspect(p.where) if p.code == "inner-weights" else ways.get(p.code, ""))
+        for p in container.problems
+    ]
     flaws: dict[str, list[str]] = {}
     for flaw in all_flaws:
         flaws.setdefault(flaw.code, []).append(flaw.message)
@@ -117,6 +120,10 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
     if container.byteorder == "big":
         found.append(Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads"))
     return found
+
+
+def _inspect(path: str) -> str:
+    return f"ckptool inspect {argument(path)}"
 
 
 def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:

@@ -41,6 +41,12 @@ __all__ = ["Dcp", "read", "sniff"]
 WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files"
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
+#: What frameworks put into the folder for themselves.
+_BESIDE: Final = {
+    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
+    "common.pt": "what is no tensor in a checkpoint of Megatron-LM: arguments, iteration",
+    "metadata.json": "which format of Megatron-LM it is",
+}
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
 
@@ -332,6 +338,10 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             found.append(one)
             own.append(FoundPickle(name, one.graph, "", source.size - one.end))
         container = Dcp(path, merged_metadata(found), files, own)
+        beside = {name: words for name in names if (words := _BESIDE.get(name)) is not None}
+        if beside:
+            told = "; ".join(f"{name} ({words})" for name, words in beside.items())
+            container._note("side-files", "note", f"beside the tensors: {told}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)

@@ -31,7 +31,9 @@ __all__ = [
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
-#: Everything that torch's own writer names in a ``.metadata``, besides dtypes.
+_PLANNER: Final = "torch.distributed.checkpoint.planner"
+#: Everything that torch's own writer names in a ``.metadata``, besides dtypes; with the plans of all ranks, which
+#: Megatron-LM puts in (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 EXPECTED: Final = frozenset(
     (
         *(
@@ -48,6 +50,7 @@ EXPECTED: Final = frozenset(
             )
         ),
         f"{_FILESYSTEM}._StorageInfo",
+        *(f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
         "torch.Size",
         "torch.serialization._get_layout",
         *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")),
