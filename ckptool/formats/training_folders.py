@@ -25,7 +25,8 @@ __all__ = ["training_folder"]
 _OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
 _ZERO3: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt\Z")
 _MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt\Z")
-_LAYER: Final = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt\Z")
+#: Of a pipeline; the rank stands in it where a layer is cut over several.
+_LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
 _RANK: Final = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
 _ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
 _TAG: Final = re.compile(r"global_step\d+\Z")
@@ -116,7 +117,7 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
         gone.append("the model states (mp_rank_00_model_states.pt)")
     kind = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
     what = f"it is a DeepSpeed checkpoint, {kind}, of {counted(data, 'data-parallel rank')}"
-    what += f" x {counted(model, 'model-parallel rank')}" if model > 1 else ""
+    what += f" x {counted(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}" * (model > 1)
     what += _written(told)
     parts = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
     what += f": {listed([counted(number, noun) for number, noun in parts if number])}"
