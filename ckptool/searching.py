@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -37,6 +38,8 @@ _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 
 #: Files of a folder that are looked at to say what is in it.
 _LISTED: Final = 200
+#: Files of other kinds that are named where there is no checkpoint.
+_NAMED: Final = 3
 
 
 class Target(NamedTuple):
@@ -131,11 +134,12 @@ def _inside(path: str) -> UnreadableError | None:
         names = sorted(os.listdir(path))[:_LISTED]
     except OSError:
         return None
-    found = [(name, what) for name in names if (what := _kind(os.path.join(path, name)))]
+    known = ((name, what) for name in names if (what := _kind(os.path.join(path, name))))
+    found = list(islice(known, _NAMED + 1))
     if not found:
         return None
-    words = listed([f"{shown(name)} is {what}" for name, what in found], most=3)
-    what = f"there is no torch checkpoint in this folder: {words}"
+    words = [f"{shown(name)} is {what}" for name, what in found[:_NAMED]]
+    what = f"there is no torch checkpoint in this folder: {listed(words)}{', among others' * (len(found) > _NAMED)}"
     return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, found[0][0]))}")
 
 

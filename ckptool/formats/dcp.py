@@ -70,6 +70,8 @@ class Dcp:
         self.read = read
         self.files = files
         self.problems: list[Problem] = []
+        #: Files that hold no tensors of it, and are not written again.
+        self.side_files: list[str] = []
         self._own = own
         self._mentioned = {(item.name, item.offset) for item in read.items}
         self._spans: dict[str, StoredBytes] = {}
@@ -341,6 +343,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         beside = {name: words for name in names if (words := _BESIDE.get(name)) is not None}
         if beside:
             told = "; ".join(f"{name} ({words})" for name, words in beside.items())
+            container.side_files = list(beside)
             container._note("side-files", "note", f"beside the tensors: {told}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"

@@ -35,9 +35,9 @@ KINDS: Final = frozenset(
     )
 )
 _TF: Final = "tf.train.load_checkpoint reads it"
-#: What a file of Keras names: models of Keras 2 and 3, weights of Keras 2; weights of Keras 3 in its groups.
-_KERAS: Final = re.compile(rb"keras_version|layer_names|model_weights|layers\0.*vars\0|vars\0.*layers\0", re.S)
 _GGUF: Final = "the gguf package reads it, llama.cpp runs it; from_pretrained of transformers takes some as gguf_file"
+#: What a file of Keras 2 names. Keras 3 has weights in groups called layers and vars.
+_KERAS: Final = re.compile(rb"keras_version|layer_names|model_weights")
 _HDF: Final = b"\x89HDF\r\n\x1a\n"
 #: Where the signature of an HDF5 file may stand: behind a block of the user's, of 512 bytes or twice that ...
 _HDF_PLACES: Final = (0, 512, 1024, 2048, 4096, 8192)
@@ -72,7 +72,7 @@ def named(head: bytes, source: Source) -> Named | None:
         block = source.read(hdf, 1 << 16)
         if b"model_config" in block:
             return Named("hdf5", "a Keras model as HDF5", "keras.models.load_model reads it")
-        if _KERAS.search(block):
+        if _KERAS.search(block) or (b"layers\0" in block and b"vars\0" in block):
             return Named(
                 "hdf5", "an HDF5 file with weights of Keras", "load_weights of the Keras model, or h5py reads it"
             )
@@ -87,7 +87,7 @@ def named(head: bytes, source: Source) -> Named | None:
     if _TF_DATA.search(source.name):
         return Named("tensorflow-data", "the data of a TensorFlow checkpoint: its .index names the variables", _TF)
     if re.search(r"\.onnx[._]data\Z", source.name):
-        what = "the weights of an ONNX model: bare bytes, which its .onnx file describes"
+        what = "the file of weights of an ONNX model: bare bytes, which its .onnx file describes"
         return Named("onnx", what, "onnx.load of the .onnx file reads both")
     if head.lstrip().startswith(b"model_checkpoint_path:"):
         return Named("tensorflow", "the text that says which TensorFlow checkpoint is the latest", _TF)

@@ -117,13 +117,17 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
         gone.append("the model states (mp_rank_00_model_states.pt)")
     kind = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
     what = f"it is a DeepSpeed checkpoint, {kind}, of {counted(data, 'data-parallel rank')}"
-    what += f" x {counted(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}" * (model > 1)
+    what += f" x {counted(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}" * (
+        model > 1
+    )
     what += _written(told)
     parts = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
     what += f": {listed([counted(number, noun) for number, noun in parts if number])}"
     what += f"; missing: {listed(gone)}" if gone else ", all there"
     above, tag = os.path.split(os.path.normpath(path))
-    tool = f"python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)} makes one of it; "
+    tool = (
+        f"python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)} makes one file of it; "
+    )
     each = f"ckptool inspect {quote(os.path.join(path, '*.pt'))} shows its files"
     tool = tool if (optimizer or zero3) and not gone and model == 1 else ""
     if len(models) == 1 and model == 1 and not zero3 and not layers:
