@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -14,7 +16,7 @@ from .formats.foreign import KINDS as FOREIGN
 from .formats.foreign import named_folder
 from .formats.identify import explain, zip_kind
 from .formats.zip_archives import kind_of
-from .human import listed
+from .human import listed, shown
 from .source import open_source
 from .zips import read_archive
 
@@ -29,12 +31,16 @@ _OTHERS: Final = frozenset(
         *FOREIGN,
     )
 )
+#: Archives with files in them that may be checkpoints.
+_ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
 #: Of files called .bin, which may be anything, only these claim to be a checkpoint.
 _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 
 
 #: Files of a folder that are looked at to say what is in it.
 _LISTED: Final = 200
+#: Files of other kinds that are named where there is no checkpoint.
+_NAMED: Final = 3
 
 
 class Target(NamedTuple):
@@ -120,7 +126,48 @@ def _without_checkpoint(path: str) -> UnreadableError:
     special = explain_directory(path) if os.path.isdir(path) else None
     if isinstance(special, NotACheckpointError):
         return special
-    return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
+    return _inside(path) or UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
+
+
+def _inside(path: str) -> UnreadableError | None:
+    """What a folder without a checkpoint holds instead: models of other frameworks, archives, folders of such."""
+    try:
+        names = sorted(os.listdir(path))[:_LISTED]
+    except OSError:
+        return None
+    known = ((name, what) for name in names if (what := _kind(os.path.join(path, name))))
+    found = list(islice(known, _NAMED + 1))
+    if not found:
+        return None
+    words = [f"{shown(name)} is {what}" for name, what in found[:_NAMED]]
+    what = f"there is no torch checkpoint in this folder: {listed(words)}{', among others' * (len(found) > _NAMED)}"
+    return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, found[0][0]))}")
+
+
+def _kind(path: str) -> str:
+    """What a file or folder of another framework is, in a few words; "" for what is none, or not known."""
+    if os.path.isdir(path):
+        try:
+            folder = named_folder(os.listdir(path))
+        except OSError:
+            return ""
+        return folder.what if folder is not None else ""
+    try:
+        source = open_source(path)
+    except UnreadableError:
+        return ""
+    try:
+        head = source.read(0, 1024)
+        archive = head[:4] == b"PK\x03\x04"
+        error = zip_kind(read_archive(source)) if archive else explain(head, source)
+    except UnreadableError:
+        return ""
+    finally:
+        source.close()
+    kind = getattr(error, "kind", "")
+    if error is None or kind not in _ARCHIVES | FOREIGN:
+        return ""
+    return re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
 
 
 def _claims(path: str) -> bool:

@@ -49,12 +49,29 @@ def manifest() -> list[Fixture]:
     ]
 
 
+class Real(NamedTuple):
+    """A line of fixtures/real/MANIFEST.tsv: a file or folder that another library wrote."""
+
+    path: Path
+    kind: str
+    made_with: str
+    why: str
+
+
+def real() -> list[Real]:
+    """What other libraries wrote."""
+    with (FIXTURES / "real" / "MANIFEST.tsv").open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [Real(FIXTURES / "real" / row["name"], row["kind"], row["made_with"], row["why"]) for row in rows]
+
+
 MANIFEST = manifest()
+REAL = real()
 CHECKPOINTS = [item for item in MANIFEST if item.container in ("torch-zip", "torch-legacy")]
 LOADABLE = [item for item in CHECKPOINTS if item.loads]
 
 
-def by_name(item: Fixture) -> str:
+def by_name(item: Fixture | Real) -> str:
     return item.path.name
 
 

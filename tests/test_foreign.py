@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import pickle
 import random
+import shutil
 import struct
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CORPUS, MANIFEST, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
+from ckptool.cli.main import run
 from ckptool.errors import MalformedError, NotACheckpointError, UnreadableError
 from ckptool.formats.foreign import KINDS
 from ckptool.formats.gguf import summary
 from ckptool.formats.protobuf import fields
 from ckptool.source import BytesSource
 
-FOREIGN = [item for item in MANIFEST if item.container in KINDS or item.container == "executorch"]
+#: Written by the libraries themselves, and heads and marks of what none could be had for.
+HANDMADE = [
+    Real(item.path, item.container, "", item.why) for item in MANIFEST if item.container in (*KINDS, "executorch")
+]
+FOREIGN = [*HANDMADE, *(item for item in REAL if item.kind in KINDS and item.path.is_file())]
+FOLDERS = [item for item in REAL if item.kind in KINDS and item.path.is_dir()]
+#: Told by their names: nothing in them is a mark.
+BY_NAME = ("external.onnx.data",)
 
 
 def refusal(path: Path) -> NotACheckpointError:
@@ -29,18 +38,88 @@ def refusal(path: Path) -> NotACheckpointError:
 
 
 @pytest.mark.parametrize("item", FOREIGN, ids=by_name)
-def test_named_by_its_content(item: Fixture, tmp_path: Path) -> None:
+def test_named_by_its_content(item: Real, tmp_path: Path) -> None:
     error = refusal(item.path)
-    assert error.kind == item.container
+    assert error.kind == item.kind
     assert error.next
-    if item.path.name not in ("flax_model.msgpack", "saved_model.pb"):
+    if item.path.name not in BY_NAME:
         other = tmp_path / "model.bin"
         other.write_bytes(item.path.read_bytes())
-        assert refusal(other).kind == item.container
+        assert refusal(other).kind == item.kind
+
+
+@pytest.mark.parametrize("item", FOLDERS, ids=by_name)
+def test_folders_are_named(item: Real) -> None:
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptool.open(item.path)
+    assert caught.value.kind == item.kind
+    assert caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny.gguf", "version 3, architecture llama, 5 tensors (F16 1, Q8_0 1, Q4_0 1, BF16 1 and F32 1)"),
+        ("big_endian.gguf", "version 3, big-endian, architecture llama, 5 tensors"),
+        ("net.onnx", "an ONNX model, opset 21, written by 'onnx-example'"),
+        ("net.keras", "a Keras model (.keras), written by Keras 3."),
+        ("net.h5", "a Keras model as HDF5"),
+        ("net.weights.h5", "an HDF5 file with weights of Keras"),
+        ("user_block.h5", "an HDF5 file,"),
+        ("shards.weights.json", "the index of weights in shards, such as 'shards_00000.weights.h5'"),
+        ("linen.msgpack", "a msgpack file of Flax, first key 'params'"),
+        ("train_state.msgpack", "a msgpack file of Flax, first key 'step'"),
+        ("frozen.pb", "a TensorFlow graph (.pb)"),
+        ("tf_v1", "a folder of TensorFlow checkpoints of the first version"),
+        ("tf_v1/model.ckpt-7", "a TensorFlow checkpoint of the first version (V1),"),
+        ("tf_v2/model.ckpt-7.meta", "the graph of a TensorFlow checkpoint (.meta)"),
+        ("tf_v2/model.ckpt-7.index", "the index of a TensorFlow checkpoint"),
+        ("tf_v2/model.ckpt-7.data-00000-of-00001", "the data of a TensorFlow checkpoint"),
+        ("tf_v2/checkpoint", "the text that says which TensorFlow checkpoint is the latest"),
+        ("tf_saved/saved_model.pb", "a TensorFlow SavedModel, not a torch checkpoint: its graph"),
+        ("tf_saved/variables", "a folder of TensorFlow checkpoints,"),
+        ("orbax/manifest.ocdbt", "a part of a checkpoint of Orbax"),
+        ("orbax_manager/10", "a checkpoint of Orbax"),
+        ("net.mlmodel", "a Core ML model, specification 1"),
+        ("net.mlpackage", "a Core ML package"),
+        ("logistic.joblib", "a file of joblib (LogisticRegression)"),
+        ("logistic.pkl", "a pickled scikit-learn model (LogisticRegression)"),
+        ("logistic.z", "a pickle that zlib compressed, as joblib does"),
+        ("ppo.zip", "a model of Stable-Baselines3 2."),
+    ],
+)
+def test_in_words(name: str, words: str) -> None:
+    path = FIXTURES / "real" / name
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptool.open(path)
+    assert words in caught.value.what
+
+
+def test_what_is_no_graph_of_tensorflow() -> None:
+    assert refusal(FIXTURES / "real" / "tf_saved" / "fingerprint.pb").kind == "unknown"
+
+
+def test_the_policy_is_named_not_its_optimizer() -> None:
+    path = FIXTURES / "real" / "ppo.zip"
+    assert refusal(path).next == f"ckptool inspect '{path}!policy.pth'"
+    with ckptool.open(f"{path}!policy.pth") as checkpoint:
+        assert len(checkpoint.survey.tensors) == 8
+
+
+def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(FIXTURES / "real" / "orbax_manager", tmp_path / "steps")
+    shutil.copy(FIXTURES / "real" / "tiny.gguf", tmp_path)
+    (tmp_path / "notes.txt").write_text("nothing")
+    for path, words in (
+        (tmp_path, "'tiny.gguf' is a GGUF model"),
+        (tmp_path / "steps", "'10' is a checkpoint of Orbax"),
+    ):
+        assert run(["inspect", str(path)]) == 3
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("item", FOREIGN, ids=by_name)
-def test_cut_or_changed_it_never_crashes(item: Fixture, tmp_path: Path) -> None:
+def test_cut_or_changed_it_never_crashes(item: Real, tmp_path: Path) -> None:
     data = item.path.read_bytes()
     path = tmp_path / item.path.name
     chance = random.Random(1)
@@ -131,7 +210,7 @@ def test_a_folder_does_not_count_them(tmp_path: Path) -> None:
     """``validate DIR`` looks at what claims to be a checkpoint, and models of others do not."""
     for item in FOREIGN:
         (tmp_path / f"{item.path.name}.bin").write_bytes(item.path.read_bytes())
-        if item.container not in ("sklearn", "executorch", "pickle"):
+        if item.kind not in ("sklearn", "executorch", "pickle") and item.path.name not in BY_NAME:
             (tmp_path / f"{item.path.name}.pt").write_bytes(item.path.read_bytes())
     from ckptool.searching import find_targets
 

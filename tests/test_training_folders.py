@@ -1,18 +1,22 @@
 """Folders of DeepSpeed and Megatron-LM: named with what is there and what is missing.
 
-The files are made here with the names and keys that the frameworks write; neither is installed.
+Those of two ranks were written by DeepSpeed itself (fixtures/real); for other numbers of ranks, and for Megatron-LM's
+older format, the files are made here with the names and keys that the frameworks write.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import FIXTURES
 
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import NotACheckpointError
+from ckptool.survey import TensorEntry
 
 
 def deepspeed(path: Path, stage: int, ranks: int, model: int = 1, prefix: str = "") -> Path:
@@ -44,6 +48,55 @@ def told(path: Path) -> str:
         ckptool.open(path)
     assert caught.value.kind in ("deepspeed", "megatron")
     return f"{caught.value}\n{caught.value.next}"
+
+
+REAL = FIXTURES / "real"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero0", "without ZeRO, of 2 data-parallel ranks, step 3: 1 model file, all there"),
+        ("zero1", "ZeRO stage 1, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
+        ("zero2", "ZeRO stage 2, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
+        ("zero3", "ZeRO stage 3, of 2 data-parallel ranks, step 3: 2 optimizer files and 2 model files, all there"),
+        ("pipeline", "1 data-parallel rank x 2 pipeline- and model-parallel ranks: 2 model files and 2 layer files"),
+    ],
+)
+def test_what_deepspeed_writes(name: str, words: str) -> None:
+    (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
+    for path in (step, step.parent):
+        assert words in told(path)
+    assert ("zero_to_fp32" in told(step)) == (name in ("zero1", "zero2", "zero3"))
+    assert ("mp_rank_00_model_states.pt shows the weights" in told(step)) == (name in ("zero0", "zero1", "zero2"))
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "pipeline"])
+def test_missing_files_of_deepspeed_are_named(name: str, tmp_path: Path) -> None:
+    (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
+    files = sorted(path.name for path in step.iterdir() if not path.name.startswith("layer_"))
+    for gone in files:
+        folder = tmp_path / gone / step.name
+        shutil.copytree(step, folder)
+        (folder / gone).unlink()
+        if len(files) > 1:
+            assert "missing: " in told(folder) or (gone == files[-1] and name == "pipeline"), gone
+
+
+def test_the_files_of_deepspeed_themselves() -> None:
+    """Each can be read; those of stage 3 say where the weights are."""
+    for path in sorted(REAL.glob("zero*/*/*.pt")):
+        with ckptool.open(path) as checkpoint:
+            assert checkpoint.survey.tensors
+            if "model_states" in path.name:
+                expected = torch.load(path, weights_only=True)["module"]
+                assert list(expected) == [entry.key for entry in module_of(checkpoint)]
+        codes = [finding["code"] for finding in ckptool.inspect(path)["findings"]]
+        assert ("weights-elsewhere" in codes) == ("zero3" in str(path) and "model_states" in path.name)
+
+
+def module_of(checkpoint: ckptool.Checkpoint) -> list[TensorEntry]:
+    return [entry for entry in checkpoint.survey.tensors if entry.path.startswith("module")]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

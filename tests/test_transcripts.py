@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import click
 import pytest
-from conftest import FIXTURES, ROOT
+from conftest import FIXTURES, REAL, ROOT
 
 from ckptool import errors
 from ckptool.cli import editing, main, show, validate
@@ -37,6 +37,7 @@ from ckptool.cli.render import say_error
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 FILES = sorted(TRANSCRIPTS.glob("*.txt"))
+REALS = {item.path.name for item in REAL}
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 
 #: What decides how text is laid out, and what a variable of the user's must not change.
@@ -147,6 +148,10 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
                 (place / name).chmod(0o644)
             elif name and (FIXTURES / name).is_dir() and (FIXTURES / name / ".metadata").is_file():
                 shutil.copytree(FIXTURES / name, place / name)
+            elif name in REALS and (FIXTURES / "real" / name).is_dir():
+                shutil.copytree(FIXTURES / "real" / name, place / name)
+            elif name in REALS:
+                shutil.copy(FIXTURES / "real" / name, place / name)
         os.environ.update(ENVIRONMENT)
         os.chdir(place)
         try:

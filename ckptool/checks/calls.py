@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 from ..human import cut
@@ -38,8 +39,29 @@ def suspicious_calls(graph: Graph) -> list[str]:
             roots = (module, module.partition(".")[0])
             if any(root in _MODULES for root in roots) or (module == "builtins" and function in _BUILTINS):
                 names[ref] = name
-    calls = (node for node in graph.nodes if type(node) is Call and node.func in names) if names else ()
-    return [f"{names[node.func]}({_arguments(graph, node)})" for node in calls]
+    if not names:
+        return []
+    calls = [(ref, node) for ref, node in enumerate(graph.nodes) if type(node) is Call and node.func in names]
+    called = {node.func for node in graph.nodes if type(node) is Call}
+    return [
+        f"{names[node.func]}({_arguments(graph, node)})"
+        for ref, node in calls
+        if ref in called or names[node.func] != "builtins.getattr" or not _is_member(graph, node, names)
+    ]
+
+
+def _is_member(graph: Graph, node: Call, names: Container[Ref]) -> bool:
+    """Is it ``getattr(Class, 'name')``, as Python pickles a method, or a class within a class, and nothing that the
+    names above reach? What is called with it, or is itself called, is another matter."""
+    args = graph.nodes[node.args]
+    if type(args) is not tuple or len(args) != 2 or args[0] in names or node.filling is not None:
+        return False
+    owner, name = graph.nodes[args[0]], graph.nodes[args[1]]
+    if type(owner) is not Global or type(name) is not str or not name.isidentifier() or name.startswith("__"):
+        return False
+    # Modules and functions are in lower case: what looks like a class is one, or the name of one at least.
+    words = owner.name.split(".")
+    return mapped_name(owner).partition(".")[0] != "builtins" and all(word.lstrip("_")[:1].isupper() for word in words)
 
 
 def _arguments(graph: Graph, node: Call) -> str:

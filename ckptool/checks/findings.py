@@ -73,6 +73,7 @@ def findings(
         *_weights_only(checkpoint, verdict),
         *edits,
         *_state_dicts(checkpoint),
+        *_elsewhere(checkpoint),
         *_bytes(checkpoint, account),
     ]
     program = program_of(checkpoint)
@@ -82,6 +83,17 @@ def findings(
     order = {"error": 0, "warning": 1, "note": 2}
     found.sort(key=lambda finding: order[finding.level])
     return found[: LIMITS.listed]
+
+
+def _elsewhere(checkpoint: Checkpoint) -> list[Finding]:
+    """A model file of DeepSpeed without weights: with ZeRO stage 3 each rank has its parts of them elsewhere."""
+    inner = [entry.tensor for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
+    deepspeed = any(entry.key == "ds_version" for entry in checkpoint.survey.entries)
+    if not deepspeed or not inner or any(0 not in tensor.shape for tensor in inner):
+        return []
+    what = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the files of the optimizer"
+    folder = os.path.dirname(checkpoint.path) or os.curdir
+    return [Finding("weights-elsewhere", "warning", what, _inspect(folder))]
 
 
 def _is_way(step: str, commands: Sequence[str]) -> bool:
@@ -112,7 +124,10 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
         "unfinished-edit": undo_step(checkpoint.path),
         PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",
     }
-    found = [Finding(p.code, p.level, p.message, ways.get(p.code, "")) for p in container.problems]
+    found = [
+        Finding(p.code, p.level, p.message, _inspect(p.where) if p.code == "inner-weights" else ways.get(p.code, ""))
+        for p in container.problems
+    ]
     flaws: dict[str, list[str]] = {}
     for flaw in all_flaws:
         flaws.setdefault(flaw.code, []).append(flaw.message)
@@ -122,6 +137,10 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
     if container.byteorder == "big":
         found.append(Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads"))
     return found
+
+
+def _inspect(path: str) -> str:
+    return f"ckptool inspect {argument(path)}"
 
 
 def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:

@@ -43,6 +43,12 @@ WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.dis
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
+#: What frameworks put into the folder for themselves.
+_BESIDE: Final = {
+    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
+    "common.pt": "what is no tensor in a checkpoint of Megatron-LM: arguments, iteration",
+    "metadata.json": "which format of Megatron-LM it is",
+}
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
 
@@ -68,6 +74,8 @@ class Dcp:
         self.read = read
         self.files = files
         self.problems: list[Problem] = []
+        #: Files that hold no tensors of it, and are not written again.
+        self.side_files: list[str] = []
         self._own = own
         self._pieces = Pieces(read.listed)
         #: Objects that could not be had: the first of each file with the reason, and how many.
@@ -373,6 +381,11 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         container = Dcp(path, merged_metadata(found), files, own, closed)
         if wanted != [".metadata"]:
             container._note_ranks(wanted)
+        beside = {name: words for name in names if (words := _BESIDE.get(name)) is not None}
+        if beside:
+            told = "; ".join(f"{name} ({words})" for name, words in beside.items())
+            container.side_files = list(beside)
+            container._note("side-files", "note", f"beside the tensors: {told}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)

@@ -36,7 +36,9 @@ _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD: Final = "torch.distributed._shard.checkpoint"
 _CLASSES: Final = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
 _FORMATS: Final = frozenset((f"{_MODULE}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING"))
-#: Everything that torch's own writer names in a ``.metadata``, besides dtypes.
+_PLANNER: Final = "torch.distributed.checkpoint.planner"
+#: Everything that torch's own writer names in a ``.metadata``, besides dtypes; with the plans of all ranks, which
+#: Megatron-LM puts in (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 EXPECTED: Final = _FORMATS.union(
     (
         *(f"{module}.{name}" for module in (_MODULE, f"{_OLD}.metadata") for name in _CLASSES),
@@ -45,6 +47,7 @@ EXPECTED: Final = _FORMATS.union(
         f"{_MODULE}.StorageMeta",
         f"{_FILESYSTEM}._StorageInfo",
         f"{_OLD}.filesystem._StorageInfo",
+        *(f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
         "torch.Size",
         "torch.serialization._get_layout",
         *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")),

@@ -15,7 +15,7 @@ from ..zips import Archive, Record, contents
 from . import gguf
 from .protobuf import Field, fields
 
-__all__ = ["KINDS", "Named", "named", "named_archive", "named_folder", "named_pickle"]
+__all__ = ["KINDS", "Named", "named", "named_archive", "named_folder", "named_pickle", "packed_by"]
 
 
 class Named(NamedTuple):
@@ -30,11 +30,18 @@ class Named(NamedTuple):
 KINDS: Final = frozenset(
     (
         *("gguf", "ggml", "npy", "npz", "hdf5", "keras", "tensorflow", "tensorflow-index", "tensorflow-data"),
-        *("savedmodel", "onnx", "coreml", "tflite", "flax", "msgpack", "mxnet", "tensorrt", "torch-preview"),
+        *("orbax", "savedmodel", "onnx", "coreml", "tflite", "flax", "msgpack", "mxnet", "tensorrt", "torch-preview"),
         *("sklearn", "joblib", "paddle", "png", "jpeg"),
     )
 )
 _TF: Final = "tf.train.load_checkpoint reads it"
+_GGUF: Final = "the gguf package reads it, llama.cpp runs it; from_pretrained of transformers takes some as gguf_file"
+#: What a file of Keras 2 names. Keras 3 has weights in groups called layers and vars.
+_KERAS: Final = re.compile(rb"keras_version|layer_names|model_weights")
+_HDF: Final = b"\x89HDF\r\n\x1a\n"
+#: Where the signature of an HDF5 file may stand: behind a block of the user's, of 512 bytes or twice that ...
+_HDF_PLACES: Final = (0, 512, 1024, 2048, 4096, 8192)
+_TF_DATA: Final = re.compile(r"\.data-\d{5}-of-\d{5}\Z")
 #: The last eight bytes of a table of LevelDB, in which TensorFlow keeps the names of variables.
 _TABLE: Final = bytes.fromhex("57fb808b247547db")
 _MAGIC: Final = (
@@ -44,6 +51,10 @@ _MAGIC: Final = (
     (b"fmgg", "ggml", "a GGML model, older than GGUF", "llama.cpp's convert scripts make GGUF of it"),
     (b"tjgg", "ggml", "a GGML model, older than GGUF", "llama.cpp's convert scripts make GGUF of it"),
     (b"\x12\x01" + bytes(14), "mxnet", "a parameter file of MXNet", "mxnet.nd.load reads it"),
+    *(
+        (mark, "orbax", "a part of a checkpoint of Orbax (TensorStore's OCDBT)", "orbax.checkpoint reads its folder")
+        for mark in (b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde", b"\x0c\xdb\x12\x34")
+    ),
     (b"\x89PNG", "png", "a PNG picture", ""),
     (b"\xff\xd8\xff", "jpeg", "a JPEG picture", ""),
     (b"PYTORCH1", "torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", ""),
@@ -53,25 +64,51 @@ _MAGIC: Final = (
 def named(head: bytes, source: Source) -> Named | None:
     """The format of a file that is no archive and no pickle."""
     if head.startswith(b"GGUF"):
-        return Named("gguf", f"a GGUF model (llama.cpp): {gguf.summary(source)}", "the gguf package reads it")
+        return Named("gguf", f"a GGUF model (llama.cpp): {gguf.summary(source)}", _GGUF)
     if head.startswith(b"\x93NUMPY"):
         return Named("npy", f"a NumPy array: {_array(head) or 'its header is damaged'}", "numpy.load reads it")
-    if head.startswith(b"\x89HDF\r\n\x1a\n"):
-        keras = re.search(rb"keras_version|layer_names|model_weights|model_config", source.read(0, 1 << 16))
-        words = "an HDF5 file with weights of Keras" if keras else "an HDF5 file"
-        return Named("hdf5", words, "keras.models.load_model or h5py reads it" if keras else "h5py reads it")
+    hdf = next((place for place in _HDF_PLACES if source.read(place, len(_HDF)) == _HDF), -1)
+    if hdf >= 0:
+        block = source.read(hdf, 1 << 16)
+        if b"model_config" in block:
+            return Named("hdf5", "a Keras model as HDF5", "keras.models.load_model reads it")
+        if _KERAS.search(block) or (b"layers\0" in block and b"vars\0" in block):
+            return Named(
+                "hdf5", "an HDF5 file with weights of Keras", "load_weights of the Keras model, or h5py reads it"
+            )
+        return Named("hdf5", "an HDF5 file", "h5py reads it")
     if head[4:8] == b"TFL3":
         return Named("tflite", "a TensorFlow Lite model", "tf.lite.Interpreter runs it")
     for magic, kind, what, tool in _MAGIC:
         if head.startswith(magic):
             return Named(kind, what, tool)
     if source.size > len(_TABLE) and source.read(source.size - len(_TABLE), len(_TABLE)) == _TABLE:
-        return Named("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
-    if re.search(r"\.data-\d{5}-of-\d{5}$", source.name):
-        return Named("tensorflow-data", "the data of a TensorFlow checkpoint; its .index names the variables", _TF)
+        return _table(head)
+    if _TF_DATA.search(source.name):
+        return Named("tensorflow-data", "the data of a TensorFlow checkpoint: its .index names the variables", _TF)
+    if re.search(r"\.onnx[._]data\Z", source.name):
+        what = "the file of weights of an ONNX model: bare bytes, which its .onnx file describes"
+        return Named("onnx", what, "onnx.load of the .onnx file reads both")
     if head.lstrip().startswith(b"model_checkpoint_path:"):
         return Named("tensorflow", "the text that says which TensorFlow checkpoint is the latest", _TF)
     return _msgpack(head, source) or (_message(source) if head[:1] in (b"\x08", b"\x0a") else None)
+
+
+def _table(head: bytes) -> Named:
+    """A table of LevelDB: its first value is the header of an index (``num_shards`` is its first field), or the list
+    of all slices in a checkpoint of TensorFlow's first format, which holds the weights as well."""
+    if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
+        return Named("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
+    return Named("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
+
+
+def _is_graph(node: Field) -> bool:
+    """Is it a NodeDef: a name, and an operation? Of a long one only the beginning is there."""
+    size = node.head[1] if len(node.head) > 1 else 0
+    name, rest = node.head[2 : 2 + size], node.head[2 + size :]
+    if node.head[:1] != b"\x0a" or not name.isascii() or not name.decode("ascii").isprintable() or not name:
+        return False
+    return not rest or (rest[:1] == b"\x12" and rest[2:3].isalpha())
 
 
 def _message(source: Source) -> Named | None:
@@ -91,13 +128,13 @@ def _message(source: Source) -> Named | None:
         return Named("onnx", f"an ONNX model{opset}{by}", "onnx.load reads it, onnxruntime runs it")
     if 0 < first.value < 100 and second is not None and any(200 <= number <= 4000 for number in by_number):
         return Named("coreml", f"a Core ML model, specification {first.value}", "coremltools reads it")
-    if source.name.endswith(".pb") or (first.value == 1 and second is not None and b"serve" in source.read(0, 4096)):
-        if first.value == 1 and second is not None:
-            return Named(
-                "savedmodel",
-                "a TensorFlow SavedModel: its graph, without its variables",
-                "tf.saved_model.load reads its folder",
-            )
+    if first.value == 1 and second is not None and (b"serve" in source.read(0, 4096) or source.name.endswith(".pb")):
+        what = "a TensorFlow SavedModel: its graph, without its variables"
+        return Named("savedmodel", what, "tf.saved_model.load reads its folder")
+    if source.name.endswith(".meta") and first.size and second is not None:
+        what = "the graph of a TensorFlow checkpoint (.meta): without its variables"
+        return Named("tensorflow", what, "tf.compat.v1.train.import_meta_graph reads it")
+    if first.size and _is_graph(first):
         return Named("tensorflow", "a TensorFlow graph (.pb)", "tf.compat.v1.GraphDef reads it")
     return None
 
@@ -175,6 +212,15 @@ def named_archive(archive: Archive) -> Named | None:
     return None
 
 
+def packed_by(archive: Archive) -> str:
+    """Which library put checkpoints into an archive, in words with its version; "" where it is not known."""
+    record = archive.by_name.get("_stable_baselines3_version")
+    if record is None:
+        return ""
+    version = re.match(rb"[\w.+-]{1,30}", _first(archive, record))
+    return "a model of Stable-Baselines3" + (f" {version.group().decode('ascii')}" if version else "")
+
+
 def _first(archive: Archive, record: Record | None) -> bytes:
     """The first bytes of a record."""
     if record is None or record.method not in (0, 8):
@@ -199,7 +245,7 @@ _PICKLED: Final = (
 def named_pickle(nodes: Collection[Node]) -> Named | None:
     """The framework whose classes or marks a bare pickle names, as far as it was followed."""
     if "StructuredToParameterName@@" in [node for node in nodes if type(node) is str]:
-        return Named("paddle", "a parameter file of PaddlePaddle (.pdparams)", "paddle.load reads it")
+        return Named("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")
     found = [node for node in nodes if isinstance(node, Global)]
     modules = {node.module.partition(".")[0] for node in found}
     for module, kind, what, tool in _PICKLED:
@@ -218,8 +264,19 @@ _FOLDERS: Final[tuple[tuple[Callable[[_Names], bool], Named], ...]] = (
         Named("savedmodel", "a TensorFlow SavedModel", "tf.saved_model.load reads it"),
     ),
     (
-        lambda names: "checkpoint" in names and any(name.endswith(".index") for name in names),
+        lambda names: (
+            any(name.endswith(".index") for name in names)
+            and ("checkpoint" in names or any(map(_TF_DATA.search, names)))
+        ),
         Named("tensorflow", "a folder of TensorFlow checkpoints", _TF),
+    ),
+    (
+        lambda names: "checkpoint" in names and any(name.endswith(".meta") for name in names),
+        Named("tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF),
+    ),
+    (
+        lambda names: "_CHECKPOINT_METADATA" in names or {"_METADATA", "_sharding"} <= set(names),
+        Named("orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"),
     ),
     (
         lambda names: "Manifest.json" in names and "Data" in names,

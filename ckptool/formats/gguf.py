@@ -27,7 +27,7 @@ _TYPES: Final = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"))),
     **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 10)),
     **dict(enumerate(("IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 20)),
-    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
 }
 
 
@@ -102,5 +102,5 @@ def summary(source: Source) -> str:
         pass  # cut, or longer than is read: what is known so far is said
     if types:
         place = next(number for number, part in enumerate(parts) if "tensor" in part)
-        parts[place] += f" ({listed([f'{name} {count:,}' for name, count in types.most_common()], most=4)})"
+        parts[place] += f" ({listed([f'{name} {count:,}' for name, count in types.most_common()], most=8)})"
     return ", ".join(parts)

@@ -7,6 +7,7 @@ is shared between shards.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple, TypeAlias
@@ -31,6 +32,8 @@ __all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
 WORDS = "folders of Hugging Face: safetensors or .bin weights, alone or in shards"
 
 _Named: TypeAlias = "list[tuple[str, PlainTensor]]"
+#: Folders of the modules of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
+_MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")
 #: Bytes of the head that tell a format.
 _HEAD: Final = 1024
 
@@ -92,7 +95,7 @@ class HfFolder:
             [] if weights.suffix == "safetensors" else [shard.container.graph for shard in self.shards]
         )
         self.writer = f"{first.writer}, {counted(len(self.shards), 'file')}"
-        self._tell_the_rest(weights, names)
+        self._tell_the_rest(folder, weights, names)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False, where: str = "") -> None:
         self.problems.append(Problem(code, level, message, refused, where))
@@ -197,7 +200,7 @@ class HfFolder:
             what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
             self._note("total-size", "warning", what)
 
-    def _tell_the_rest(self, weights: Weights, names: Collection[str]) -> None:
+    def _tell_the_rest(self, folder: str, weights: Weights, names: Collection[str]) -> None:
         if weights.variant:
             what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
             self._note("variant", "note", what)
@@ -212,6 +215,11 @@ class HfFolder:
         if beside:
             told = "; ".join(f"{listed(files)} ({words})" for words, files in beside.items())
             self._note("side-files", "note", f"beside the weights: {told}")
+        # A model of sentence-transformers has its later layers in folders of their own.
+        inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(_names(folder, name))]
+        if inner:
+            what = f"weights in {listed(inner)} are not shown here: it is a model of several modules, a folder each"
+            self._note("inner-weights", "note", what, where=os.path.join(folder, inner[0]))
 
     @property
     def shard_size(self) -> int:
@@ -272,6 +280,13 @@ class HfFolder:
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")
+
+
+def _names(*path: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(os.path.join(*path)))
+    except OSError:
+        return frozenset()
 
 
 def _moved_words(moved: list[tuple[str, str, str]]) -> str:

@@ -71,6 +71,12 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
             text = said.group(1).decode("utf-8", "replace")
             what = f"it is a JSON message of a server, {shown(text)}, not the checkpoint: the download went wrong"
             return _not("json", what, source, "download it again, logged in or from the link of the raw file")
+        if b'"weight_map"' in head or b'"weight_map"' in source.read(max(source.size - 4096, 0), 4096):
+            shards = re.findall(rb'"([^"\\]{1,100}\.(?:safetensors|bin|h5))"', source.read(0, 1 << 16))
+            first = min(shards).decode("utf-8", "replace") if shards else ""
+            words = f", such as {shown(first)}" if first else ""
+            what = f"it is the index of weights in shards{words}: names, not weights"
+            return _not("index", what, source, "name its folder, or one of the shards")
         what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
         return _not("json", what, source, "look into it, then download the checkpoint itself")
     if _is_text(head) and source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
@@ -96,23 +102,14 @@ def _is_text(head: bytes) -> bool:
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     name = source.name
     if head[:2] == b"\x1f\x8b":
-        inner = ""
-        try:
-            plain = zlib.decompressobj(31).decompress(head, 512)
-            inner = (
-                " of a zip checkpoint"
-                if plain[:4] == b"PK\x03\x04"
-                else " of a tar"
-                if plain[257:262] == b"ustar"
-                else ""
-            )
-        except zlib.error:
-            inner = ""
+        inner = _gzipped(head)
         step = f"tar -xzf {quote(name)}" if inner == " of a tar" else _unpacked("gunzip -c", name, ".gz")
         around = _around(source, "gzip", "a gzipped tar archive", step) if inner == " of a tar" else None
         if around is not None:
             return around
         return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
+    if head[:1] == b"\x78" and head[1:2] in b"\x01\x5e\x9c\xda" and len(head) > 2:
+        return _zlib(head, source)
     for magic, kind, tool in (
         (b"BZh", "bzip2", "bunzip2 -c"),
         (b"\xfd7zXZ\0", "xz", "unxz -c"),
@@ -124,6 +121,34 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
             step = _unpacked(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
             return _not(kind, f"it is {kind} data", source, f"{step}, then name the file inside")
     return None
+
+
+def _gzipped(head: bytes) -> str:
+    """What is in gzip data, by its first bytes, "" where that is not known."""
+    try:
+        plain = zlib.decompressobj(31).decompress(head, 512)
+    except zlib.error:
+        return ""
+    if plain[:4] == b"PK\x03\x04":
+        return " of a zip checkpoint"
+    return " of a tar" if plain[257:262] == b"ustar" else " of a pickle" if plain[:1] == b"\x80" else ""
+
+
+def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
+    """What zlib compressed without a header of gzip, as joblib does."""
+    try:
+        plain = zlib.decompressobj().decompress(head, 512)
+    except zlib.error:
+        return None
+    if plain[:1] == b"\x80":
+        return _not(
+            "joblib",
+            "it is a pickle that zlib compressed, as joblib does",
+            source,
+            "joblib.load reads it, and runs what it names",
+        )
+    step = f"{_unpacked('zlib-flate -uncompress', source.name, '.zlib')}, then name the file inside"
+    return _not("zlib", "it is zlib data", source, step)
 
 
 def _unpacked(tool: str, name: str, suffix: str) -> str:
@@ -163,6 +188,10 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     return None
 
 
+#: Words in the names of files that stand beside the weights, and may be larger: a zip of Stable-Baselines3.
+_SMALL_CHANGE = re.compile(r"optim|variables|sched|random|rng|scaler|replay", re.I)
+
+
 def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpointError | None:
     """The error for an archive with checkpoints in it, which have addresses; None for one without."""
     inside = checkpoints_in(source)
@@ -170,7 +199,7 @@ def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpoint
         return None
     names = [f"{shown(item.name)} ({human_bytes(item.size)})" for item in inside]
     held = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} called like checkpoints: {listed(names)}"
-    first = max(inside, key=lambda item: item.size)  # the others are small change: optimizers, variables
+    first = max(inside, key=lambda item: (not _SMALL_CHANGE.search(item.name), item.size))
     step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
     if first.size > LIMITS.member_bytes and what != "a tar archive":
         step = unpack  # it may have to be inflated, and that not in memory
@@ -241,7 +270,9 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     other = foreign.named_archive(archive)
     if other is not None:
         return _foreign(other, source)
-    around = _around(source, "zip", "a zip archive", f"unzip {quote(source.name)}, then name the file inside")
+    by = foreign.packed_by(archive)
+    what = f"{by}, a zip archive" if by else "a zip archive"
+    around = _around(source, "zip", what, f"unzip {quote(source.name)}, then name the file inside")
     if around is not None:
         return around
     roots = [name for name in names if name.endswith("/data.pkl")]

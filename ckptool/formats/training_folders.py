@@ -15,8 +15,8 @@ from typing import Final
 
 from ..errors import CkptoolError, NotACheckpointError
 from ..human import counted, listed, shown
-from ..objects import mapping
-from ..pickles.nodes import Graph, List, Ref
+from ..objects import callable_name, elements, mapping
+from ..pickles.nodes import Call, Graph, List, Ref
 from ..source import open_source
 from . import read_container
 
@@ -25,7 +25,8 @@ __all__ = ["training_folder"]
 _OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
 _ZERO3: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt\Z")
 _MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states\.pt\Z")
-_LAYER: Final = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt\Z")
+#: Of a pipeline; the rank stands in it where a layer is cut over several.
+_LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
 _RANK: Final = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
 _ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
 _TAG: Final = re.compile(r"global_step\d+\Z")
@@ -116,14 +117,24 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
         gone.append("the model states (mp_rank_00_model_states.pt)")
     kind = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
     what = f"it is a DeepSpeed checkpoint, {kind}, of {counted(data, 'data-parallel rank')}"
-    what += f" x {counted(model, 'model-parallel rank')}" if model > 1 else ""
+    what += f" x {counted(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}" * (
+        model > 1
+    )
     what += _written(told)
     parts = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
     what += f": {listed([counted(number, noun) for number, noun in parts if number])}"
     what += f"; missing: {listed(gone)}" if gone else ", all there"
     above, tag = os.path.split(os.path.normpath(path))
-    tool = f"python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)} makes one of it; "
-    return _named("deepspeed", what, path, tool if (optimizer or zero3) and not gone and model == 1 else "", "*.pt")
+    tool = (
+        f"python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)} makes one file of it; "
+    )
+    each = f"ckptool inspect {quote(os.path.join(path, '*.pt'))} shows its files"
+    tool = tool if (optimizer or zero3) and not gone and model == 1 else ""
+    if len(models) == 1 and model == 1 and not zero3 and not layers:
+        # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
+        whole = os.path.join(path, *models.values())
+        each = f"ckptool inspect {quote(whole)} shows the weights as they were trained"
+    return NotACheckpointError(what, kind="deepspeed", path=path, next=tool + each)
 
 
 def _of(rank: int, size: int) -> str:
@@ -181,9 +192,12 @@ def _values(graph: Graph, ref: Ref, names: Collection[str]) -> dict[str, Ref]:
 
 
 def _number(graph: Graph, ref: Ref) -> int:
-    """A number, or the largest of a list: DeepSpeed has a partition count for each group."""
+    """A number, the largest of a list (DeepSpeed has a partition count for each group), or the value of an enum's
+    member, which is pickled as a call of its class: the stage of ZeRO is one."""
     node = graph.nodes[ref]
     inner = node.items if isinstance(node, List) else (ref,)
+    if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":
+        inner = elements(graph.nodes[node.args])[:1]
     return max((value for item in inner if type(value := graph.nodes[item]) is int), default=0)
 
 
@@ -213,7 +227,8 @@ def _megatron(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; without a file of weights: {listed(empty)}" if empty else ""
     what += "" if gone or empty else ", all there"
     tool = "" if gone or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
-    return _named("megatron", what, path, tool, "*/*.pt")
+    each = f"ckptool inspect {quote(os.path.join(path, '*/*.pt'))} shows its files"
+    return NotACheckpointError(what, kind="megatron", path=path, next=tool + each)
 
 
 def _rank_name(rank: tuple[int, ...]) -> str:
@@ -222,8 +237,3 @@ def _rank_name(rank: tuple[int, ...]) -> str:
 
 def _is_part(name: str) -> bool:
     return name in ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
-
-
-def _named(kind: str, what: str, path: str, tool: str, pattern: str) -> NotACheckpointError:
-    each = f"ckptool inspect {quote(os.path.join(path, pattern))} shows its files"
-    return NotACheckpointError(what, kind=kind, path=path, next=f"{tool}{each}")
