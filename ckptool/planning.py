@@ -15,12 +15,13 @@ from .human import salvage_step
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
+from .pooling import open_pooled
 from .programs import program_of
 from .source import Appending, Files, FolderSource, Plan, Span
 from .survey import StateDict
 from .tensors import TensorReader
 
-__all__ = ["InPlace", "in_place_of", "makes_folder", "plan_of", "refuse_damage"]
+__all__ = ["Companions", "InPlace", "companions", "in_place_of", "makes_folder", "plan_of", "refuse_damage"]
 
 #: What the names of outputs that hold one format end with.
 _TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
@@ -46,9 +47,12 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
     if edited or checkpoint.changes:
         refuse_damage(checkpoint)
     if not edited:
-        return _as_it_is(checkpoint), True
+        return _with_companions(checkpoint, _as_it_is(checkpoint)), True
     target = checkpoint.target or _own_target(checkpoint, output)
-    return _PLANS[target.format](checkpoint, target)
+    planned, exact = _PLANS[target.format](checkpoint, target)
+    if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
+        planned = _with_companions(checkpoint, planned)
+    return planned, exact
 
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
@@ -56,6 +60,37 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     if checkpoint.traits.sharded:
         return not output.endswith((_SAFETENSORS, *_TORCH))
     return isinstance(checkpoint.source, FolderSource)
+
+
+class Companions(NamedTuple):
+    """Names of files of a folder that are no part of the checkpoint: those that go along with what is written, as they
+    are, and those that do not."""
+
+    copied: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+
+
+def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
+    """What becomes of the files beside the tensors of a folder."""
+    source = checkpoint.source
+    if not isinstance(source, FolderSource):
+        return Companions()
+    beside = [os.path.basename(path) for path in source.beside]
+    there = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
+    copied = tuple(name for name in beside if name in there)
+    own = {os.path.basename(file.name) for file in source.files}
+    rest = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
+    return Companions(copied, tuple(sorted(rest.difference(copied))))
+
+
+def _with_companions(checkpoint: Checkpoint, planned: Plan | Files) -> Plan | Files:
+    """A folder that is written, with the files beside the tensors of the folder that was read."""
+    if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, Files):
+        return planned
+    there = {name for name, _ in planned.files}
+    beside = [path for path in checkpoint.source.beside if os.path.basename(path) not in there and os.path.isfile(path)]
+    more = [(os.path.basename(path), open_pooled(path)) for path in beside]
+    return Files((*planned.files, *((name, Plan((Span(file, 0, file.size),))) for name, file in more)))
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:

@@ -141,11 +141,13 @@ class FileSource:
 
 
 class FolderSource:
-    """A folder of files that are one checkpoint: its size is the sum of theirs. It has no bytes of its own."""
+    """A folder of files that are one checkpoint: its size is the sum of theirs. It has no bytes of its own.
+    ``beside`` are the paths of other files that belong to it: an edit of the folder takes them along."""
 
-    def __init__(self, name: str, files: Sequence[FileSource]) -> None:
+    def __init__(self, name: str, files: Sequence[FileSource], beside: Sequence[str] = ()) -> None:
         self.name = name
         self.files = tuple(files)
+        self.beside = tuple(beside)
         self.size = sum(file.size for file in files)
 
     def read(self, offset: int, size: int) -> bytes:

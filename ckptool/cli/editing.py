@@ -14,7 +14,7 @@ from ..archives import file_name
 from ..checkpoint import EDITED, Change, Checkpoint, file_mode
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, listed, undo_step
-from ..planning import makes_folder, plan_of
+from ..planning import companions, makes_folder, plan_of
 from ..source import Files, FileSource, FolderSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
@@ -157,7 +157,6 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
-            **({"not_copied": beside} if (beside := _beside(checkpoint)) else {}),
         }
 
 
@@ -178,11 +177,6 @@ def _say_versions(checkpoint: Checkpoint) -> None:
             tell(f"  -> {clean(command('repack', checkpoint.path, word='clean'))} leaves it out")
 
 
-def _beside(checkpoint: Checkpoint) -> list[str]:
-    """The files of a folder that are no part of the checkpoint, and are not written again."""
-    return list(getattr(checkpoint.container, "side_files", ()))
-
-
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
     plan, exact = plan_of(edited, target or "")
@@ -190,7 +184,13 @@ def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any
         target = _write(edited, plan, target, force=how.force, bar=how.bar)
     elif edited.later:
         rehearse(plan)
-    return {"output": target, "output_bytes": plan.size, "exact": exact}
+    beside = companions(edited, plan)
+    others = {name: names for name, names in beside._asdict().items() if names}
+    # Of the checkpoint, as of the input.
+    size = plan.size
+    if isinstance(plan, Files):
+        size -= sum(part.size for name, part in plan.files if name in beside.copied)
+    return {"output": target, "output_bytes": size, "exact": exact, **others}
 
 
 def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
@@ -264,8 +264,10 @@ def account(report: dict[str, Any]) -> list[str]:
             f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
         ]
+    if report.get("copied"):
+        lines.append(f"  copied as they are: {clean(listed(report['copied']))}")
     if report.get("not_copied"):
-        lines.append(f"  note: the weights alone are written, without {clean(listed(report['not_copied']))}")
+        lines.append(f"  note: not copied: {clean(listed(report['not_copied']))}")
     if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:

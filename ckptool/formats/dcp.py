@@ -25,7 +25,7 @@ from ..pickles.nodes import Call, Global, Graph, Node, Persistent
 from ..pooling import open_pooled
 from ..source import Appending, FileSource, FolderSource, Plan, Span
 from ..tensors import TensorReader
-from .dcp_checks import Pieces, is_whole, usable_items
+from .dcp_checks import Pieces, is_whole, others, usable_items
 from .dcp_chunks import Chunk, ChunkedSource
 from .dcp_items import Opened, open_item, storage_span, tensor_rows
 from .dcp_metadata import (
@@ -43,12 +43,6 @@ WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.dis
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
-#: What frameworks put into the folder for themselves.
-_BESIDE: Final = {
-    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
-    "common.pt": "what is no tensor in a checkpoint of Megatron-LM: arguments, iteration",
-    "metadata.json": "which format of Megatron-LM it is",
-}
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
 
@@ -74,8 +68,6 @@ class Dcp:
         self.read = read
         self.files = files
         self.problems: list[Problem] = []
-        #: Files that hold no tensors of it, and are not written again.
-        self.side_files: list[str] = []
         self._own = own
         self._pieces = Pieces(read.listed)
         #: Objects that could not be had: the first of each file with the reason, and how many.
@@ -381,15 +373,14 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         container = Dcp(path, merged_metadata(found), files, own, closed)
         if wanted != [".metadata"]:
             container._note_ranks(wanted)
-        beside = {name: words for name in names if (words := _BESIDE.get(name)) is not None}
-        if beside:
-            told = "; ".join(f"{name} ({words})" for name, words in beside.items())
-            container.side_files = list(beside)
+        beside = others(names)
+        told = "; ".join(f"{name} ({words})" for name, words in beside.items() if words)
+        if told:
             container._note("side-files", "note", f"beside the tensors: {told}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)
-        return FolderSource(path, opened), container
+        return FolderSource(path, opened, [os.path.join(path, name) for name in beside]), container
     except BaseException as error:
         for source in opened:
             source.close()

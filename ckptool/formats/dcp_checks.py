@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ..human import listed, shown
 from .dcp_chunks import region_missing, regions_overlapping
 from .dcp_metadata import Box, Item, Listed, Metadata, box_text
 
-__all__ = ["Noting", "Pieces", "Place", "is_whole", "usable_items"]
+__all__ = ["Noting", "Pieces", "Place", "is_whole", "others", "usable_items"]
+
+#: Names of files that are DCP's own.
+_OWN: Final = (".distcp", ".metadata", ".tmp")
+#: What frameworks put into the folder for themselves.
+_BESIDE: Final = {
+    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
+    "common.pt": "what is no tensor in a checkpoint of Megatron-LM: arguments, iteration",
+    "metadata.json": "which format of Megatron-LM it is",
+}
 
 #: Which piece: a name, and its offset in the tensor, None for an object.
 Place = tuple[str, "tuple[int, ...] | None"]
+
+
+def others(names: Iterable[str]) -> dict[str, str]:
+    """The files of a folder that are not DCP's own, each with what it is, "" where that is not known."""
+    return {name: _BESIDE.get(name, "") for name in names if not name.endswith(_OWN)}
 
 
 class Noting(Protocol):

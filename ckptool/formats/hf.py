@@ -24,7 +24,7 @@ from ..pooling import open_pooled
 from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
 from . import safetensors, torch_legacy, torch_zip
-from .hf_files import Index, Weights, index_name, is_index, read_index, side_files, sniff, weights_of
+from .hf_files import Index, Weights, companions, index_name, is_index, read_index, side_files, sniff, weights_of
 from .sharding_info import plain_texts
 
 __all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
@@ -56,8 +56,6 @@ class HfFolder:
         #: How its files are called: an edit keeps that.
         self.stem, self.variant = weights.stem, weights.variant
         self.files: list[FileSource] = []
-        #: Files that are no weights, and known.
-        self.side_files: list[str] = []
         safe = weights.suffix == "safetensors"
         self.format = "hf-safetensors" if safe else "hf-torch"
         unsummed = "safetensors" if safe else ""
@@ -210,7 +208,6 @@ class HfFolder:
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, words in side_files(names):
-            self.side_files.append(name)
             beside.setdefault(words, []).append(name)
         if beside:
             told = "; ".join(f"{listed(files)} ({words})" for words, files in beside.items())
@@ -353,4 +350,6 @@ def read(path: str) -> tuple[FolderSource, Container]:
             error.path = error.path or folder
             raise
         stack.pop_all()
-    return FolderSource(path, found.files), found
+    own = {os.path.basename(file.name) for file in found.files}
+    beside = [os.path.join(folder, name) for name in companions(names - own)]
+    return FolderSource(path, found.files, beside), found

@@ -17,7 +17,17 @@ from ..errors import MalformedError
 from ..human import shown
 from ..source import Source
 
-__all__ = ["Index", "Weights", "index_name", "is_index", "read_index", "side_files", "sniff", "weights_of"]
+__all__ = [
+    "Index",
+    "Weights",
+    "companions",
+    "index_name",
+    "is_index",
+    "read_index",
+    "side_files",
+    "sniff",
+    "weights_of",
+]
 
 #: Names of weights before the suffix, in the order in which a folder is loaded from them; then any other.
 _STEMS: Final = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
@@ -66,6 +76,24 @@ _BESIDE: Final = {
 }
 #: What such a folder holds for sure, so that weights in one file beside it are its own.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
+_MAY_BE_WEIGHTS: Final = (
+    *(
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".tar",
+        ".th",
+        ".pkl",
+        ".h5",
+        ".keras",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".gguf",
+    ),
+    *(".npz", ".npy", ".tflite", ".pb", ".ot", ".mlmodel", ".pt2", ".pte", ".ptl", ".zip", ".gz", ".index.json"),
+)
 _CHECKPOINTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar", ".th", ".distcp", ".gguf", ".onnx")
 
 
@@ -177,6 +205,20 @@ def _rank(weights: Weights) -> tuple[bool, bool, int, bool, str]:
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:
     """The files beside the weights that are known, each with what it is."""
     return [(name, words) for name in sorted(names) if (words := _words(name))]
+
+
+def companions(names: Collection[str]) -> list[str]:
+    """The files that go with the weights wherever these go: configuration, tokenizer, optimizer, code, texts.
+
+    Not other weights, which would be others than those beside them, nor what nobody knows and may hold some.
+    """
+    return [name for name in sorted(names) if not name.startswith(".") and _goes_along(name)]
+
+
+def _goes_along(name: str) -> bool:
+    if name.endswith((".safetensors", ".distcp")) or is_index(name):
+        return False
+    return bool(_words(name)) or not name.endswith(_MAY_BE_WEIGHTS)
 
 
 def _words(name: str) -> str:

@@ -26,7 +26,7 @@ from ..source import Appending, FileSource, FolderSource, Plan, Span
 from . import safetensors
 from .dcp_chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
 from .dcp_metadata import Box, box_text
-from .hf_files import weights_of
+from .hf_files import companions, weights_of
 from .sharding_info import PLACES, VERSION, saved_offsets
 
 __all__ = ["WORDS", "HfRanks", "read", "sniff"]
@@ -227,9 +227,10 @@ def read(path: str) -> tuple[FolderSource, HfRanks]:
     """Open such a folder; raises MalformedError where no file of it can be read."""
     with ExitStack() as stack:
         try:
-            found = HfRanks(path, os.listdir(path), stack)
+            names = os.listdir(path)
+            found = HfRanks(path, names, stack)
         except MalformedError as error:
             error.path = error.path or path
             raise
         stack.pop_all()
-    return FolderSource(path, found.files), found
+    return FolderSource(path, found.files, [os.path.join(path, name) for name in companions(names)]), found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from shlex import quote
 
 from ..errors import CkptoolError, OutputError, RefusedError
-from ..source import Files, FileSource, Source
+from ..source import Files, FileSource, Source, Span
 from .copying import Progress
 from .exchange import exchange
 from .output import Written, discard, lock, remove_leftovers, sync_folder, temporary_name, write_plan
@@ -20,8 +20,8 @@ __all__ = ["check_folder", "write_files"]
 def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """The real path of the folder to write; raises as ``check_output`` does.
 
-    With ``force`` an existing folder is replaced only if it is empty or holds a checkpoint that we could have written:
-    nobody loses a folder of other things to a slip of the hand.
+    With ``force`` an existing folder is replaced; ``write_files`` does so only if there is nothing in it but a
+    checkpoint, and files that the new one has as well: nobody loses a folder of other things to a slip of the hand.
     """
     if not path or "\0" in path:
         raise OutputError("it is no name of a folder", path=repr(path))
@@ -39,8 +39,9 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
     return target
 
 
-def _check_what_is_there(target: str, path: str, force: bool) -> None:
-    """Raise RefusedError for what a folder at ``target`` must not take the place of."""
+def _check_what_is_there(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
+    """Raise RefusedError for what a folder at ``target`` must not take the place of; ``names`` are the files of the new
+    one, where these are known."""
     if not os.path.lexists(target):
         return
     if not os.path.isdir(target):
@@ -50,8 +51,8 @@ def _check_what_is_there(target: str, path: str, force: bool) -> None:
     there = os.listdir(target)
     if there and not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
-    strange = [name for name in there if not _is_ours(os.path.join(target, name))]
-    if strange:
+    strange = [name for name in there if not _is_ours(os.path.join(target, name)) and name not in (names or ())]
+    if strange and names is not None:
         what = f"the folder holds {strange[0]!r}, which is no part of a checkpoint, and would be lost"
         raise RefusedError(what, path=path, next="choose another name")
 
@@ -74,10 +75,11 @@ def write_files(
 ) -> Written:
     """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does."""
     target = check_folder(path, sources, force=force)
+    names = [file for file, _ in files.files]
+    _check_what_is_there(target, path, force, names)
     parent, name = os.path.split(target)
     remove_leftovers(parent, name)
     temporary = temporary_name(parent, name)
-    names = [file for file, _ in files.files]
     fd = -1
     try:
         os.mkdir(temporary)
@@ -87,12 +89,12 @@ def write_files(
         for file, plan in files.files:
             write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
         # Once for all files: of a thousand ranks each is looked at once, not once for each of the others.
-        for source in sources:
+        for source in {*sources, *_sources(files)}:
             if isinstance(source, FileSource):
                 source.check_unchanged()
         sync_folder(temporary)
         # What came there while this was written must not be lost, either.
-        _check_what_is_there(target, path, force)
+        _check_what_is_there(target, path, force, names)
         if os.path.isdir(target):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
             former = os.listdir(target)
@@ -117,6 +119,11 @@ def write_files(
             with suppress(OSError):  # nothing was written to it
                 os.close(fd)
     return Written(path, files.size)
+
+
+def _sources(files: Files) -> Iterator[Source]:
+    """Where the bytes of a folder come from."""
+    return (piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span))
 
 
 def _names_an_input(error: CkptoolError, sources: Sequence[Source]) -> bool:

@@ -1,0 +1,120 @@
+"""Files of a folder that are no part of the checkpoint go along with an edit of it, and are told where they do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FIXTURES
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import RefusedError
+
+ALONG = {
+    "config.json": b'{"hidden_size": 8}',
+    "tokenizer.json": b"{}",
+    "merges.txt": b"a b\n",
+    "modeling_own.py": b"raise SystemExit\n",
+    "README.md": b"# A model\n",
+    "optimizer.pt": b"whatever it is",
+    "training_args.bin": b"this, too",
+}
+LEFT = {
+    "tf_model.h5": b"other weights",
+    "pytorch_model.bin": b"the same in another format",
+    "model.gguf": b"quantized",
+    "unknown.pt": b"who knows",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights in two shards, and what stands beside such weights."""
+    path = tmp_path / "model"
+    path.mkdir()
+    tensors = {f"module.{name}": torch.randn(4, 3) for name in "abcd"}
+    save_file(tensors, tmp_path / "in.safetensors")
+    with ckptool.open(tmp_path / "in.safetensors") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", max_shard_size=100), path, force=True)
+    for name, data in {**ALONG, **LEFT}.items():
+        (path / name).write_bytes(data)
+    (path / "runs").mkdir()
+    (path / ".gitattributes").write_bytes(b"* filter=lfs\n")
+    return path
+
+
+def beside(path: Path) -> dict[str, bytes]:
+    return {
+        file.name: file.read_bytes()
+        for file in path.iterdir()
+        if file.suffix != ".safetensors" and not file.name.endswith(".index.json")
+    }
+
+
+@pytest.mark.parametrize("form", ["an edit", "no edit", "converted", "of the index"])
+def test_what_belongs_to_the_weights_goes_along(form: str, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ckptool.open(folder / "model.safetensors.index.json" if form == "of the index" else folder) as checkpoint:
+        edited = {
+            "an edit": lambda: ckptool.cast(checkpoint, "float16"),
+            "no edit": lambda: checkpoint,
+            "converted": lambda: ckptool.convert(checkpoint, "torch", max_shard_size="5GB"),
+            "of the index": lambda: ckptool.strip_module(checkpoint),
+        }[form]()
+        ckptool.save(edited, out)
+    found = beside(out)
+    weights = found.pop("pytorch_model.bin", b"") if form == "converted" else b"x"
+    assert found == ALONG and weights != LEFT["pytorch_model.bin"]
+
+
+def test_what_goes_along_and_what_does_not_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["copied"] == sorted(ALONG) and report["not_copied"] == sorted([*LEFT, "runs"])
+    weights = sum(file.stat().st_size for file in (tmp_path / "out").glob("model[-.]*"))
+    assert report["output_bytes"] == weights, "of the checkpoint alone, as those of the input are"
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "one.safetensors"), "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "copied" not in report and set(report["not_copied"]) == {*ALONG, *LEFT, "runs"}
+    assert set(load_file(tmp_path / "one.safetensors")) == set("abcd")
+
+
+def test_an_output_can_be_replaced_with_its_companions(folder: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "--force", "-q"]) == 0
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    with ckptool.open(folder) as checkpoint, pytest.raises(RefusedError, match=r"notes\.txt"):
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "out", force=True)
+
+
+def test_a_link_is_followed(folder: Path, tmp_path: Path) -> None:
+    """The cache of huggingface_hub is a folder of links."""
+    blobs = tmp_path / "blobs"
+    folder.rename(blobs)
+    folder.mkdir()
+    for file in blobs.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "out")
+    assert beside(tmp_path / "out") == ALONG
+    assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+
+
+def test_a_dcp_folder_keeps_what_frameworks_put_there(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    shutil.copytree(FIXTURES / "dcp4", source)
+    for name in ("meta.pt", "common.pt", "metadata.json", "notes.txt"):
+        (source / name).write_bytes(name.encode())
+    with ckptool.open(source) as checkpoint:
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.convert(checkpoint, "torch", allow=["all"]), tmp_path / "one.pth")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"meta.pt", "common.pt", "metadata.json", "notes.txt", ".metadata"} <= names
