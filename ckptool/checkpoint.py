@@ -10,7 +10,7 @@ from .changes import Change
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
 from .source import Appending, ContainedSource, FileSource, FolderSource, Piece, Plan, Source, Span
-from .survey import ReadAlready, StateDict, Survey, survey
+from .survey import StateDict, Survey, survey
 
 __all__ = [
     "AMBIGUOUS",
@@ -312,7 +312,8 @@ class Checkpoint:
     def survey(self) -> Survey:
         """Tensors, state dicts, entries and devices; made at the first use."""
         if self._survey is None:
-            reader = self.container.reader if isinstance(self.container, ReadAlready) else None
+            # Some containers have looked at the tensors of their graph before.
+            reader = getattr(self.container, "reader", None)
             self._survey = survey(self.graph, reader if self.graph is self.container.graph else None)
         return self._survey
 

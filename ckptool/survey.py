@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, TypeAlias
 
 from .limits import LIMITS
 from .objects import attributes, callable_name, class_name, device_text, mapping, spell_key
 from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .tensors import Tensor, TensorReader
 
-__all__ = ["DeviceName", "Entry", "ReadAlready", "StateDict", "Survey", "TensorEntry", "survey"]
+__all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
 
 
 class TensorEntry(NamedTuple):
@@ -75,13 +75,6 @@ class Survey(NamedTuple):
     #: objects of classes other than Python's and torch's own: path by class name, first place only
     objects: dict[str, str]
     modules: list[str]
-
-
-@runtime_checkable
-class ReadAlready(Protocol):
-    """A container that has looked at the tensors of its graph: ``reader`` remembers them."""
-
-    reader: TensorReader
 
 
 #: A device as torch spells it, alone in a string.

@@ -831,6 +831,8 @@ def test_a_leftover_that_had_its_mode_already_is_removed(
 SIGNALLED = """
     import os, signal, sys
     number, before = int(sys.argv[1]), sys.argv[2]
+    # What runs in the background ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if before == "ignored":
         signal.signal(number, signal.SIG_IGN)
     import ckptool.write.copying
