@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from shlex import quote
 from typing import Final, NamedTuple
 
-from .checkpoint import Change, Checkpoint, Target
+from .changes import Change
+from .checkpoint import Checkpoint, Target
 from .edits.select import selected
 from .errors import RefusedError, TargetError
 from .human import human_bytes, listed

@@ -12,7 +12,8 @@ from itertools import product
 from math import prod
 from typing import Final, Literal
 
-from .checkpoint import Body, Checkpoint
+from .checkpoint import Checkpoint
+from .container import Body
 from .dtypes import BY_NAME, Dtype
 from .errors import MalformedError
 from .human import salvage_step

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
 
-from .checkpoint import AMBIGUOUS, CUT, UNEDITABLE, Checkpoint, Target
+from .checkpoint import Checkpoint, Target
+from .container import AMBIGUOUS, CUT, UNEDITABLE
 from .edits.prune import used_storages
 from .errors import MalformedError, RefusedError
 from .formats import hf, hf_ranks

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .archives import open_any
-from .checkpoint import UNEDITABLE, Change, Checkpoint, Container
+from .changes import Change
+from .checkpoint import Checkpoint
 from .checks.checksums import checksum
 from .checks.storages import storage_flaws
 from .checks.weights_only import graph_blockers
+from .container import UNEDITABLE, Container
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError

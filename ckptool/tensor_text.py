@@ -10,7 +10,8 @@ from itertools import product
 from math import isfinite, prod
 from typing import Final, TypeAlias
 
-from .checkpoint import Body, Checkpoint
+from .checkpoint import Checkpoint
+from .container import Body
 from .decoding import Number
 from .dtypes import BY_NAME
 from .human import cut

@@ -8,11 +8,12 @@ from shlex import quote
 from typing import Any, Final
 
 from .archives import open_any
-from .checkpoint import AMBIGUOUS, Checkpoint
+from .checkpoint import Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
+from .container import AMBIGUOUS
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
 from .human import counted, listed, safetensors_name, salvage_step

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckptool
+from ckptool.elements import contiguous_strides
 from ckptool.errors import RefusedError, TargetError
-from ckptool.formats.dcp_chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping, row_strides
+from ckptool.formats.dcp_chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
 from ckptool.source import BytesSource
 
 FOLDER = FIXTURES / "dcp4"
@@ -193,7 +194,7 @@ def test_a_turned_piece_reads_row_by_row(order: list[int], shape: tuple[int, int
     wanted = turned.to(dtype).contiguous().numpy().tobytes()
     assert source.read(0, source.size) == wanted
     assert source.read(3, 11) == wanted[3:14]
-    assert row_strides(shape) == base.stride()
+    assert contiguous_strides(shape) == base.stride()
 
 
 # -- writing ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
     frozenset({"human", "locations", "source"}),
     frozenset({"changes", "pickles", "pooling", "threads"}),  # pickles know nothing of torch
-    frozenset({"building", "objects", "tars", "zips"}),
+    frozenset({"building", "container", "objects", "tars", "zips"}),
     frozenset({"archives", "tensors"}),
     frozenset({"sharding", "survey"}),
     frozenset({"accounting"}),

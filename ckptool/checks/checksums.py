@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ..checkpoint import Container, StoredRecord
+from ..container import Container, StoredRecord
 from ..errors import MalformedError
 from ..threads import blocks, in_threads
 from ..zips import contents

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..accounting import Account
 from ..archives import file_name, is_address
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE, Checkpoint
+from ..checkpoint import Checkpoint
+from ..container import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE
 from ..human import argument, counted, human_bytes, listed, safetensors_name, salvage_step, undo_step
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from ..checkpoint import FoundPickle
+from ..container import FoundPickle
 from ..objects import mapped_name
 from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node
 from .calls import suspicious_calls

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from ..checkpoint import UNEDITABLE, Checkpoint
+from ..checkpoint import Checkpoint
+from ..container import UNEDITABLE
 from ..dtypes import BY_NAME
 from ..human import shown
 from ..objects import callable_name

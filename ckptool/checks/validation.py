@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from ..checkpoint import AMBIGUOUS, CUT, DAMAGED, Checkpoint, FoundPickle, Problem
+from ..checkpoint import Checkpoint
+from ..container import AMBIGUOUS, CUT, DAMAGED, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
 from ..programs import ABOUT, program_of

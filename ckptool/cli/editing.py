@@ -11,7 +11,9 @@ import click
 from .. import api
 from ..api.in_place import in_place
 from ..archives import file_name
-from ..checkpoint import EDITED, Change, Checkpoint, file_mode
+from ..changes import Change
+from ..checkpoint import Checkpoint, file_mode
+from ..container import EDITED
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, listed, undo_step
 from ..planning import companions, makes_folder, plan_of

@@ -245,7 +245,7 @@ def say_problems(checkpoint: Checkpoint) -> None:
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
     """What ``say_problems`` says."""
-    from ..checkpoint import CUT
+    from ..container import CUT
     from ..human import salvage_step
 
     lines = []

@@ -7,7 +7,9 @@ from functools import cache
 from shlex import quote
 from typing import Literal, TypeAlias
 
-from ..checkpoint import Body, Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import Body
 from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import reblocked, stored_bytes, swapped
 from ..errors import MalformedError, RefusedError, TargetError

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
-from ..checkpoint import Body, Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import Body
 from ..dtypes import BY_NAME, DTYPES, Dtype
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import CkptoolError, RefusedError, TargetError

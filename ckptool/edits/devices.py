@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..checkpoint import Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed
 from ..locations import check_target

@@ -8,7 +8,8 @@ from math import inf, nan
 from shlex import quote
 from typing import Final
 
-from ..checkpoint import Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, cut, listed, shown
 from ..names import EVERY, Globs

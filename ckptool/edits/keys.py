@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
-from ..checkpoint import Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
 from ..names import EVERY, Globs

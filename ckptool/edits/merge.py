@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from ..checkpoint import Body, Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import Body
 from ..elements import stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ..checkpoint import Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
 from ..errors import RefusedError
 from ..human import counted
 from ..objects import elements, mapping, spell_key

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..checkpoint import Body, Checkpoint
+from ..checkpoint import Checkpoint
+from ..container import Body
 from ..objects import callable_name
 from ..pickles.nodes import Call
 from .plain.case import Case, Plain

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-from ..checkpoint import Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
 from ..errors import TargetError
 from ..human import cut, listed
 from ..names import EVERY, Globs

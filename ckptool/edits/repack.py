@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ..checkpoint import Body, Change, Checkpoint, StoredRecord
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import Body, StoredRecord
 from ..human import counted, human_bytes
 from ..programs import program_of
 from ..source import Computed

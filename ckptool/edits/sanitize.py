@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable
 from typing import Final
 from zlib import crc32
 
-from ..checkpoint import CUT, DAMAGED, Body, Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import CUT, DAMAGED, Body
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, salvage_step
 from ..objects import callable_name, elements

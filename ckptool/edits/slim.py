@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from ..accounting import account
-from ..checkpoint import Body, Change, Checkpoint
+from ..changes import Change
+from ..checkpoint import Checkpoint
+from ..container import Body
 from ..dtypes import BY_NAME, Dtype
 from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
 from ..errors import TargetError

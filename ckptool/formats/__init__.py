@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-from ..checkpoint import Container
+from ..container import Container
 from ..source import FolderSource, Source
 from . import dcp, hf, hf_ranks, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
 

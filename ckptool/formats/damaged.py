@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, PickleError, UnreadableError
 from ..human import human_bytes
 from ..limits import LIMITS

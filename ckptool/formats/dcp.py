@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..building import Builder, contiguous
-from ..checkpoint import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS

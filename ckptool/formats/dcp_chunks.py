@@ -8,10 +8,11 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple
 
+from ..elements import contiguous_strides
 from ..source import Source
 from .dcp_metadata import Box
 
-__all__ = ["Chunk", "ChunkedSource", "RowSource", "region_missing", "regions_overlapping", "row_strides"]
+__all__ = ["Chunk", "ChunkedSource", "RowSource", "region_missing", "regions_overlapping"]
 
 #: Bytes of a piece with odd strides that are held at once.
 _WINDOW: Final = 64 << 20
@@ -23,16 +24,6 @@ class Chunk(NamedTuple):
     box: Box
     source: Source
     begin: int
-
-
-def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor whose last dimension runs fastest."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class _Runs(NamedTuple):
@@ -108,7 +99,7 @@ class ChunkedSource:
 
 def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _Runs:
     offsets, sizes = chunk.box
-    steps = row_strides(shape)
+    steps = contiguous_strides(shape)
     first = sum(at * step for at, step in zip(offsets, steps)) * width
     axis = len(shape)
     while axis > 0 and sizes[axis - 1] == shape[axis - 1]:
@@ -195,7 +186,7 @@ class RowSource:
         data = memoryview(self.source.read(self.begin + first * self.stride[0] * width, extent * width))
         # A strided copy along the longest dimension for each byte of an element and each other place.
         out = memoryview(bytearray(prod(shape) * width))
-        target = row_strides(shape)
+        target = contiguous_strides(shape)
         longest = max(range(len(shape)), key=lambda axis: shape[axis])
         others = [axis for axis in range(len(shape)) if axis != longest]
         count, step, along = shape[longest], self.stride[longest] * width, target[longest] * width

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ..dtypes import Dtype
+from ..elements import contiguous_strides
 from ..errors import MalformedError, PickleError
 from ..limits import LIMITS
 from ..pickles import decode
@@ -12,7 +13,7 @@ from ..pickles.nodes import Graph
 from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
-from .dcp_chunks import RowSource, row_strides
+from .dcp_chunks import RowSource
 from .dcp_metadata import Item
 
 __all__ = ["Opened", "open_item", "storage_span", "tensor_rows"]
@@ -107,7 +108,7 @@ def tensor_rows(opened: Opened, dtype: Dtype, shape: tuple[int, ...]) -> tuple[S
 def _in_rows(tensor: Tensor) -> bool:
     return all(
         size == 1 or step == wanted
-        for size, step, wanted in zip(tensor.shape, tensor.stride, row_strides(tensor.shape))
+        for size, step, wanted in zip(tensor.shape, tensor.stride, contiguous_strides(tensor.shape))
     )
 
 

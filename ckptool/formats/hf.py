@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple, TypeAlias
 
 from ..building import Builder, PlainTensor
-from ..checkpoint import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import BY_NAME
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown

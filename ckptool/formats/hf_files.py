@@ -6,7 +6,6 @@ Sources: transformers (``modeling_utils``: which weights a folder is loaded from
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import MalformedError
 from ..human import shown
 from ..source import Source
+from .strict_json import DoubledError, strict_json
 
 __all__ = [
     "Index",
@@ -125,10 +125,6 @@ class Index(NamedTuple):
     total: int
 
 
-class _Doubled(Exception):
-    """A JSON object has a name twice."""
-
-
 def sniff(names: Collection[str]) -> bool:
     """Is a folder one checkpoint, by the names of its files? A single file of weights must not stand among others."""
     found = weights_of(names)
@@ -235,8 +231,8 @@ def read_index(source: Source) -> Index:
         raise _broken(path, f"it has {source.size:,} bytes, {_MOST_INDEX:,} are the most")
     raw = source.read(0, source.size)
     try:
-        told: Any = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
-    except _Doubled as error:
+        told: Any = strict_json(raw.decode("utf-8"))
+    except DoubledError as error:
         raise _broken(path, f"the name {shown(str(error))} stands in it twice") from None
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"it is no JSON: {error}") from None
@@ -259,11 +255,3 @@ def read_index(source: Source) -> Index:
 def _broken(path: str, rule: str) -> MalformedError:
     what = f"{os.path.basename(path)} is no valid index of shards: {rule}"
     return MalformedError(what, next="get the index again")  # the path is that of the folder
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        raise _Doubled(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
-    return found

@@ -15,7 +15,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor, contiguous
-from ..checkpoint import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import Dtype
 from ..errors import CkptoolError, MalformedError, RefusedError
 from ..human import counted, listed, shown

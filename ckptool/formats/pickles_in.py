@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
-from ..checkpoint import FoundPickle
+from ..container import FoundPickle
 from ..errors import MalformedError, PickleError, TruncatedPickleError
 from ..limits import LIMITS
 from ..pickles import Decoded, decode

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..building import Builder
-from ..checkpoint import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, shown
 from ..limits import LIMITS

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from ..building import PlainTensor
-from ..checkpoint import Problem
+from ..container import Problem
 from ..dtypes import BY_NAME
 from ..errors import MalformedError, PickleError
 from ..human import counted, listed, shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..building import Builder, PlainTensor, contiguous
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import BY_SAFETENSORS
 from ..errors import MalformedError, RefusedError
 from ..pickles import encode

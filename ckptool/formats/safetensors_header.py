@@ -9,7 +9,6 @@ only, while the library takes the last.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from itertools import accumulate
@@ -20,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import MalformedError
 from ..human import counted, salvage_step, shown
 from ..source import Source
+from .strict_json import DoubledError, strict_json
 
 __all__ = ["BITS", "MOST_HEADER", "Entry", "Header", "read_header"]
 
@@ -62,10 +62,6 @@ class Header(NamedTuple):
     odd: tuple[str, ...] = ()
 
 
-class _Doubled(Exception):
-    """A JSON object has a name twice."""
-
-
 def read_header(source: Source, *, cut: bool = False) -> Header:
     """Read and check the header; raises MalformedError with the rule that the file breaks.
 
@@ -105,8 +101,8 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
     try:
-        fields = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except _Doubled as error:
+        fields = strict_json(text)
+    except DoubledError as error:
         raise _broken(source, f"the name {shown(str(error))} stands in the header twice") from None
     except (ValueError, RecursionError) as error:
         raise _broken(source, f"the header is no JSON: {error}") from None
@@ -123,18 +119,6 @@ def _texts(fields: dict[str, Any]) -> Iterator[str]:
     metadata = fields.get(_METADATA)
     for name, value in metadata.items() if isinstance(metadata, dict) else ():
         yield from (name, value) if isinstance(value, str) else (name,)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        raise _Doubled(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _entry(source: Source, name: str, value: Any, data: int) -> Entry:

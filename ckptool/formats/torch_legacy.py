@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from ..checkpoint import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ..human import counted, human_bytes
 from ..limits import LIMITS

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from ..checkpoint import Problem
+from ..container import Problem
 from ..errors import MalformedError, PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS

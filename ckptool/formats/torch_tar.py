@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import Dtype, storage_dtype
 from ..errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ..human import counted, shown

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from ..checkpoint import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS

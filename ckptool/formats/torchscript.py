@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..checkpoint import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS

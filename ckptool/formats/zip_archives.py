@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ..checkpoint import Container
+from ..container import Container
 from ..errors import MalformedError
 from ..limits import LIMITS
 from ..source import Source

@@ -15,7 +15,6 @@ from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME, Dtype
 from ..elements import holds_rows, tensor_size
 from ..errors import RefusedError
-from ..human import salvage_step
 from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
 from ..objects import elements as elements_of
 from ..pickles import encode
@@ -28,7 +27,7 @@ from .dcp_listing import Placed, metadata_pickle
 from .losses import Loss
 from .proof import prove
 from .rows import rows
-from .torch_zip import renumbered
+from .torch_zip import renumbered, storage_contents
 
 __all__ = ["losses", "plan"]
 
@@ -212,21 +211,7 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
     graph, keys = renumbered(builder.graph(root, checkpoint.graph.style.protocol))
-    return _archive(graph, _stored(checkpoint, leaf, keys, crcs), checkpoint.container.byteorder)
-
-
-def _stored(checkpoint: Checkpoint, leaf: Leaf, keys: list[str], crcs: dict[str, int | None]) -> Iterator[Content]:
-    for number, key in enumerate(keys):
-        name = f"{_ROOT}/data/{number}"
-        body = checkpoint.body(key)
-        if body is None:
-            what = f"bytes of {leaf.where} are not in the file"
-            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-        crc = body.crc if key in checkpoint.added else crcs.get(key)
-        if crc is None and body.size:
-            yield summed(name, body.piece)
-        else:
-            yield Content(name, body.piece, crc or 0, body.size, body.compressed)
+    return _archive(graph, storage_contents(checkpoint, _ROOT, keys, crcs, leaf.where), checkpoint.container.byteorder)
 
 
 def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorder: str) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ..checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from ..tensors import TensorReader
 from ..zips import Content, Sum, fresh, summed
 from .proof import prove
 
-__all__ = ["checksums_on_record", "plan", "renumbered"]
+__all__ = ["checksums_on_record", "plan", "renumbered", "storage_contents"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -68,18 +68,28 @@ def _contents(
     yield _record(root, ".format_version", b"1")
     yield _record(root, ".storage_alignment", b"64")
     yield _record(root, "byteorder", container.byteorder.encode())
+    yield from storage_contents(checkpoint, root, keys, crcs)
+    yield _record(root, "version", b"3\n")
+
+
+def storage_contents(
+    checkpoint: Checkpoint, root: str, keys: Sequence[str], crcs: Mapping[str, int | None], where: str = ""
+) -> Iterator[Content]:
+    """The records of storages, numbered in their order; ``where`` says in an error what they are of.
+
+    Raises RefusedError where bytes are missing.
+    """
     for number, key in enumerate(keys):
         name = f"{root}/data/{number}"
         body = checkpoint.body(key)
         if body is None:
-            what = f"the bytes of storage {key!r} are not in the file"
+            what = f"the bytes of {where or f'storage {key!r}'} are not all in the file"
             raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
         crc = body.crc if key in checkpoint.added else crcs.get(key)
         if crc is None and body.size:
             yield summed(name, body.piece)
         else:
             yield Content(name, body.piece, crc or 0, body.size, body.compressed)
-    yield _record(root, "version", b"3\n")
 
 
 def _record(root: str, name: str, data: bytes) -> Content:

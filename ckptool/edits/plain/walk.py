@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ...checkpoint import Change, Checkpoint
+from ...changes import Change
+from ...checkpoint import Checkpoint
 from ...dtypes import BY_STORAGE
 from ...human import counted
 from ...limits import LIMITS
