@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 from .edits.select import normal_path, selected
 from .errors import TargetError
 from .names import Globs
-from .sharding import sharding
+from .sharding import Sharding, sharding
 from .survey import Survey, TensorEntry
 
 __all__ = ["described", "key_listing", "listed_entries", "listing"]
@@ -64,15 +64,31 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
         "storage": tensor.storage or None,
         "requires_grad": tensor.requires_grad,
         "class": tensor.cls or None,
-    } | (
-        {
-            "local_shape": list(part.local_shape),
-            "placements": list(part.placements),
-            "mesh": {"device": part.device, "names": list(part.names), "ranks": part.ranks},
-        }
-        if part
-        else {}
-    )
+    } | (_spread(part, tensor.shape) if part else {})
+
+
+def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
+    """What is told of a tensor that is spread over ranks."""
+    parts = []
+    for part in found.parts:
+        offsets = part.offsets(whole)
+        ranges = None if part.ranges is None else [[list(stretch) for stretch in each] for each in part.ranges]
+        offsets_told = None if offsets is None else list(offsets)
+        parts.append({"shape": list(part.shape), "offsets": offsets_told, "ranges": ranges})
+    mesh = found.mesh
+    return {
+        "sharding": found.kind,
+        "local_shape": None if found.local_shape is None else list(found.local_shape),
+        "placements": list(found.placements),
+        "mesh": {
+            "device": mesh.device,
+            "names": list(mesh.names),
+            "shape": list(mesh.shape),
+            "ranks": mesh.ranks,
+        },
+        "rank": found.rank if found.rank >= 0 else None,
+        "parts": parts,
+    }
 
 
 def listed_entries(

@@ -20,8 +20,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"human", "locations", "source"}),
     frozenset({"pickles", "threads"}),  # knows nothing of torch
     frozenset({"building", "objects", "tars", "zips"}),
+    frozenset({"rank_parts"}),
     frozenset({"archives", "tensors"}),
-    frozenset({"sharding", "survey"}),
+    frozenset({"survey"}),
+    frozenset({"sharding"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
     frozenset({"decoding", "elements", "programs"}),
