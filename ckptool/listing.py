@@ -10,10 +10,10 @@ from .checkpoint import Checkpoint
 from .edits.select import normal_path, selected
 from .errors import TargetError
 from .names import Globs
-from .sharding import Sharding, sharding
+from .sharding import Mesh, Sharding, sharding
 from .survey import Survey, TensorEntry
 
-__all__ = ["described", "key_listing", "listed_entries", "listing"]
+__all__ = ["described", "key_listing", "listed_entries", "listing", "mesh_report"]
 
 
 def key_listing(
@@ -67,6 +67,11 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
     } | (_spread(part, tensor.shape) if part else {})
 
 
+def mesh_report(mesh: Mesh) -> dict[str, Any]:
+    """The ranks that tensors are spread over, as reports have them."""
+    return {"device": mesh.device, "names": list(mesh.names), "shape": list(mesh.shape), "ranks": mesh.ranks}
+
+
 def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
     """What is told of a tensor that is spread over ranks."""
     parts = []
@@ -75,17 +80,11 @@ def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
         ranges = None if part.ranges is None else [[list(stretch) for stretch in each] for each in part.ranges]
         offsets_told = None if offsets is None else list(offsets)
         parts.append({"shape": list(part.shape), "offsets": offsets_told, "ranges": ranges})
-    mesh = found.mesh
     return {
         "sharding": found.kind,
         "local_shape": None if found.local_shape is None else list(found.local_shape),
         "placements": list(found.placements),
-        "mesh": {
-            "device": mesh.device,
-            "names": list(mesh.names),
-            "shape": list(mesh.shape),
-            "ranks": mesh.ranks,
-        },
+        "mesh": mesh_report(found.mesh),
         "rank": found.rank if found.rank >= 0 else None,
         "parts": parts,
     }

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from .human import counted, cut, listed
 from .limits import LIMITS
+from .mesh_ranges import Cut, Range, length, ranges_of
 from .objects import callable_name, class_name, elements, mapping
 from .pickles.nodes import Call, Graph, Node, Ref
 from .rank_parts import local_shards, named_attributes
 from .survey import TensorEntry
 from .tensors import Tensor, TensorReader
 
-__all__ = ["Mesh", "Part", "Sharding", "Spread", "is_sharded", "sharding", "spread"]
+__all__ = ["Mesh", "Part", "Sharding", "Spread", "is_sharded", "sharding", "spread", "spread_state"]
 
-#: (begin, end) in a dimension of the whole tensor.
-Range: TypeAlias = tuple[int, int]
-
-#: Stretches of one dimension that are followed; torch makes as many as an inner dimension of the mesh has ranks.
-_STRETCHES: Final = 256
-#: Dimensions of a mesh.
-_MESH: Final = 64
 #: Characters of a name that are kept: it is told for every tensor.
 _NAME: Final = 40
 #: Tensors in tensors in tensors that torch never writes deeper than this.
@@ -108,6 +102,10 @@ class Sharding(NamedTuple):
         """The shape of the one part, None where there are several or none."""
         return self.parts[0].shape if len(self.parts) == 1 else None
 
+    def is_whole(self, whole: tuple[int, ...]) -> bool:
+        """Is the whole tensor in the file, and not a term of a sum that is still to be taken?"""
+        return self.local_shape == whole and not any(text.startswith("Partial") for text in self.placements)
+
     @property
     def here(self) -> str:
         """The shapes of the parts in the file: "2x6", "nothing"."""
@@ -124,9 +122,11 @@ class Sharding(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The sharded tensors of a file together: how many, of which kinds, saved by which ranks, over which meshes."""
+    """The sharded tensors of a file together: how many, how many of them not whole in it, of which kinds, saved by
+    which ranks, over which meshes."""
 
     tensors: int
+    partial: int
     kinds: tuple[str, ...]
     ranks: tuple[int, ...]
     meshes: tuple[Mesh, ...]
@@ -138,6 +138,12 @@ class Spread(NamedTuple):
         if len(self.ranks) != 1:
             return f"one rank of {most}" if most else "one rank"
         return f"rank {self.ranks[0]}" + (f" of {most}" if most > self.ranks[0] else "")
+
+    @property
+    def words(self) -> str:
+        """ "16 tensors (DTensor) as rank 1 of 4 had them, spread over dp=4 on cpu"."""
+        had = f"{counted(self.tensors, 'tensor')} ({listed(list(self.kinds))}) as {self.owner} had them"
+        return f"{had}, spread over {self.over}" + ("" if self.partial else ", all of them whole")
 
     @property
     def over(self) -> str:
@@ -153,7 +159,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def spread(reader: TensorReader, entries: Iterable[TensorEntry]) -> Spread | None:
     """The sharded tensors among these; None where there is none."""
-    number = 0
+    number = partial = 0
     kinds: dict[str, None] = {}
     ranks: dict[int, None] = {}
     meshes: dict[Mesh, None] = {}
@@ -161,10 +167,11 @@ def spread(reader: TensorReader, entries: Iterable[TensorEntry]) -> Spread | Non
         found = sharding(reader, entry.ref, entry.tensor)
         if found is not None:
             number += 1
+            partial += not found.is_whole(entry.tensor.shape)
             kinds[found.kind] = meshes[found.mesh] = None
             if found.rank >= 0:
                 ranks[found.rank] = None
-    return Spread(number, tuple(kinds), tuple(ranks), tuple(meshes)) if number else None
+    return Spread(number, partial, tuple(kinds), tuple(ranks), tuple(meshes)) if number else None
 
 
 def sharding(reader: TensorReader, ref: Ref, tensor: Tensor) -> Sharding | None:
@@ -177,6 +184,46 @@ def sharding(reader: TensorReader, ref: Ref, tensor: Tensor) -> Sharding | None:
     if tensor.cls.endswith("ShardedTensor"):
         return _sharded_tensor(reader, state, tensor)
     return _dtensor(reader, state, tensor)
+
+
+def spread_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, Ref]:
+    """What says which part a spread tensor is, and its parts, by name: without the rest that torch keeps, its hashes
+    and the names of process groups. {} for another tensor."""
+    found = sharding(reader, ref, tensor)
+    if found is None:
+        return {}
+    graph, state = reader.graph, _state(reader.graph, ref)
+    if found.kind == "ShardedTensor":
+        held = elements(graph.nodes[state])
+        named = {".sharding_spec": held[3]}
+        for number, shard in enumerate(local_shards(graph, state)):
+            placed = named_attributes(graph, shard["metadata"]) if "metadata" in shard else {}
+            at = f".local_shards[{number}]"
+            named |= {f"{at}.offsets": placed["shard_offsets"]} if "shard_offsets" in placed else {}
+            named |= {f"{at}.tensor": shard["tensor"]} if "tensor" in shard else {}
+        return named
+    spec = named_attributes(graph, _held(graph, state)["_spec"])
+    mesh = named_attributes(graph, spec["mesh"]) if "mesh" in spec else {}
+    named = {".local_tensor": found.parts[0].ref}
+    named |= {".placements": spec["placements"]} if "placements" in spec else {}
+    return named | {f".mesh{name}": mesh[key] for key, name in _TOLD.items() if key in mesh}
+
+
+#: What of a mesh says which part a tensor is.
+_TOLD: Final = {
+    "_device_type": ".device_type",
+    "_layout": ".layout",
+    "_mesh_dim_names": ".dim_names",
+    "_rank": ".rank",
+    "_coordinate_on_dim": ".coordinate",
+}
+
+
+def _held(graph: Graph, state: Ref) -> dict[str, Ref]:
+    """What is in (dict, slots), or in a dict, by name."""
+    node = graph.nodes[state]
+    pairs = [pair for part in (node if type(node) is tuple else (state,)) for pair in mapping(graph, part) or ()]
+    return {name: value for key, value in pairs if type(name := graph.nodes[key]) is str}
 
 
 def _state(graph: Graph, ref: Ref) -> Ref:
@@ -195,20 +242,9 @@ def _state(graph: Graph, ref: Ref) -> Ref:
 # -- DTensor ----------------------------------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
-    """A placement: its text, and the dimension that it cuts, -1 for none; into how many pieces it is cut before."""
-
-    words: str
-    dim: int = -1
-    pieces: int = 1
-
-
 def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | None:
     graph = reader.graph
-    node = graph.nodes[state]
-    parts = node if type(node) is tuple else (state,)
-    pairs = [pair for part in parts for pair in mapping(graph, part) or ()]
-    held = {name: value for key, value in pairs if type(name := graph.nodes[key]) is str}
+    held = _held(graph, state)
     local = reader.tensor(held["_local_tensor"]) if "_local_tensor" in held else None
     spec = named_attributes(graph, held["_spec"]) if "_spec" in held else {}
     if local is None or not spec:
@@ -217,8 +253,8 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     mesh = _mesh(reader, described)
     cuts = [_cut(graph, part) for part in (_few(graph, spec["placements"]) if "placements" in spec else ())]
     place = _integers(graph, described["_coordinate_on_dim"]) if "_coordinate_on_dim" in described else None
-    ranges = _ranges(tensor.shape, mesh.shape, place, cuts) if place is not None else None
-    if ranges is not None and tuple(_length(each) for each in ranges) != local.shape:
+    ranges = ranges_of(tensor.shape, mesh.shape, place, cuts) if place is not None else None
+    if ranges is not None and tuple(length(each) for each in ranges) != local.shape:
         ranges = None  # made of parts that nobody asked to be even: DTensor.from_local
     rank = graph.nodes[described["_rank"]] if "_rank" in described else -1
     part = Part(held["_local_tensor"], local.shape, ranges)
@@ -244,7 +280,7 @@ def _mesh(reader: TensorReader, held: dict[str, Ref]) -> Mesh:
     return Mesh(_name(device), tuple(_name(graph.nodes[name]) for name in names), shape or ())
 
 
-def _cut(graph: Graph, ref: Ref) -> _Cut:
+def _cut(graph: Graph, ref: Ref) -> Cut:
     """``Shard(0)``, ``Replicate()``, ``Partial(sum)``, nearly as torch writes them."""
     held = named_attributes(graph, ref)
     name = class_name(graph, ref).rpartition(".")[2]
@@ -254,61 +290,7 @@ def _cut(graph: Graph, ref: Ref) -> _Cut:
     words = [str(dim)] if dim >= 0 else []
     words += [str(pieces)] if "split_factor" in held else []
     words += [_name(reduced)] if reduced else []
-    return _Cut(f"{cut(name, _NAME)}({', '.join(words)})", dim, pieces)
-
-
-def _ranges(
-    shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], cuts: list[_Cut]
-) -> tuple[tuple[Range, ...], ...] | None:
-    """The indices of each dimension that the rank at ``place`` of the mesh has; None where that cannot be said.
-
-    As ``_compute_local_shape_and_global_offset`` of torch/distributed/tensor/_utils.py: each placement cuts what those
-    before it left over.
-    """
-    if not len(mesh) == len(place) == len(cuts) <= _MESH:
-        return None
-    found: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
-    for one, size, at in zip(cuts, mesh, place):
-        if one.dim < 0:
-            continue
-        if one.dim >= len(shape) or not 0 <= at < size:
-            return None
-        ranges = found[one.dim]
-        if not 0 < max(len(ranges), 1) * one.pieces <= _STRETCHES:
-            return None
-        pieces = [_chunk(ranges, one.pieces, number) for number in range(one.pieces)]
-        found[one.dim] = _joined(stretch for piece in pieces for stretch in _chunk(piece, size, at))
-    return tuple(tuple(ranges) for ranges in found)
-
-
-def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
-    """Of some stretches, laid end to end, one of so many chunks, as ``torch.chunk`` cuts them."""
-    total = _length(ranges)
-    size = -(-total // count)
-    begin, end = min(size * number, total), min(size * (number + 1), total)
-    found = []
-    at = 0
-    for low, high in ranges:
-        first, last = max(begin, at), min(end, at + high - low)
-        if first < last:
-            found.append((low + first - at, low + last - at))
-        at += high - low
-    return found
-
-
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Stretches that touch as one."""
-    found: list[Range] = []
-    for begin, end in ranges:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(end - begin for begin, end in ranges)
+    return Cut(f"{cut(name, _NAME)}({', '.join(words)})", dim, pieces)
 
 
 # -- ShardedTensor ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"human", "locations", "source"}),
     frozenset({"pickles", "threads"}),  # knows nothing of torch
     frozenset({"building", "objects", "tars", "zips"}),
-    frozenset({"rank_parts"}),
+    frozenset({"mesh_ranges", "rank_parts"}),
     frozenset({"archives", "tensors"}),
     frozenset({"survey"}),
     frozenset({"sharding"}),

@@ -39,7 +39,24 @@ def suspicious_calls(graph: Graph) -> list[str]:
             if any(root in _MODULES for root in roots) or (module == "builtins" and function in _BUILTINS):
                 names[ref] = name
     calls = (node for node in graph.nodes if type(node) is Call and node.func in names) if names else ()
+    calls = (node for node in calls if not _is_nested_class(graph, node, names[node.func]))
     return [f"{names[node.func]}({_arguments(graph, node)})" for node in calls]
+
+
+#: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: of them nothing
+#: is run. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
+_NESTED: Final = frozenset(
+    (f"torch.distributed.{module}.ShardedTensor", "ProcessGroupState")
+    for module in ("_shard.sharded_tensor.api", "_sharded_tensor.api")
+)
+
+
+def _is_nested_class(graph: Graph, node: Call, name: str) -> bool:
+    refs = graph.nodes[node.args]
+    if name != "builtins.getattr" or type(refs) is not tuple or len(refs) != 2:
+        return False
+    outer, inner = graph.nodes[refs[0]], graph.nodes[refs[1]]
+    return type(outer) is Global and type(inner) is str and (mapped_name(outer), inner) in _NESTED
 
 
 def _arguments(graph: Graph, node: Call) -> str:

@@ -16,6 +16,7 @@ from ..pickles.nodes import Call, Global, Persistent, Ref
 from ..programs import NamedDevice, program_of
 from .rewrite import Rewrite
 from .select import selected
+from .sharded import mesh_devices, reset_meshes
 
 __all__ = ["DeviceMap", "device_pairs", "remap", "remap_devices"]
 
@@ -153,6 +154,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
     if chosen is None:
         changes += _strings(checkpoint, devices, rewrite if strings else None)
+        changes += _meshes(checkpoint, devices, rewrite if strings else None)
         changes += _in_code(checkpoint, devices)
     return checkpoint.changed(rewrite.done(), changes)
 
@@ -188,6 +190,24 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None
         else:
             rewrite.changed[name.ref] = new
             changes.append(Change("device-string", name.path, 1, 0, f"the string {name.device!r} now reads {new!r}"))
+    return changes
+
+
+def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
+    """The kinds of devices that the meshes of DTensors name: changed on request, else only told."""
+    found: dict[tuple[str, str], list[Ref]] = {}
+    for ref, kind in mesh_devices(checkpoint).items():
+        new = devices(kind).partition(":")[0]
+        if new != kind:
+            found.setdefault((kind, new), []).append(ref)
+    changes = []
+    for (kind, new), refs in found.items():
+        which = f"{counted(len(refs), 'DeviceMesh')[:-1] + 'es' if len(refs) > 1 else 'the DeviceMesh'} of {kind!r}"
+        if rewrite is None:
+            changes.append(Change("device-mesh", "", 0, len(refs), f"{which} stays so", ("--strings changes it too",)))
+        else:
+            reset_meshes(rewrite, refs, new)
+            changes.append(Change("device-mesh", "", len(refs), 0, f"{which} is now one of {new!r}"))
     return changes
 
 

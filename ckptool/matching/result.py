@@ -337,6 +337,13 @@ def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence
     if wanted.others:
         others = [repr(path or ".") for path in wanted.others]
         notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
+    survey = checkpoint.survey
+    ours = [entry for entry in survey.tensors if survey.state_dicts[entry.state_dict].path == best.item.path]
+    shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
+    if shards is not None:
+        tensors = counted(shards.tensors, "tensor")
+        where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
+        notes.append(f"{where} ({listed(list(shards.kinds))}): load_state_dict takes them only into a model spread so")
     if best.item.confidence == "low":
         notes.append(f"{best.item.path or '.'!r} is not surely a state dict")
     if _keys(wanted.path) is None and best.item.path != wanted.path:
