@@ -13,6 +13,7 @@ from ..errors import TargetError
 from ..human import counted, listed
 from ..names import Globs
 from ..objects import mapping, parse_path
+from ..sharding import is_sharded, spread
 from ..survey import StateDict
 from .comparison import Comparison, Difference, Shaped, compared, fillable
 from .search import Found, search
