@@ -10,10 +10,10 @@ from .checkpoint import Checkpoint
 from .edits.select import normal_path, selected
 from .errors import TargetError
 from .names import Globs
-from .sharding import Mesh, Sharding, sharding
+from .sharding import Sharding, sharding
 from .survey import Survey, TensorEntry
 
-__all__ = ["described", "key_listing", "listed_entries", "listing", "mesh_report"]
+__all__ = ["described", "key_listing", "listed_entries", "listing"]
 
 
 def key_listing(
@@ -47,7 +47,14 @@ def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, 
 
 
 def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
-    """One tensor at its place, as ``keys`` lists it; of a DTensor the ``shape`` is that of all ranks together."""
+    """One tensor at its place, as ``keys`` lists it.
+
+    A tensor that is spread over ranks has more: "sharding" (DTensor or ShardedTensor), "local_shape" (null for several
+    parts or none), "placements" (by dimension of the mesh; for a ShardedTensor "Chunk(dim)" or "Enumerable"), "mesh"
+    (device, names, shape, number of ranks), "rank" (null for unknown) and "parts" in the file: "shape", "offsets" (null
+    for several blocks) and "ranges", for each dimension the [begin, end] of its stretches (null for unknown). ``shape``
+    is that of all ranks together, ``bytes`` are those in the file.
+    """
     tensor = entry.tensor
     part = sharding(survey.reader, entry.ref, tensor)
     return {
@@ -67,11 +74,6 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
     } | (_spread(part, tensor.shape) if part else {})
 
 
-def mesh_report(mesh: Mesh) -> dict[str, Any]:
-    """The ranks that tensors are spread over, as reports have them."""
-    return {"device": mesh.device, "names": list(mesh.names), "shape": list(mesh.shape), "ranks": mesh.ranks}
-
-
 def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
     """What is told of a tensor that is spread over ranks."""
     parts = []
@@ -84,7 +86,7 @@ def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
         "sharding": found.kind,
         "local_shape": None if found.local_shape is None else list(found.local_shape),
         "placements": list(found.placements),
-        "mesh": mesh_report(found.mesh),
+        "mesh": found.mesh.report,
         "rank": found.rank if found.rank >= 0 else None,
         "parts": parts,
     }

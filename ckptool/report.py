@@ -10,7 +10,6 @@ from .accounting import Account, account
 from .checkpoint import Checkpoint, layout_of
 from .checks import Verdict, findings, storage_flaws, weights_only
 from .limits import LIMITS
-from .listing import mesh_report
 from .locations import MapLocation, lands_on
 from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Global, List
@@ -78,7 +77,7 @@ def _sharding(shards: Spread) -> dict[str, Any]:
         "partial": shards.partial,
         "kinds": list(shards.kinds),
         "ranks": list(shards.ranks),
-        "meshes": [mesh_report(mesh) for mesh in shards.meshes],
+        "meshes": [mesh.report for mesh in shards.meshes],
         "words": shards.words,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .human import counted, cut, listed
 from .limits import LIMITS
@@ -42,6 +42,11 @@ class Mesh(NamedTuple):
     def ranks(self) -> int:
         """How many ranks there are, 0 where that is not known."""
         return prod(self.shape) if self.shape else 0
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The mesh as reports in JSON have it."""
+        return {"device": self.device, "names": list(self.names), "shape": list(self.shape), "ranks": self.ranks}
 
     @property
     def words(self) -> str:
@@ -89,6 +94,7 @@ class Sharding(NamedTuple):
 
     ``placements`` say for each dimension of the mesh how it was cut, such as "Shard(0)"; those of a ShardedTensor are
     its specification, "Chunk(0)" or "Enumerable". ``rank`` is the number of the process that saved it, -1 for unknown.
+    ``parameter`` says that it is an nn.Parameter as well.
     """
 
     kind: str
@@ -96,6 +102,7 @@ class Sharding(NamedTuple):
     placements: tuple[str, ...]
     mesh: Mesh
     rank: int
+    parameter: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...] | None:
@@ -257,8 +264,10 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     if ranges is not None and tuple(length(each) for each in ranges) != local.shape:
         ranges = None  # made of parts that nobody asked to be even: DTensor.from_local
     rank = graph.nodes[described["_rank"]] if "_rank" in described else -1
+    # torch/nn/parameter.py: a Parameter of another class than Tensor is one by this attribute.
+    parameter = "_is_param" in held and graph.nodes[held["_is_param"]] is True
     part = Part(held["_local_tensor"], local.shape, ranges)
-    return Sharding("DTensor", (part,), tuple(one.words for one in cuts), mesh, _number(rank))
+    return Sharding("DTensor", (part,), tuple(one.words for one in cuts), mesh, _number(rank), parameter)
 
 
 def _mesh(reader: TensorReader, held: dict[str, Ref]) -> Mesh:

@@ -156,8 +156,9 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
     if not found.partial:
         what = f"{counted(found.tensors, 'tensor')} spread over {found.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, what)]
+    share = "its" if found.partial == len(survey.tensors) else f"{found.partial:,} of its {len(survey.tensors):,}"
     what = (
-        f"{found.partial:,} of {counted(len(survey.tensors), 'tensor')} are what {found.owner} had of larger ones,"
+        f"{share} tensors are what {found.owner} had of larger ones,"
         f" spread over {found.over}; the files of the other ranks were not looked at"
     )
     return [Check("shards", "container", WARNING, what, (Note("shards", "warning", what),))]

@@ -202,12 +202,15 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None)
             found.setdefault((kind, new), []).append(ref)
     changes = []
     for (kind, new), refs in found.items():
-        which = f"{counted(len(refs), 'DeviceMesh')[:-1] + 'es' if len(refs) > 1 else 'the DeviceMesh'} of {kind!r}"
+        one = len(refs) == 1
+        which = f"the DeviceMesh of {kind!r}" if one else f"{len(refs):,} DeviceMeshes of {kind!r}"
         if rewrite is None:
-            changes.append(Change("device-mesh", "", 0, len(refs), f"{which} stays so", ("--strings changes it too",)))
+            notes = (f"--strings changes {'it' if one else 'them'} too",)
+            changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
         else:
             reset_meshes(rewrite, refs, new)
-            changes.append(Change("device-mesh", "", len(refs), 0, f"{which} is now one of {new!r}"))
+            what = f"{which} {'is' if one else 'are'} now of {new!r}"
+            changes.append(Change("device-mesh", "", len(refs), 0, what))
     return changes
 
 

@@ -10,6 +10,7 @@ from ..errors import RefusedError
 from ..human import counted, listed, shown
 from ..objects import callable_name, class_name, elements, mapping
 from ..pickles.nodes import Call, Dict, List, Node, Ref
+from ..pickles.opcodes import REDUCE
 from ..rank_parts import named_attributes
 from ..sharding import Sharding, is_sharded, sharding, spread
 from .rewrite import Rewrite
@@ -38,7 +39,9 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
         inner = _innermost(checkpoint, entry.ref)
         if inner in rewrite.changed:
             continue
-        if len(found.parts) == 1:
+        if len(found.parts) == 1 and found.parameter:
+            rewrite.changed[inner] = _parameter(rewrite, found.parts[0].ref, entry.tensor.requires_grad)
+        elif len(found.parts) == 1:
             rewrite.changed[inner] = _twin(checkpoint.graph.nodes[found.parts[0].ref])
         else:
             several[entry.ref] = found
@@ -61,6 +64,13 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
 def _twin(node: Node) -> Node:
     assert isinstance(node, Call)
     return Call(node.op, node.func, node.args, node.kwargs).filled(node.items, node.pairs, node.states)
+
+
+def _parameter(rewrite: Rewrite, part: Ref, requires_grad: bool) -> Node:
+    """``_rebuild_parameter(data, requires_grad, hooks)``, as ``Parameter.__reduce_ex__`` has it."""
+    hooks = rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))
+    args = rewrite.add((part, rewrite.constant(requires_grad), hooks))
+    return Call(REDUCE, rewrite.named("torch._utils", "_rebuild_parameter"), args)
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
