@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from .changes import Change
 from .checkpoint import Checkpoint, Target
 from .edits.select import selected
+from .edits.sharded import local_parts
 from .errors import RefusedError, TargetError
 from .human import human_bytes, listed
 from .outputs import dcp, safetensors, torch_legacy
@@ -17,6 +18,7 @@ from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
 from .outputs.shards import parse_size
 from .programs import program_of
+from .sharding import is_sharded
 from .survey import StateDict
 
 __all__ = ["FOLDERS", "SHARDED", "TARGETS", "convert", "target_of"]
@@ -118,8 +120,9 @@ def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
 
 def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     """A file of one state dict, or a folder of shards."""
+    checkpoint, parts = _with_parts(checkpoint, wanted, _one(checkpoint, wanted.key))
     chosen = _one(checkpoint, wanted.key)
-    found = wanted.beside + safetensors.losses(checkpoint, chosen, wanted.tied)
+    found = wanted.beside + parts + safetensors.losses(checkpoint, chosen, wanted.tied)
     refuse(found, wanted.allow, checkpoint.path, "safetensors")
     notes = (*_without(found), *_layout_notes(checkpoint, chosen))
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{wanted.shape}", notes)
@@ -132,6 +135,27 @@ def _called(target: Target, checkpoint: Checkpoint) -> Target:
     """Its files are called as those of the input, where both formats call them so."""
     stem, variant = (getattr(checkpoint.container, name, "") for name in ("stem", "variant"))
     return target._replace(stem=stem if stem in ("adapter_model", "diffusion_pytorch_model") else "", variant=variant)
+
+
+def _with_parts(
+    checkpoint: Checkpoint, wanted: _Wanted, chosen: StateDict | None = None
+) -> tuple[Checkpoint, list[Loss]]:
+    """The checkpoint with the parts that one rank had as plain tensors, and the loss that this is.
+
+    ``chosen`` is the one state dict that is asked for.
+    """
+    found = checkpoint.survey
+    spread = [entry for entry in found.tensors if is_sharded(entry.tensor)]
+    if chosen is not None:
+        spread = [
+            entry
+            for entry in spread
+            if entry.state_dict >= 0 and found.state_dicts[entry.state_dict].path == chosen.path
+        ]
+    if not spread:
+        return checkpoint, []
+    names = tuple(entry.path if chosen is None else entry.key for entry in spread)
+    return local_parts(checkpoint), [Loss("shards", names)]
 
 
 def _without(losses: Collection[Loss]) -> tuple[str, ...]:
@@ -159,7 +183,8 @@ def _dcp(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
         raise TargetError(what, path=checkpoint.path, next=step if wanted.key is not None else "leave --metadata out")
     if wanted.tied == "keep-first":
         raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
-    found = wanted.beside + dcp.losses(checkpoint, tied=wanted.tied == "clone")
+    checkpoint, parts = _with_parts(checkpoint, wanted)
+    found = wanted.beside + parts + dcp.losses(checkpoint, tied=wanted.tied == "clone")
     refuse(found, wanted.allow, checkpoint.path, "a DCP folder", {"sharing": "--allow-loss sharing (or --tied clone)"})
     notes = _without(found)
     if dcp.has_ordered_dicts(checkpoint):

@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 from .edits.select import normal_path, selected
 from .errors import TargetError
 from .names import Globs
-from .sharding import sharding
+from .sharding import Sharding, sharding
 from .survey import Survey, TensorEntry
 
 __all__ = ["described", "key_listing", "listed_entries", "listing"]
@@ -47,7 +47,14 @@ def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, 
 
 
 def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
-    """One tensor at its place, as ``keys`` lists it; of a DTensor the ``shape`` is that of all ranks together."""
+    """One tensor at its place, as ``keys`` lists it.
+
+    A tensor that is spread over ranks has more: "sharding" (DTensor or ShardedTensor), "local_shape" (null for several
+    parts or none), "placements" (by dimension of the mesh; for a ShardedTensor "Chunk(dim)" or "Enumerable"), "mesh"
+    (device, names, shape, number of ranks), "rank" (null for unknown) and "parts" in the file: "shape", "offsets" (null
+    for several blocks) and "ranges", for each dimension the [begin, end] of its stretches (null for unknown). ``shape``
+    is that of all ranks together, ``bytes`` are those in the file.
+    """
     tensor = entry.tensor
     part = sharding(survey.reader, entry.ref, tensor)
     return {
@@ -64,15 +71,25 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
         "storage": tensor.storage or None,
         "requires_grad": tensor.requires_grad,
         "class": tensor.cls or None,
-    } | (
-        {
-            "local_shape": list(part.local_shape),
-            "placements": list(part.placements),
-            "mesh": {"device": part.device, "names": list(part.names), "ranks": part.ranks},
-        }
-        if part
-        else {}
-    )
+    } | (_spread(part, tensor.shape) if part else {})
+
+
+def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
+    """What is told of a tensor that is spread over ranks."""
+    parts = []
+    for part in found.parts:
+        offsets = part.offsets(whole)
+        ranges = None if part.ranges is None else [[list(stretch) for stretch in each] for each in part.ranges]
+        offsets_told = None if offsets is None else list(offsets)
+        parts.append({"shape": list(part.shape), "offsets": offsets_told, "ranges": ranges})
+    return {
+        "sharding": found.kind,
+        "local_shape": None if found.local_shape is None else list(found.local_shape),
+        "placements": list(found.placements),
+        "mesh": found.mesh.report,
+        "rank": found.rank if found.rank >= 0 else None,
+        "parts": parts,
+    }
 
 
 def listed_entries(

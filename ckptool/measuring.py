@@ -15,6 +15,7 @@ from .names import Globs
 from .readings import Reading, reading
 from .runtime.measure import STEP, Measured, Rule, measure
 from .runtime.need import need_torch
+from .sharding import sharding
 from .survey import TensorEntry
 
 __all__ = ["SORTS", "bytes_to_read", "statistics_of"]
@@ -61,7 +62,7 @@ def statistics_of(
         if first[1]["of"] is not None and first[1]["reason"] is not None:
             missing.append(entry.path)
         same = None if first[0] == entry.path else first[0]
-        rows.append({**described(survey, entry), "numel": entry.tensor.numel, **first[1], "same_as": same})
+        rows.append({**described(survey, entry), "numel": _numel(checkpoint, entry), **first[1], "same_as": same})
     return {
         "schema": "ckptool.stats/1",
         "path": checkpoint.path,
@@ -70,6 +71,12 @@ def statistics_of(
         "summary": {**_summary(rows), "missing": missing},
         "tensors": _sorted(rows, sort, everything),
     }
+
+
+def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
+    """The elements that are in the file: of a tensor that is spread over ranks those of its parts."""
+    found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
+    return entry.tensor.numel if found is None else sum(prod(part.shape) for part in found.parts)
 
 
 def _mark(how: Reading | str) -> object:

@@ -16,6 +16,7 @@ from .elements import elements
 from .errors import MalformedError
 from .objects import callable_name, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Ref
+from .sharding import is_sharded
 from .tensors import Tensor, extent
 
 __all__ = ["Affine", "Reading", "dense_part", "lazy_bits", "numbers_in", "reading", "repeats", "resolved"]
@@ -152,6 +153,8 @@ def dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
     if tensor.storage:
         return ref, "elements"
     parts = [(part, inner) for part in tensor.parts if (inner := reader.tensor(part)) is not None]
+    if is_sharded(tensor) and not parts:
+        return "nothing of it is in this file"
     if tensor.kind == "wrapper":
         if len(parts) == 1:
             return parts[0][0], "part"

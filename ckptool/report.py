@@ -15,6 +15,7 @@ from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .programs import program_of
+from .sharding import Spread, spread
 from .survey import StateDict, Survey, TensorEntry
 
 __all__ = ["inspection"]
@@ -34,6 +35,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     in_state = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
     style = checkpoint.graph.style
     program = program_of(checkpoint)
+    shards = spread(survey.reader, survey.tensors)
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,
@@ -46,6 +48,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "metadata": dict(checkpoint.container.metadata),
         "layout": {"kind": kind, "container": container},
         **({"program": dict(program.described)} if program is not None else {}),
+        **({"sharding": _sharding(shards)} if shards is not None else {}),
         "state_dicts": _state_dicts(checkpoint),
         "entries": _entries(checkpoint, sums),
         "devices": [
@@ -66,6 +69,17 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         ],
         "weights_only": _verdict(verdict),
         "findings": [finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws, map_location)],
+    }
+
+
+def _sharding(shards: Spread) -> dict[str, Any]:
+    return {
+        "tensors": shards.tensors,
+        "partial": shards.partial,
+        "kinds": list(shards.kinds),
+        "ranks": list(shards.ranks),
+        "meshes": [mesh.report for mesh in shards.meshes],
+        "words": shards.words,
     }
 
 

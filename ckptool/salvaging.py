@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from .archives import open_any
@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint
 from .checks.checksums import checksum
 from .checks.storages import storage_flaws
 from .checks.weights_only import graph_blockers
-from .container import UNEDITABLE, Container
+from .container import UNEDITABLE, Body, Container
 from .edits.prune import fallen, prune
 from .edits.rewrite import Rewrite
 from .errors import MalformedError, NotACheckpointError, UnreadableError
@@ -20,6 +20,7 @@ from .formats import read_container, safetensors, torch_legacy, torch_tar
 from .formats.damaged import Rescued, rescue_zip
 from .formats.identify import explain, zip_kind
 from .human import counted
+from .pickles.nodes import Ref, children
 from .source import Source
 from .tensors import TensorReader
 from .zips import read_archive
@@ -139,19 +140,25 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     verified = not checkpoint.traits.unsummed
     behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
+    empty: dict[str, Body] = {}
     for key, storage in reader.storages.items():
-        if container.stored(key).span is None and storage.nbytes and storage.location != "meta":
-            missing[key] = reasons.get(key, behind)
+        if container.stored(key).span is None and storage.location != "meta":
+            if storage.nbytes:
+                missing[key] = reasons.get(key, behind)
+            else:
+                empty[key] = Body(b"", 0, 0)  # of it nothing can be lost
     nonsense = _nonsense(checkpoint)
     if not missing and not nonsense:
-        kept = checkpoint if whole else checkpoint.changed(graph, [], anew=True)
+        kept = checkpoint if whole else checkpoint.changed(graph, [], empty, anew=True)
         return Salvaged(kept, len(survey.tensors), [], verified)
-    gone = fallen(graph, {ref for ref, storage in reader.uses() if storage.key in missing} | nonsense.keys())
+    cut = {ref for ref, storage in reader.uses() if storage.key in missing}
+    gone = fallen(graph, cut | nonsense.keys() | _made_of(checkpoint, cut))
     lost = []
     for entry in survey.tensors:
         if entry.ref in gone:
             keys = [part.storage for part in reader.parts(entry.tensor)]
-            reason = next((missing[key] for key in keys if key in missing), "its description is damaged")
+            held = "what it is made of is not in the file" if entry.tensor.parts else "its description is damaged"
+            reason = next((missing[key] for key in keys if key in missing), held)
             lost.append(Lost(entry.path, reason))
     for path, ref, _ in survey.storages:
         if ref in gone:
@@ -167,7 +174,29 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     prune(rewrite, gone)
     what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)
-    return Salvaged(checkpoint.changed(rewrite.done(), [change], anew=True), saved, lost, verified)
+    return Salvaged(checkpoint.changed(rewrite.done(), [change], empty, anew=True), saved, lost, verified)
+
+
+def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
+    """The tensors that hold others, or objects, which lead to something lost: a DTensor to its local tensor and mesh.
+
+    They keep these in dicts and lists, which elsewhere go on with what is left.
+    """
+    holders = {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.parts}
+    if not (holders and lost):
+        return set()
+    nodes = checkpoint.graph.nodes
+    above: dict[Ref, list[Ref]] = {}
+    for ref, node in enumerate(nodes):
+        for child in children(node):
+            above.setdefault(child, []).append(ref)
+    leading = set(lost)
+    work = list(lost)
+    while work:
+        fresh = [ref for ref in above.get(work.pop(), ()) if ref not in leading]
+        leading.update(fresh)
+        work += fresh
+    return holders & leading
 
 
 def _nonsense(checkpoint: Checkpoint) -> dict[int, str]:

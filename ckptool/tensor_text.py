@@ -17,6 +17,7 @@ from .dtypes import BY_NAME
 from .human import cut
 from .pickles.nodes import Ref
 from .readings import Affine, Reading, numbers_in, reading, repeats
+from .sharding import Sharding, sharding
 from .source import Span
 from .tensors import Tensor
 
@@ -56,6 +57,10 @@ def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
     """The lines that show a tensor. Raises MalformedError where its bytes are missing."""
     tensor = checkpoint.survey.reader.tensor(ref)
     assert tensor is not None
+    spread = sharding(checkpoint.survey.reader, ref, tensor)
+    if spread is not None:
+        yield from _spread_lines(checkpoint, spread, tensor)
+        return
     yield head_words(tensor)
     if tensor.parts and tensor.kind != "quantized":
         for name, part in part_names(tensor):
@@ -81,6 +86,20 @@ def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
         yield f"({endless})"
         return
     yield from _drawn(_picked(checkpoint, how, in_place), how.tensor.dtype)
+
+
+def _spread_lines(checkpoint: Checkpoint, spread: Sharding, tensor: Tensor) -> Iterator[str]:
+    """A tensor that is spread over ranks: what it is, and the parts of it that are here."""
+    head = head_words(tensor._replace(kind="dense", cls=spread.kind))
+    owner = f"rank {spread.rank}" if spread.rank >= 0 else "one rank"
+    yield f"{head}: {spread.words}"
+    if not spread.parts:
+        yield f"({owner} had nothing of it)"
+    for part in spread.parts:
+        at = part.slices(tensor.shape)
+        yield ""
+        yield f"what {owner} had of it{', ' + at if at else ''}:"
+        yield from tensor_lines(checkpoint, part.ref)
 
 
 def part_names(tensor: Tensor) -> Iterator[tuple[str, Ref]]:

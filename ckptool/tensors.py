@@ -13,6 +13,7 @@ from .dtypes import BY_NAME, Dtype, storage_dtype
 from .limits import LIMITS
 from .objects import callable_name, device_text, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Persistent, Ref
+from .rank_parts import held_values
 
 __all__ = ["Storage", "Tensor", "TensorReader", "extent"]
 
@@ -292,12 +293,8 @@ class TensorReader:
         return made._replace(cls=short)
 
     def _tensors_in(self, ref: Ref) -> tuple[Ref, ...]:
-        """The tensors in the state of a wrapper: (dict, slots) or a dict."""
-        state = self.graph.nodes[ref]
-        found: list[Ref] = []
-        for part in state if type(state) is tuple else (ref,):
-            found += (value for _, value in mapping(self.graph, part) or () if self.tensor(value))
-        return tuple(found)
+        """The tensors in the state of a wrapper."""
+        return tuple(value for value in held_values(self.graph, ref) if self.tensor(value))
 
     def _wrapper(self, args: tuple[Ref, ...], parts: tuple[Ref, ...]) -> Tensor | None:
         shape, stride, offset = self._shape(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]

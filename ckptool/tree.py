@@ -64,8 +64,7 @@ class _Tree:
             kind = "" if tensor.kind == "dense" else f" {tensor.kind}"
             part = sharding(self.reader, ref, tensor)
             if part is not None:
-                here = "x".join(map(str, part.local_shape)) or "scalar"
-                kind = f", {here} of it here: {', '.join(part.placements)} over {counted(part.ranks, 'rank')}"
+                kind = f", {part.here} of it here: {part.words}"
             return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), []
         kind = class_name(self.graph, ref)
         if node is None or isinstance(node, bool | int | float):

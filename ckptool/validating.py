@@ -23,6 +23,7 @@ from .locations import parse_map_location
 from .opening import checkpoint_of, in_several_files, open_checkpoint
 from .programs import convert_step
 from .runtime.need import need_torch
+from .sharding import is_sharded
 from .source import ContainedSource, FileSource, FolderSource
 from .values import nonfinite
 
@@ -122,7 +123,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> s
     if "weights-only" in bad and not checkpoint.pickled:
         return safetensors_name(checkpoint.path)
     # A file that runs a command when it is loaded is not to be mended but to be thrown away.
-    return f"ckptool sanitize {name} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
+    parts = " --local-parts" if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors) else ""
+    return f"ckptool sanitize {name}{parts} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
 
 
 #: Checks after whose failure something may still be saved.

@@ -268,14 +268,14 @@ def test_what_a_folder_cannot_hold_is_refused(name: str, kind: str, tmp_path: Pa
 
 
 def test_what_one_rank_had_is_no_whole_tensor(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"what one rank had of larger ones: layers\.0\.weight"):
+    with pytest.raises(RefusedError, match=r"what one rank had of larger ones .*: \[\"layers\.0\.weight\"\]"):
         to_dcp(FIXTURES / "dtensor.pt", tmp_path / "out")
 
 
 def test_a_dtensor_says_what_it_is_a_part_of() -> None:
     listed = ckptool.keys(FIXTURES / "dtensor.pt")["tensors"]
     assert [item.get("placements") for item in listed] == [["Shard(0)"], ["Replicate()"], None]
-    mesh = {"device": "cpu", "names": ["shard"], "ranks": 1}
+    mesh = {"device": "cpu", "names": ["shard"], "shape": [1], "ranks": 1}
     assert [item.get("mesh") for item in listed] == [mesh, mesh, None]
     assert [item.get("local_shape") for item in listed] == [[4, 3], [4, 3], None]
 

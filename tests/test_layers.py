@@ -20,8 +20,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"human", "locations", "source"}),
     frozenset({"changes", "pickles", "pooling", "threads"}),  # pickles know nothing of torch
     frozenset({"building", "container", "objects", "tars", "zips"}),
+    frozenset({"mesh_ranges", "rank_parts"}),
     frozenset({"archives", "tensors"}),
-    frozenset({"sharding", "survey"}),
+    frozenset({"survey"}),
+    frozenset({"sharding"}),
     frozenset({"accounting"}),
     frozenset({"checkpoint"}),
     frozenset({"decoding", "elements", "programs"}),

@@ -146,7 +146,7 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
             if name and (FIXTURES / name).is_file():
                 shutil.copy(FIXTURES / name, place / name)
                 (place / name).chmod(0o644)
-            elif name and (FIXTURES / name).is_dir() and (FIXTURES / name / ".metadata").is_file():
+            elif name and (FIXTURES / name).is_dir() and name not in (".", "..", "__pycache__"):
                 shutil.copytree(FIXTURES / name, place / name)
             elif name in REALS and (FIXTURES / "real" / name).is_dir():
                 shutil.copytree(FIXTURES / "real" / name, place / name)

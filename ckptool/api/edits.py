@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 __all__ = ["average", "cast", "edit", "merge", "redact", "rename", "sanitize", "slim"]
 
 
-def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:
+def sanitize(
+    checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False, local_parts: bool = False
+) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` of torch 2.6 and later does not load by default.
 
     Objects become dicts of their attributes, numpy scalars numbers, numpy arrays tensors, paths strings, and so on;
     ``as_state_dict`` turns pickled modules into their state dicts. Nothing is run. Raises RefusedError for what
-    cannot be carried, which ``drop_unknown`` leaves out instead.
+    cannot be carried, which ``drop_unknown`` leaves out instead. ``local_parts`` puts plain tensors in the place of
+    those that are spread over ranks (DTensor, ShardedTensor): the parts of them that are in the file.
     """
     from ..sanitizing import sanitize as sanitized
 
-    return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
+    return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
 
 def rename(

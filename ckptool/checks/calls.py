@@ -46,8 +46,26 @@ def suspicious_calls(graph: Graph) -> list[str]:
     return [
         f"{names[node.func]}({_arguments(graph, node)})"
         for ref, node in calls
-        if ref in called or names[node.func] != "builtins.getattr" or not _is_member(graph, node, names)
+        if not (names[node.func] == "builtins.getattr" and _is_harmless(graph, ref, node, names, called))
     ]
+
+
+#: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: of them nothing
+#: is run. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
+_NESTED: Final = frozenset(
+    (f"torch.distributed.{module}.ShardedTensor", "ProcessGroupState")
+    for module in ("_shard.sharded_tensor.api", "_sharded_tensor.api")
+)
+
+
+def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
+    """Is a call of ``getattr`` one that only names a class of torch's own, or a method or class that nothing calls?"""
+    refs = graph.nodes[node.args]
+    if type(refs) is tuple and len(refs) == 2:
+        outer, inner = graph.nodes[refs[0]], graph.nodes[refs[1]]
+        if type(outer) is Global and type(inner) is str and (mapped_name(outer), inner) in _NESTED:
+            return True
+    return ref not in called and _is_member(graph, node, names)
 
 
 def _is_member(graph: Graph, node: Call, names: Container[Ref]) -> bool:

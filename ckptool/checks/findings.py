@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..accounting import Account
 from ..archives import file_name, is_address
@@ -16,6 +16,7 @@ from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
 from ..programs import PROGRAM, convert_step, program_of
+from ..sharding import is_sharded, spread
 from ..source import FolderSource
 from .calls import suspicious_calls
 from .storages import Flaw
@@ -73,6 +74,7 @@ def findings(
         *_container(checkpoint, flaws),
         *_weights_only(checkpoint, verdict),
         *edits,
+        *_shards(checkpoint),
         *_state_dicts(checkpoint),
         *_elsewhere(checkpoint),
         *_bytes(checkpoint, account),
@@ -158,7 +160,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
     found = []
     if names:
-        modules = [module for start, module in _REGISTERED if all(name.startswith(start) for name in names)]
+        modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
         if modules:
             what = f"torch.load(weights_only=True) takes {listed(names, most=2)} only when {modules[0]} is imported"
             return [Finding("weights-only", "warning", what, f"import {modules[0]} before torch.load")]
@@ -177,6 +179,7 @@ def _sanitize(checkpoint: Checkpoint) -> str:
     if any(problem.code in _NO_EDITS for problem in checkpoint.container.problems):
         return ""
     options = ["--as-state-dict"] if checkpoint.survey.modules else []
+    options += ["--local-parts"] if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors) else []
     return command("sanitize", checkpoint.path, *options, word="loadable")
 
 
@@ -187,6 +190,10 @@ _REGISTERED = (
 )
 
 
+def _begins(name: str, start: str) -> bool:
+    return name.startswith(start) and not name.startswith("torch.distributed._shard")
+
+
 def rule_words(rules: Sequence[Blocker], protocol: int) -> list[str]:
     """The rules that stop weights_only, the many opcodes of a protocol as one."""
     opcodes = [blocker.rule.removeprefix("opcode ") for blocker in rules if blocker.rule.startswith("opcode ")]
@@ -194,6 +201,40 @@ def rule_words(rules: Sequence[Blocker], protocol: int) -> list[str]:
     if len(opcodes) > 1 and protocol != 2:
         return [f"it was saved with pickle protocol {protocol}, weights_only reads protocol 2", *others]
     return [f"its pickle uses {listed(opcodes)}", *others] if opcodes else others
+
+
+def _shards(checkpoint: Checkpoint) -> list[Finding]:
+    """What one rank had: that it is no whole checkpoint, and where one comes from."""
+    shards = spread(checkpoint.survey.reader, checkpoint.survey.tensors)
+    if shards is None:
+        return []
+    found = []
+    if shards.partial:
+        share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
+        what = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
+        found.append(
+            Finding("shards", "warning", f"{what}: the files of all ranks together are the checkpoint", _WHOLE)
+        )
+    else:
+        step = command("sanitize", checkpoint.path, "--local-parts", word="plain")
+        what = f"{counted(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
+        found.append(Finding("shards", "note", what, step))
+    if _SHARDED in shards.kinds:
+        mesh = max((mesh.ranks for mesh in shards.meshes), default=0)
+        group = f"a group of {counted(mesh, 'rank')}" if mesh else "the group of ranks that saved it"
+        rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
+        what = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
+        step = command("sanitize", checkpoint.path, "--local-parts", word="plain")
+        found.append(Finding("process-group", "warning", what, f"torch.distributed.init_process_group(...), or {step}"))
+    return found
+
+
+_SHARDED: Final = "ShardedTensor"
+#: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
+_WHOLE: Final = (
+    "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    " of torch.distributed.checkpoint.state_dict"
+)
 
 
 def _prefixes(checkpoint: Checkpoint) -> list[Finding]:

@@ -10,6 +10,7 @@ from ..container import AMBIGUOUS, CUT, DAMAGED, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
 from ..programs import ABOUT, program_of
+from ..sharding import spread
 from .checksums import Checksums, checksums
 from .findings import rule_words
 from .named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
@@ -124,6 +125,7 @@ def validation(
             f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
         ),
     ]
+    checks += _shards(checkpoint)
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
         found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
@@ -145,6 +147,23 @@ def validation(
         what = f"it depends on which record torch reads: {either[0].message}"
         found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
     return checks + found.checks, found
+
+
+def _shards(checkpoint: Checkpoint) -> list[Check]:
+    """Is it a whole checkpoint, or what one rank had? Nothing is said where nothing is spread over ranks."""
+    survey = checkpoint.survey
+    found = spread(survey.reader, survey.tensors)
+    if found is None:
+        return []
+    if not found.partial:
+        what = f"{counted(found.tensors, 'tensor')} spread over {found.over}, each of them whole in this file"
+        return [Check("shards", "container", PASS, what)]
+    share = "its" if found.partial == len(survey.tensors) else f"{found.partial:,} of its {len(survey.tensors):,}"
+    what = (
+        f"{share} tensors are what {found.owner} had of larger ones,"
+        f" spread over {found.over}; the files of the other ranks were not looked at"
+    )
+    return [Check("shards", "container", WARNING, what, (Note("shards", "warning", what),))]
 
 
 def _by_torch(verdict: Verdict) -> str:

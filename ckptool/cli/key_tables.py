@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..human import counted, human_bytes
+from ..sharding import is_sharded, sharding, spread
 from ..survey import Survey, TensorEntry
 from ..tensors import Tensor
 from .options import PLAIN_KINDS
@@ -52,26 +53,48 @@ def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
     found = []
     for place, entries in groups.items():
         tensors = [entry.tensor for entry in entries]
+        inner = spread(survey.reader, entries)
         columns = (
             [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
             [_dtype(tensor) for tensor in tensors],
             [shape(tensor.shape) for tensor in tensors],
+            *(_parts(survey, entries) if inner else ()),
             [tensor.location for tensor in tensors],
             [size(tensor.own_bytes) for tensor in tensors],
         )
         base = survey.state_dicts[place].path if place >= 0 else None
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
         total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
-        headers = ("path" if place < 0 else "key", "dtype", "shape", "device", "bytes")
-        found.append(Section(headers, columns, f"{counted(len(entries), 'tensor')}{clean(where)}, {total}"))
+        headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
+        line = f"{counted(len(entries), 'tensor')}{clean(where)}, {total}"
+        if inner:
+            line += clean(f": what {inner.owner} had, spread over {inner.over}")
+        found.append(Section(headers, columns, line))
     return found
 
 
+#: The columns of tensors that are spread over ranks: the shape here, which indices these are, how it was cut.
+_PARTS = ("here", "indices", "placements")
+
+
+def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], ...]:
+    rows = []
+    for entry in entries:
+        found = sharding(survey.reader, entry.ref, entry.tensor)
+        slices = found.slices(entry.tensor.shape) if found else ""
+        rows.append((found.here, slices, ", ".join(found.placements)) if found else ("", "", ""))
+    return tuple(list(column) for column in zip(*rows))
+
+
 def _dtype(tensor: Tensor) -> str:
-    return tensor.dtype if tensor.kind in PLAIN_KINDS else f"{tensor.dtype} ({tensor.kind})"
+    plain = tensor.kind in PLAIN_KINDS or is_sharded(tensor)
+    return tensor.dtype if plain else f"{tensor.dtype} ({tensor.kind})"
 
 
 def drawn(sections: Sequence[Section], rest: int) -> str:
     """The tables one below the other; ``rest`` tensors are not listed."""
-    parts = [f"{column_table(part.headers, part.columns, right=(4,))}\n\n{part.total}" for part in sections]
+    parts = [
+        f"{column_table(part.headers, part.columns, right=(len(part.headers) - 1,))}\n\n{part.total}"
+        for part in sections
+    ]
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

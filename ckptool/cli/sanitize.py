@@ -19,6 +19,7 @@ Examples:
   ckptool sanitize training.pth --dry-run
   ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
   ckptool sanitize strange.pth --drop-unknown -o plain.pth
+  ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth
 """
 
 
@@ -26,8 +27,9 @@ Examples:
 @paths
 @click.option("--as-state-dict", is_flag=True, help="A pickled module becomes its state dict.")
 @click.option("--drop-unknown", is_flag=True, help="Leave out what cannot be carried, and name it.")
+@click.option("--local-parts", is_flag=True, help="A DTensor or ShardedTensor becomes what its rank had of it.")
 @writing
-def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, **how: Any) -> int:
+def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, local_parts: bool, **how: Any) -> int:
     """Make a file that plain torch.load(path) of torch 2.6 and later takes, without running anything.
 
     Objects of other classes become dicts of their attributes, numpy scalars numbers, numpy arrays tensors, paths and
@@ -36,7 +38,7 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, **
     """
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.sanitize(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
+        return api.sanitize(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
     return edit_all(Job("sanitize", edit, words=_words), paths, **how)
 

@@ -256,7 +256,8 @@ def keys(
     """List the keys of the state dicts: name, dtype, shape, device, bytes.
 
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file, else a
-    list.
+    list. Of a tensor that is spread over ranks (DTensor, ShardedTensor) the table shows which part is in the file; JSON
+    has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
     several = not names_one_file(paths)
     how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}

@@ -163,6 +163,8 @@ def _shown(report: dict[str, Any]) -> dict[str, str]:
 
 
 def _dtype(row: dict[str, Any]) -> str:
+    if "sharding" in row:
+        return f"{row['dtype']} ({row['sharding']} part)"
     return row["dtype"] if row["kind"] in PLAIN_KINDS else f"{row['dtype']} ({row['kind']})"
 
 

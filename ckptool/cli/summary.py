@@ -102,6 +102,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         if report["shared_storages"]:
             stored += f", {report['shared_storages']:,} shared"
         facts.append(("bytes", stored))
+        if "sharding" in report:
+            facts.append(("shards", report["sharding"]["words"]))
         facts.append(("devices", ", ".join(map(_device, report["devices"]))))
         dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
         facts.append(("dtypes", ", ".join(dtypes)))

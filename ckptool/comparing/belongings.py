@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..objects import attributes, callable_name, mapped_name
 from ..pickles.nodes import Call, Global, Instance, Node, Ref
+from ..sharding import spread_state
 from .places import Side, spelled
 
 __all__ = ["belongings"]
@@ -40,7 +41,9 @@ def belongings(side: Side, ref: Ref) -> dict[str, Ref]:
             found.update(_state_of(side, node))
         while name.endswith(("_rebuild_from_type_v2", "_rebuild_from_type")) and type(args) is tuple and len(args) > 2:
             if len(args) > 3:
-                found[".state"] = args[3]
+                tensor = side.tensor(ref)
+                found.update(spread_state(side.reader, ref, tensor) if tensor is not None else {})
+                found.update({} if found else {".state": args[3]})
             func, args = nodes[args[0]], nodes[args[2]]
             name = mapped_name(func) if isinstance(func, Global) else ""
         if type(args) is not tuple:

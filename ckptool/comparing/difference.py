@@ -230,6 +230,12 @@ def _compressed(checkpoint: Checkpoint) -> bool:
 def _facts(both: Both, ignore: frozenset[str]) -> Iterator[tuple[str, object, object]]:
     """(what, in a, in b) of each property that differs."""
     a, b = both.a, both.b
+    for part in both.parts:
+        # Values of other sizes are not compared: sparse tensors with more elements, parts of larger ones.
+        if part.a.shape != part.b.shape:
+            yield f"{part.path} shape", list(part.a.shape), list(part.b.shape)
+        if part.a.dtype != part.b.dtype and "dtype" not in ignore:
+            yield f"{part.path} dtype", part.a.dtype, part.b.dtype
     if a == b:
         return
     if a.kind != b.kind:

@@ -29,6 +29,7 @@ from typing import Any, Final
 from ..checkpoint import Checkpoint
 from ..elements import elements, tensor_size
 from ..pickles.nodes import Ref
+from ..sharding import sharding
 from ..source import Span
 from ..tensors import Tensor
 from ..threads import blocks, in_threads
@@ -164,7 +165,12 @@ class Digests:
 
 
 def _facts(side: Side, ref: Ref) -> list[object]:
-    """What decides the values of a tensor beside its elements: lazy flags, or the parameters of its quantizer."""
+    """What decides the values of a tensor beside its elements: lazy flags, or the parameters of its quantizer, or
+    which part it is of a tensor that is spread over ranks."""
+    tensor = side.tensor(ref)
+    spread = sharding(side.reader, ref, tensor) if tensor is not None else None
+    if spread is not None:
+        return ["part", spread.placements, [part.ranges for part in spread.parts]]
     held = belongings(side, ref)
     if ".quantizer" in held:
         return _quantizer(side, held[".quantizer"])

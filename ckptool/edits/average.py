@@ -16,6 +16,7 @@ from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
 from ..objects import spell_key
+from ..sharding import is_sharded
 from ..source import Computed
 from ..survey import StateDict
 from ..tensors import Tensor
@@ -104,7 +105,10 @@ def average(
             Computed(nbytes, _averaging(checkpoints, keys, kind, nbytes, averager, factors, dtype)), nbytes
         )
     if not tensors:
-        raise RefusedError("there is no floating tensor in a state dict to average", path=first.path)
+        spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
+        step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"
+        what = "there is no floating tensor in a state dict to average"
+        raise RefusedError(what, path=first.path, next=step if spread else "")
     what = f"{counted(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
     notes = (f"{counted(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, what, notes)]

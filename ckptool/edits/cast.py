@@ -16,12 +16,14 @@ from ..names import EVERY, Globs
 from ..objects import mapped_name, within
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
+from ..sharding import is_sharded
 from ..source import Computed
 from ..survey import TensorEntry
 from ..tensors import Tensor
 from .optimizers import optimizers
 from .rewrite import Rewrite
 from .select import selected
+from .sharded import recast_spread
 from .storages import Use, is_marked, repointed, storage_uses, with_plain_ids
 
 __all__ = ["Caster", "cast", "check_dtype"]
@@ -126,6 +128,12 @@ def cast(
         if not entry.tensor.storage and entry.tensor.kind == "meta" and _casts(entry.tensor, target, only)
     }
     tensors += sum(_recast_meta(rewrite, ref, target) for ref in bare)
+    spread = [entry for entry in _chosen(checkpoint, key, only, spared) if is_sharded(entry.tensor)]
+    for entry in spread:
+        held = {part.storage for part in reader.parts(entry.tensor) if part.storage}
+        if _casts(entry.tensor, target, only) and held <= added.keys():
+            recast_spread(checkpoint, rewrite, entry.ref, target.name)
+            tensors += not held
     changes = []
     if tensors:
         notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
@@ -152,11 +160,15 @@ def _wanted(
     left: list[str] = []
     for entry in _chosen(checkpoint, key, only, spared):
         tensor = entry.tensor
-        if not tensor.storage and tensor.kind in _VALUES:
+        if is_sharded(tensor) and not _casts(tensor, target, only):
+            continue
+        if not tensor.storage and (tensor.kind in _VALUES or is_sharded(tensor)):
             parts = [part for part in survey.reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
         else:
             parts = [tensor] if tensor.kind in (*_PLAIN, "meta") and tensor.storage else []
         source = BY_NAME.get(tensor.dtype)
+        if is_sharded(tensor) and not parts:
+            continue  # nothing of it is here, but its dtype
         if parts and source is not None:
             if _casts(tensor, target, only):
                 wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
@@ -172,7 +184,7 @@ def _casts(tensor: Tensor, target: Dtype, only: Globs) -> bool:
         return False
     if tensor.kind == "meta" and _lossy(source, target, tensor.requires_grad):
         return False
-    return source.floating or (bool(only.include) and tensor.kind in (*_PLAIN, "meta"))
+    return source.floating or (bool(only.include) and (tensor.kind in (*_PLAIN, "meta") or is_sharded(tensor)))
 
 
 def _spared(entry: TensorEntry, paths: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from ..programs import NamedDevice, program_of
 from .rewrite import Rewrite
 from .select import selected
+from .sharded import mesh_devices, reset_meshes
 
 __all__ = ["DeviceMap", "device_pairs", "remap", "remap_devices"]
 
@@ -154,6 +155,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
     if chosen is None:
         changes += _strings(checkpoint, devices, rewrite if strings else None)
+        changes += _meshes(checkpoint, devices, rewrite if strings else None)
         changes += _in_code(checkpoint, devices)
     return checkpoint.changed(rewrite.done(), changes)
 
@@ -215,6 +217,27 @@ def _keep_names(rewrite: Rewrite, strings: set[Ref]) -> None:
             if type(key) is str:
                 pairs[at] = rewrite.constant(key)
         rewrite.changed[ref] = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
+
+
+def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
+    """The kinds of devices that the meshes of DTensors name: changed on request, else only told."""
+    found: dict[tuple[str, str], list[Ref]] = {}
+    for ref, kind in mesh_devices(checkpoint).items():
+        new = devices(kind).partition(":")[0]
+        if new != kind:
+            found.setdefault((kind, new), []).append(ref)
+    changes = []
+    for (kind, new), refs in found.items():
+        one = len(refs) == 1
+        which = f"the DeviceMesh of {kind!r}" if one else f"{len(refs):,} DeviceMeshes of {kind!r}"
+        if rewrite is None:
+            notes = (f"--strings changes {'it' if one else 'them'} too",)
+            changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
+        else:
+            reset_meshes(rewrite, refs, new)
+            what = f"{which} {'is' if one else 'are'} now of {new!r}"
+            changes.append(Change("device-mesh", "", len(refs), 0, what))
+    return changes
 
 
 def _retag(rewrite: Rewrite, ref: Ref, new: str) -> None:

@@ -18,6 +18,7 @@ from ..human import counted, listed, salvage_step
 from ..objects import callable_name, elements
 from ..pickles.nodes import Call, Global, Graph, List, Ref, Style
 from ..pickles.sharing import knots
+from ..sharding import is_sharded
 from ..tensors import Storage
 from .plain import Walk
 from .prune import fallen, prune, used_storages
@@ -139,7 +140,10 @@ def _refusal(checkpoint: Checkpoint, walk: Walk) -> RefusedError:
     if walk.modules:
         what = f"it holds a pickled module at {listed([path or 'the root' for path in walk.modules])}"
         return RefusedError(what, path=checkpoint.path, next="--as-state-dict makes it its state dict")
-    return RefusedError(what, path=checkpoint.path, next="--drop-unknown leaves them out")
+    step = "--drop-unknown leaves them out"
+    if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+        step = f"--local-parts makes plain tensors of what one rank had, {step}"
+    return RefusedError(what, path=checkpoint.path, next=step)
 
 
 def _plain_style(graph: Graph) -> Graph:

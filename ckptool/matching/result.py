@@ -13,6 +13,7 @@ from ..errors import TargetError
 from ..human import counted, listed
 from ..names import Globs
 from ..objects import mapping, parse_path
+from ..sharding import is_sharded, spread
 from ..survey import StateDict
 from .comparison import Comparison, Difference, Shaped, compared, fillable
 from .search import Found, search
@@ -337,6 +338,14 @@ def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence
     if wanted.others:
         others = [repr(path or ".") for path in wanted.others]
         notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
+    survey = checkpoint.survey
+    places = [item.path for item in survey.state_dicts]
+    ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == best.item.path]
+    shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
+    if shards is not None:
+        tensors = counted(shards.tensors, "tensor")
+        where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
+        notes.append(f"{where} ({listed(list(shards.kinds))}): load_state_dict takes them only into a model spread so")
     if best.item.confidence == "low":
         notes.append(f"{best.item.path or '.'!r} is not surely a state dict")
     if _keys(wanted.path) is None and best.item.path != wanted.path:

@@ -19,7 +19,6 @@ from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell
 from ..objects import elements as elements_of
 from ..pickles import encode
 from ..pickles.nodes import Call, Graph, List, Ref
-from ..sharding import is_sharded
 from ..source import Files, Piece, Plan, Span, merged
 from ..tensors import Tensor
 from ..zips import Content, fresh, summed
@@ -145,7 +144,6 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     shared = [name for names in users.values() if len(names) > 1 for name in names]
     found = [
         Loss("containers", tuple(walk.containers)),
-        Loss("shards", tuple(leaf.name for leaf in walk.leaves if leaf.tensor and is_sharded(leaf.tensor))),
         Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
         Loss("sharing", () if tied else tuple(shared)),
         Loss("requires-grad", tuple(where for where, tensor in plain if tensor.requires_grad or tensor.cls)),

@@ -14,7 +14,7 @@ __all__ = ["KINDS", "Loss", "refuse"]
 KINDS: Final = {
     "entries": "what is no tensor of the state dict",
     "containers": "dicts that are empty, and keys that are no texts",
-    "shards": "that tensors are what one rank had of larger ones",
+    "shards": "that tensors are what one rank had of larger ones (DTensor, ShardedTensor)",
     "strides": "the order of the elements of tensors that are not contiguous",
     "sharing": "that tensors share memory",
     "dtypes": "tensors of dtypes that the format lacks",

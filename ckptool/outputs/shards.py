@@ -124,7 +124,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: 
         tensor = reader.tensor(value)
         if tensor is None:
             continue
-        size = reader.storages[tensor.storage].nbytes if tensor.storage else 0
+        size = reader.storages[tensor.storage].nbytes if tensor.storage else tensor.own_bytes
         items.append(Item(name, size, tensor.storage))
         total += 0 if tensor.storage in seen else size
         seen |= {tensor.storage} if tensor.storage else set()
