@@ -38,14 +38,16 @@ __all__ = [
 
 
 class Again(NamedTuple):
-    """The same command with other options: one of them, and its value, in the place of what it had or at the end.
+    """The same command with other words.
 
-    ``around`` is the line with ``{}`` where the command stands. A program that was called otherwise, as a library
-    for example, shows ``next`` instead.
+    Each of ``options`` is an option with its value, in the place of the one that it had or at the end; ``words`` are
+    arguments, each with the right one. ``around`` is the line with ``{}`` where the command stands. A program that was
+    called otherwise, as a library for example, shows ``next`` instead.
     """
 
-    options: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...] = ()
     around: str = "{}"
+    words: tuple[tuple[str, str], ...] = ()
 
 
 class CkptoolError(Exception):

@@ -22,6 +22,10 @@ def retype(error: CkptoolError, typed: object) -> None:
     if error.again is None or not isinstance(typed, tuple):
         return
     words = list(typed)
+    for wrong, right in error.again.words:
+        if words.count(wrong) != 1:
+            return
+        words[words.index(wrong)] = right
     for name, value in error.again.options:
         words = _with(words, name, value)
     around = error.again.around
