@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -11,7 +11,8 @@ from .changes import Change
 from .checkpoint import Checkpoint, Target
 from .edits.select import selected
 from .edits.sharded import local_parts
-from .errors import RefusedError, TargetError
+from .elements import tensor_size
+from .errors import Again, RefusedError, TargetError
 from .human import human_bytes, listed
 from .outputs import dcp, safetensors, torch_legacy
 from .outputs.losses import KINDS, Loss, refuse
@@ -20,8 +21,9 @@ from .outputs.shards import parse_size
 from .programs import program_of
 from .sharding import is_sharded
 from .survey import StateDict
+from .tensors import Tensor
 
-__all__ = ["FOLDERS", "SHARDED", "TARGETS", "convert", "target_of"]
+__all__ = ["FOLDERS", "SHARDED", "TARGETS", "convert", "own_target", "says_format", "target_of"]
 
 #: The formats that are written, and the suffixes that mean them.
 TARGETS: Final = {
@@ -46,19 +48,45 @@ class _Wanted(NamedTuple):
     shard_size: int
     beside: list[Loss]
 
-    @property
-    def shape(self) -> str:
-        return f" in shards of at most {human_bytes(self.shard_size)}" if self.shard_size else ""
+    def shape(self, tensor_bytes: int) -> str:
+        """The words for one file, one in a folder, or several."""
+        if not self.shard_size:
+            return ""
+        if tensor_bytes <= self.shard_size:
+            return ", one file in a folder"
+        return f" in shards of at most {human_bytes(self.shard_size)}"
+
+
+def says_format(path: str) -> str:
+    """The format that the suffix of a name says, "" for none."""
+    suffix = os.path.splitext(path)[1].lower()
+    return next((name for name, suffixes in TARGETS.items() if suffix in suffixes), "")
 
 
 def target_of(path: str) -> str:
     """The format that the suffix of an output says; raises TargetError where it says none."""
-    suffix = os.path.splitext(path)[1].lower()
-    found = next((name for name, suffixes in TARGETS.items() if suffix in suffixes), "")
+    found = says_format(path)
     if not found:
-        what = f"the suffix {suffix!r} says no format" if suffix else "the name has no suffix that says a format"
-        raise TargetError(what, path=path, next=f"say it: --to-format {'|'.join(TARGETS)}")
+        suffix = os.path.splitext(path)[1]
+        if suffix[1:].isdecimal():  # a folder called model-1.5
+            suffix = ""
+        known = f"there are {listed(list(TARGETS))}"
+        if suffix:
+            called = os.path.splitext(path)[0] + TARGETS["safetensors"][0]
+            what, step = f"the suffix {suffix!r} says no format; {known}", f"call it {quote(called)}, or --to-format"
+            raise TargetError(what, path=path, next=step, again=Again((("-o", called),)))
+        what, step = f"the name has no suffix that says a format; {known}", "say it: --to-format safetensors"
+        raise TargetError(what, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
     return found
+
+
+def own_target(checkpoint: Checkpoint, path: str) -> str:
+    """The format that a checkpoint has and an output called ``path`` keeps; raises TargetError where it is not sharded.
+
+    The name of the output says no format.
+    """
+    own = {"torch-zip": "torch", "hf-torch": "torch", "safetensors": "safetensors", "hf-safetensors": "safetensors"}
+    return own.get(checkpoint.format) or target_of(path)
 
 
 def convert(
@@ -113,7 +141,10 @@ def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     found = wanted.beside + ([Loss("entries", lost)] if lost else [])
     refuse(found, wanted.allow, checkpoint.path, "a folder of shards")
     notes = (*_without(found), *_layout_notes(checkpoint, chosen))
-    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{wanted.shape}", notes)
+    storages = checkpoint.survey.reader.storages
+    own = {tensor.storage for tensor in _tensors(checkpoint, chosen) if tensor.storage}
+    shape = wanted.shape(sum(storages[key].nbytes for key in own))
+    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{shape}", notes)
     target = Target("torch", chosen.path, shard_size=wanted.shard_size)
     return checkpoint.changed(checkpoint.graph, [change], anew=True, target=_called(target, checkpoint))
 
@@ -124,11 +155,27 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     chosen = _one(checkpoint, wanted.key)
     found = wanted.beside + parts + safetensors.losses(checkpoint, chosen, wanted.tied)
     refuse(found, wanted.allow, checkpoint.path, "safetensors")
-    notes = (*_without(found), *_layout_notes(checkpoint, chosen))
-    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{wanted.shape}", notes)
+    left_out = _names_left_out(checkpoint, chosen, wanted.tied)
+    notes = (*_without(found), *left_out, *_layout_notes(checkpoint, chosen))
+    shape = wanted.shape(sum(map(tensor_size, _tensors(checkpoint, chosen))))
+    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{shape}", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **wanted.metadata}
     target = Target("safetensors", chosen.path, wanted.tied, texts, wanted.shard_size)
     return checkpoint.changed(checkpoint.graph, [change], target=_called(target, checkpoint))
+
+
+def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
+    """The tensors of a state dict."""
+    for entry in checkpoint.survey.tensors:
+        if entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == chosen.path:
+            yield entry.tensor
+
+
+def _names_left_out(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
+    """What "keep-first" leaves out: names, each with the one that is kept."""
+    names = safetensors.chosen_tensors(checkpoint, chosen, tied).names if tied == "keep-first" else {}
+    told = listed([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
+    return (f"without the second names of tied tensors, noted in the header: {told}",) if names else ()
 
 
 def _called(target: Target, checkpoint: Checkpoint) -> Target:
@@ -185,7 +232,7 @@ def _dcp(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
         raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint, wanted)
     found = wanted.beside + parts + dcp.losses(checkpoint, tied=wanted.tied == "clone")
-    refuse(found, wanted.allow, checkpoint.path, "a DCP folder", {"sharing": "--allow-loss sharing (or --tied clone)"})
+    refuse(found, wanted.allow, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
     notes = _without(found)
     if dcp.has_ordered_dicts(checkpoint):
         notes += ("OrderedDicts come back as dicts, without the versions of modules",)
@@ -223,5 +270,6 @@ def _one(checkpoint: Checkpoint, key: str | None) -> StateDict:
         step = f"ckptool inspect {quote(checkpoint.path)} says what is in it"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
-    what = f"there are {len(chosen)} state dicts, and safetensors holds one"
-    raise TargetError(what, path=checkpoint.path, next=f"choose: --key {listed(places)}")
+    what = f"there are {len(chosen)} state dicts, {listed(list(map(repr, places)))}, and such an output holds one"
+    step = f"choose, such as --key {quote(places[0])}"
+    raise TargetError(what, path=checkpoint.path, next=step, again=Again((("--key", places[0]),)))

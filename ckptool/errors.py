@@ -20,8 +20,10 @@ step that gets the user further; it may be empty. This module knows nothing of c
 from __future__ import annotations
 
 from copyreg import __newobj__  # type: ignore[attr-defined]
+from typing import NamedTuple
 
 __all__ = [
+    "Again",
     "ChangedError",
     "CkptoolError",
     "MalformedError",
@@ -35,20 +37,35 @@ __all__ = [
 ]
 
 
+class Again(NamedTuple):
+    """The same command with other words.
+
+    Each of ``options`` is an option with its value, in the place of the one that it had or at the end; ``words`` are
+    arguments, each with the right one. ``around`` is the line with ``{}`` where the command stands. A program that was
+    called otherwise, as a library for example, shows ``next`` instead.
+    """
+
+    options: tuple[tuple[str, str], ...] = ()
+    around: str = "{}"
+    words: tuple[tuple[str, str], ...] = ()
+
+
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
     ``what`` is one sentence without the path; ``path`` the file concerned ("" when unknown);
-    ``next`` what to do now ("" when there is nothing to say).
+    ``next`` what to do now ("" when there is nothing to say);
+    ``again`` the same as options of the command that failed, None where it is something else.
     """
 
     exit_code = 70
 
-    def __init__(self, what: str, *, path: str = "", next: str = "") -> None:
+    def __init__(self, what: str, *, path: str = "", next: str = "", again: Again | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.path = path
         self.next = next
+        self.again = again
         if next and hasattr(self, "add_note"):  # Python 3.11: shown below a traceback
             self.add_note(f"-> {next}")
 

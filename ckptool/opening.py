@@ -7,10 +7,10 @@ from shlex import quote
 
 from .archives import is_address, open_any
 from .checkpoint import Checkpoint
-from .errors import CkptoolError, MalformedError, PickleError
-from .formats import hf, read_container, read_folder
-from .formats.hf_files import is_index
-from .human import salvage_step
+from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
+from .formats import folder_format, hf, read_container, read_folder
+from .formats.hf_files import is_index, side_files
+from .human import argument, salvage_step
 from .searching import explain_directory
 from .source import ContainedSource, FileSource
 
@@ -41,12 +41,42 @@ def in_several_files(path: str) -> bool:
     return os.path.isdir(path) or (is_index(path) and not is_address(path))
 
 
+def _part_of_folder(
+    source: FileSource | ContainedSource, error: CkptoolError | None = None
+) -> NotACheckpointError | None:
+    """The error for a file that belongs to a folder that is a checkpoint; None for any other."""
+    folder, name = os.path.split(source.name)
+    known = folder_format(folder or os.curdir) if isinstance(source, FileSource) else None
+    if known is None:
+        return None
+    kind = getattr(error, "kind", "")
+    if known.name == "dcp" and (name == ".metadata" or name.endswith(".distcp")):
+        kind = "dcp-part"
+        words = "what says which tensors are where" if name == ".metadata" else "tensors without their names"
+        what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"
+    elif kind == "json":
+        words = next((f", {words}" for _, words in side_files([name])), "")
+        what = f"it is JSON text{words}, not the weights: they are in the same folder"
+    else:
+        return None
+    step = f"ckptool inspect {argument(folder or os.curdir)}"
+    return NotACheckpointError(what, kind=kind, path=source.name, next=step)
+
+
 def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:
     """The checkpoint in an open file, which is closed when there is none."""
+    # A part of a DCP folder is zips one behind another: alone, the last of them would be the whole.
+    part = _part_of_folder(source) if source.name.endswith(".distcp") else None
+    if part is not None:
+        source.close()
+        raise part
     try:
         return Checkpoint(source.name, source, read_container(source))
     except CkptoolError as error:
         source.close()
+        part = _part_of_folder(source, error)
+        if part is not None:
+            raise part from error
         error.path = error.path or source.name
         if isinstance(source, ContainedSource) and quote(source.name) in error.next:
             # No other program knows such an address.

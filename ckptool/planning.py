@@ -10,9 +10,9 @@ from typing import Final, NamedTuple, TypeAlias
 from .checkpoint import Checkpoint, Target
 from .container import AMBIGUOUS, CUT, UNEDITABLE
 from .edits.prune import used_storages
-from .errors import MalformedError, RefusedError
+from .errors import Again, MalformedError, RefusedError
 from .formats import hf, hf_ranks
-from .human import salvage_step
+from .human import argument, salvage_step
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
@@ -41,7 +41,9 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
     would be lost, or the name says another format.
     """
     folder = checkpoint.traits.sharded
-    if checkpoint.target is None and (checkpoint.edited or isinstance(checkpoint.source, FolderSource)):
+    if checkpoint.target is not None:
+        _check_target(checkpoint.target, output)
+    elif checkpoint.edited or isinstance(checkpoint.source, FolderSource):
         _check_name(checkpoint, output)
     # A folder that is not edited is written anew where one file is to be made of it.
     edited = checkpoint.edited or (folder and not makes_folder(checkpoint, output))
@@ -107,17 +109,39 @@ def _check_name(checkpoint: Checkpoint, output: str) -> None:
     """Raise RefusedError for an output whose name says another format than it would have."""
     kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
     step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
+    again: Again | None = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
     if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
         what = "the name says one file, and an edit keeps the format, a folder: nobody would look for one there"
         option = " --to-format torch" if output.endswith(".tar") else ""
-        step = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}, then edit that"
+        step = (
+            f"make one file of it, and edit that: ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
+        )
+        again = None
     elif checkpoint.pickled and output.endswith(_SAFETENSORS):
         what = "the name says safetensors, and an edit keeps the format: nobody would load it"
     elif not checkpoint.pickled and output.endswith(_TORCH):
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
         return
-    raise RefusedError(what, path=output, next=step)
+    raise RefusedError(what, path=output, next=step, again=again)
+
+
+def _check_target(target: Target, output: str) -> None:
+    """Raise RefusedError for an output whose name says another format than was asked for."""
+    stem = os.path.splitext(output)[0]
+    if output.endswith((_SAFETENSORS, *_TORCH)) and (target.shard_size or target.format == "dcp"):
+        what, called = "the name says one file, and the output is a folder: nobody would look for one there", stem
+    elif output.endswith(_SAFETENSORS) and target.format != "safetensors":
+        what, called = (
+            f"the name says safetensors, and the format is {target.format}: nobody would load it",
+            f"{stem}.pth",
+        )
+    elif output.endswith(_TORCH) and target.format == "safetensors":
+        what = "the name says torch, and the format is safetensors: older versions of torch.load do not load it"
+        called = stem + _SAFETENSORS
+    else:
+        return
+    raise RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:

@@ -320,8 +320,8 @@ def test_an_exact_path_counts_first_and_two_readings_are_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("state_dict.module.haed.bias", 'state_dict["module.head.bias"]'),
-        ("module.head.bias", 'state_dict["module.head.bias"]'),
+        ("state_dict.module.haed.bias", "state_dict.module.head.bias"),
+        ("module.head.bias", "state_dict.module.head.bias"),
         ("epohc", "epoch"),
         ("optimizer.state[3].exp_avq", "optimizer.state[3].exp_avg"),
     ],

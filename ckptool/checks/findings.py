@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -77,6 +78,7 @@ def findings(
         *_shards(checkpoint),
         *_state_dicts(checkpoint),
         *_elsewhere(checkpoint),
+        *_shard(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
     program = program_of(checkpoint)
@@ -97,6 +99,19 @@ def _elsewhere(checkpoint: Checkpoint) -> list[Finding]:
     what = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the files of the optimizer"
     folder = os.path.dirname(checkpoint.path) or os.curdir
     return [Finding("weights-elsewhere", "warning", what, _inspect(folder))]
+
+
+#: A shard, as huggingface_hub and transformers name them.
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
+
+
+def _shard(path: str) -> list[Finding]:
+    """One shard of several, which somebody took for the whole."""
+    found = _SHARD.search(os.path.basename(path))
+    if found is None or is_address(path) or int(found[2]) < 2:
+        return []
+    what = f"it is shard {int(found[1])} of {int(found[2])}: the rest of the checkpoint is in its folder"
+    return [Finding("shard", "note", what, _inspect(os.path.dirname(path) or os.curdir))]
 
 
 def _is_way(step: str, commands: Sequence[str]) -> bool:

@@ -161,7 +161,7 @@ def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
             continue
         reports.append({"schema": "ckptool.redact/1", "path": path, "found": [_as_dict(item) for item in found]})
         if style == "table" and not quiet:
-            emit("\n".join([_head(path, found), *(f"  {clean(_line(item))}" for item in found)]))
+            emit("\n".join([_head(path, found), *(f"  {clean(_line(item))}" for item in found), *_way(path, found)]))
     if style != "table" and not quiet:
         emit_json(reports, style, len(paths) > 1)
     return code
@@ -175,8 +175,15 @@ def _head(path: str, found: list[Finding]) -> str:
     kinds = [kind for kind in KINDS if any(item.kind == kind for item in found)]
     if not kinds:
         return f"{clean(path)}: nothing private is recognised"
-    options = " ".join(f"--{kind}" for kind in kinds)
-    return f"{clean(path)}: {counted(len(found), 'private matter')}; {options} -o OUT takes them out"
+    return f"{clean(path)}: {counted(len(found), 'private matter')}"
+
+
+def _way(path: str, found: list[Finding]) -> list[str]:
+    """The command that takes all of them out."""
+    from ..checks.findings import command
+
+    options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in found)]
+    return [f"  -> {clean(command('redact', path, *options, word='redacted'))}"] if options else []
 
 
 def _line(finding: Finding) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from shlex import split
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ from ..errors import UnreadableError
 from ..human import counted, cut, listed
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
+from .retyping import retyped
 from .streams import progress_bar
 
 __all__ = ["diff", "label"]
@@ -107,7 +109,7 @@ def diff(
     elif stat and style == "table":
         emit(clean(report["stat"]))
     elif style == "table":
-        emit("\n".join(_lines(report)))
+        emit("\n".join([*_lines(report), *_way(report)]))
     else:
         emit_json([report], style, False)
     return 0 if report["same"] else 1
@@ -119,7 +121,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
-        lines.append(clean(f"-> names agree with {report['hint']}"))
+        lines.append(clean(f"-> names agree: {_again(*split(report['hint']))}"))
     for side in ("a", "b"):
         rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
         lines += _listed(f"only in {side.upper()}", rows)
@@ -139,6 +141,21 @@ def _lines(report: dict[str, Any]) -> list[str]:
         for item in report["order"]
     ]
     return lines + _listed("order of keys", rows)
+
+
+def _again(*more: str) -> str:
+    """The command that was typed with more options, or these alone where nothing was typed."""
+    typed = click.get_current_context().obj
+    return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
+
+
+def _way(report: dict[str, Any]) -> list[str]:
+    """Where the same tensors stand in another format or order: how to leave that aside."""
+    kinds = ("only_in_a", "only_in_b", "changed", "values", "sharing", "entries")
+    aside = [name for name, field in (("container", "container"), ("order", "order")) if report[field]]
+    if not aside or any(report[kind] for kind in kinds):
+        return []
+    return ["", clean(f"-> the rest is the same: {_again('--ignore', ','.join(aside))}")]
 
 
 def _same(report: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import click
 from .. import api
 from ..archives import file_name
 from ..checkpoint import Checkpoint
-from ..converting import FOLDERS, SHARDED, TARGETS, target_of
+from ..converting import FOLDERS, SHARDED, TARGETS, own_target, says_format, target_of
 from ..outputs.losses import KINDS
 from ..outputs.shards import DEFAULT_SIZE, parse_size
 from ..planning import makes_folder
@@ -25,6 +25,7 @@ Examples:
   ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
   ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
+  ckptool convert model-folder -o smaller --max-shard-size 200MB
   ckptool convert model-folder -o model.safetensors
   ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert model.pth -o old.pth --to-format legacy
@@ -37,7 +38,9 @@ What may be lost, and is refused unless --allow-loss names it:
 
 @click.command(epilog=EPILOG)
 @paths
-@click.option("--to-format", "target", type=click.Choice(tuple(TARGETS)), help="The format.  [default: by the suffix]")
+@click.option(
+    "--to-format", "target", type=click.Choice(tuple(TARGETS)), help="The format.  [default: by the suffix of -o]"
+)
 @click.option(
     "--allow-loss", "allow", multiple=True, type=click.Choice((*KINDS, "all")), help="Go on without; repeatable."
 )
@@ -71,10 +74,12 @@ def convert(
     if wrong is not None:
         raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    target = target or (target_of(how["output"]) if how["output"] is not None else None)
-    if target is None:
+    # A folder of other shards keeps its format; any other output says one by its name.
+    output = how["output"]
+    resharded = max_shard_size is not None and output is not None and not says_format(output)
+    if target is None and output is None:
         raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
-    chosen = target
+    chosen = target or ("" if resharded else target_of(output))
 
     if single and max_shard_size is not None:
         raise click.UsageError("--single is one file, --max-shard-size a folder of several: one of them.")
@@ -90,15 +95,21 @@ def convert(
 
     def folder(checkpoint: Checkpoint, output: str) -> bool:
         """Shards are written where a folder is read and the name of the output says no file."""
-        if single or size or chosen in FOLDERS or chosen not in SHARDED:
+        if single or size or chosen not in SHARDED:
             return bool(size) or chosen in FOLDERS
         return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        output = how["output"] or called(file_name(checkpoint.path))
-        most = size or (DEFAULT_SIZE if chosen in SHARDED and folder(checkpoint, output) else 0)
+        written = how["output"] or called(file_name(checkpoint.path))
+        most = size or (DEFAULT_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
         return api.convert(
-            checkpoint, chosen, key=key, tied=tied or "", allow=allow, metadata=metadata, max_shard_size=most
+            checkpoint,
+            chosen or own_target(checkpoint, written),
+            key=key,
+            tied=tied or "",
+            allow=allow,
+            metadata=metadata,
+            max_shard_size=most,
         )
 
     return edit_all(Job("convert", edit, called=called, folder=folder), paths, **how)

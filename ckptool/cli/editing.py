@@ -21,6 +21,7 @@ from ..source import Files, FileSource, FolderSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
+from .retyping import retype
 from .streams import progress_bar, watched
 
 __all__ = ["Job", "account", "edit_all"]
@@ -77,6 +78,8 @@ def edit_all(
             how = _How(force, dry_run, in_place, bar)
             report = _edit_one(job, path, target, how)
         except CkptoolError as error:
+            if len(paths) == 1:  # of several some are done
+                retype(error, click.get_current_context().obj)
             say_error(error)
             codes.append(error.exit_code)
             reports.append(failure(job.command, path, error))

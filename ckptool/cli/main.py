@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..errors import CkptoolError
 from .render import StdoutError, clean, flush, say, say_error, tell
+from .retyping import retype
 
 __all__ = ["COMMANDS", "EXIT_CODES", "cli", "main", "run"]
 
@@ -147,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; signals and a closed pipe are left to ``main``."""
+    typed = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
         # Not cli.main(): it turns a closed pipe into exit 1, "the answer is no".
-        with cli.make_context("ckptool", list(sys.argv[1:] if arguments is None else arguments)) as ctx:
+        # Click takes words out of the list: what was typed is kept for ``retyped``.
+        with cli.make_context("ckptool", list(typed), obj=typed) as ctx:
             result = cli.invoke(ctx)
         flush()
         return result if isinstance(result, int) else 0
@@ -162,6 +165,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code  # stderr is full or closed: the code still counts
         return error.exit_code
     except CkptoolError as error:
+        retype(error, typed)
         say_error(error)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):

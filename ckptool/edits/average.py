@@ -154,7 +154,9 @@ def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     found = table.get(name)
-    step = f"ckptool diff {quote(first.path)} {quote(other.path)}, or leave it out: --exclude {quote(name)}"
+    step = (
+        f"leave it out: --exclude {quote(name)}, or see what else: ckptool diff {quote(first.path)} {quote(other.path)}"
+    )
     if found is None:
         raise RefusedError(f"it has no tensor {shown(name)}", path=other.path, next=step)
     if (found.shape, found.dtype, found.kind) != (tensor.shape, tensor.dtype, tensor.kind):

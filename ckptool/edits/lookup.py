@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..errors import TargetError
+from ..errors import Again, TargetError
 from ..human import listed
 from ..objects import attributes, mapping, parse_path, spell_key
 from ..pickles.nodes import Call, Graph, Ref
@@ -129,7 +129,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
 
     survey, graph = checkpoint.survey, checkpoint.graph
     same = [entry.path for entry in survey.tensors if entry.key == text or entry.path.endswith(f".{text}")]
-    near = same[:3]
+    near = [_shortest(checkpoint, path) for path in same[:3]]
     if not near:
         wanted = _plain(text)
         inside = (spell_key(deepest.path, name) for name, _ in _named(graph, deepest.ref))
@@ -137,12 +137,26 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
         everything = {_plain(path): path for path in (*inside, *places)}
         plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda name: _alike(name, wanted))}
         names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
-        near = [plain[name] for name in names]
+        near = [_shortest(checkpoint, plain[name]) for name in names]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
     what = f"there is nothing at {text!r}{reached}{meant}"
-    step = f"ckptool get {quote(checkpoint.path)} {quote(near[0])}" if near else ""
-    return TargetError(what, path=checkpoint.path, next=step or f"ckptool inspect {quote(checkpoint.path)} --tree")
+    if not near:
+        return TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
+    step = f"ckptool get {quote(checkpoint.path)} {quote(near[0])}"
+    return TargetError(what, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
+
+
+def _shortest(checkpoint: Checkpoint, path: str) -> str:
+    """The path without brackets and quotes where that leads to the same."""
+    short = _plain(path)
+    if "[" in short or '"' in short:
+        return path
+    exact = _exact(checkpoint.graph, short) or _listed(checkpoint, short)
+    if exact is not None:
+        return short if exact.path == path else path
+    whole = {reading.path for reading, rest in _readings(checkpoint.graph, short) if rest == ""}
+    return short if whole == {path} else path
 
 
 def _plain(path: str) -> str:

@@ -41,7 +41,14 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
         notes.append(f"{counted(len(unused), 'storage')} that nothing uses left out, {size}")
-    change = Change("repack", "", 1, 0, "laid out anew, as torch.save does", tuple(notes))
+    change = Change(
+        "repack",
+        "",
+        1,
+        0,
+        f"laid out anew, as {'torch.save' if checkpoint.pickled else 'safetensors'} does",
+        tuple(notes),
+    )
     return checkpoint.changed(checkpoint.graph, [change], inflated, anew=True)
 
 

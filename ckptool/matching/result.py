@@ -309,8 +309,16 @@ def _next(
     renamed = dict(zip(best.found.names, best.names.values())) if fix is not None else best.names
     after = compared(renamed, wanted.tensors, best.filled)
     if not after.sizes:
-        kept = counted(len(after.missing), "key")
-        left = f"{kept} of the model would keep the values they have"
+        here = {*after.loads}
+        tied = [name for name in after.missing if wanted.tied.get(name) in here]
+        kept = len(after.missing) - len(tied)
+        parts = (
+            [f"{counted(kept, 'key')} of the model would keep {'its' if kept == 1 else 'their'} values"] if kept else []
+        )
+        if tied:
+            pairs = listed([f"{name} is {wanted.tied[name]} under another name" for name in tied], most=3)
+            parts.append(f"{pairs}: it loads with that where the model ties them")
+        left = "; ".join(parts)
         if not after.missing:
             left = f"{counted(len(after.unexpected), 'key')} would be left aside"
         return f"load_state_dict(..., strict=False) takes it so; {left}", ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from shlex import quote
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -37,7 +38,7 @@ class Wanted(NamedTuple):
     """A state dict that something is to fit: ``path`` where it stands in its file ("" for the whole file).
 
     ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model" or "names"; ``others`` are the paths
-    of other state dicts in it.
+    of other state dicts in it, ``tied`` its tensors that are another one under a second name.
     """
 
     source: str
@@ -45,6 +46,21 @@ class Wanted(NamedTuple):
     path: str
     tensors: Mapping[str, Shaped]
     others: tuple[str, ...] = ()
+    tied: Mapping[str, str] = MappingProxyType({})
+
+
+def tied_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, str]:
+    """Second names of tensors, each with the first: the same elements of the same storage."""
+    reader, firsts, found = checkpoint.survey.reader, dict[object, str](), {}
+    for key, value in state_dict.items:
+        tensor = reader.tensor(value)
+        if tensor is None or not tensor.storage or 0 in tensor.shape:
+            continue
+        name = str(checkpoint.graph.nodes[key])
+        first = firsts.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype), name)
+        if first != name:
+            found[name] = first
+    return found
 
 
 def names_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Shaped]:
@@ -88,7 +104,8 @@ def wanted_of_checkpoint(checkpoint: Checkpoint, key: str | None = None, *, same
     place = normal_path(same) if same is not None else None
     best = max(found, key=lambda item: (item.path == place, len(item.items)))
     others = tuple(item.path for item in found if item is not best)
-    return Wanted(checkpoint.path, "checkpoint", best.path, names_of(checkpoint, best), others)
+    tied = tied_of(checkpoint, best)
+    return Wanted(checkpoint.path, "checkpoint", best.path, names_of(checkpoint, best), others, tied)
 
 
 def wanted_of_names(values: Mapping[str, Any], source: str, kind: str = "names") -> Wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ..errors import RefusedError
+from ..errors import Again, RefusedError
 from ..human import listed
 
 __all__ = ["KINDS", "Loss", "refuse"]
@@ -25,7 +25,9 @@ KINDS: Final = {
 
 
 #: Losses that another option is about.
-_WAYS: Final = {"sharing": "--tied keep-first (or --tied clone)"}
+_WAYS: Final[Mapping[str, tuple[str, str]]] = {"sharing": ("--tied", "keep-first")}
+#: What there is instead of an option.
+_INSTEAD: Final = {"sharing": "--tied clone copies them"}
 
 
 class Loss(NamedTuple):
@@ -41,7 +43,11 @@ class Loss(NamedTuple):
 
 
 def refuse(
-    losses: Sequence[Loss], allowed: Collection[str], path: str, target: str, ways: Mapping[str, str] = _WAYS
+    losses: Sequence[Loss],
+    allowed: Collection[str],
+    path: str,
+    target: str,
+    ways: Mapping[str, tuple[str, str]] = _WAYS,
 ) -> None:
     """Raise RefusedError unless every loss is of an allowed kind; the error names all that are not.
 
@@ -50,5 +56,8 @@ def refuse(
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     if left:
         what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
-        step = " ".join(ways.get(loss.kind, f"--allow-loss {loss.kind}") for loss in left)
-        raise RefusedError(what, path=path, next=f"if that may be lost: {step}")
+        options = tuple(ways.get(loss.kind, ("--allow-loss", loss.kind)) for loss in left)
+        instead = [text for kind, text in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
+        may = f"if that may be lost{''.join(f' ({text})' for text in instead)}: "
+        step = " ".join(f"{name} {value}" for name, value in options)
+        raise RefusedError(what, path=path, next=may + step, again=Again(options, may + "{}"))

@@ -20,7 +20,9 @@ def test_it_names_the_command_that_makes_a_file(
     out = tmp_path / name
     assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 4
     option = " --to-format torch" if name.endswith(".tar") else ""
-    assert f"ckptool convert {FOLDER} -o {out}{option}, then edit that" in capsys.readouterr().err
+    assert (
+        f"-> make one file of it, and edit that: ckptool convert {FOLDER} -o {out}{option}\n" in capsys.readouterr().err
+    )
     assert not out.exists()
 
 

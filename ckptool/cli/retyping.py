@@ -1,0 +1,56 @@
+"""The command line that was typed, with what it lacked: a next step that can be typed as it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from shlex import quote
+
+from ..errors import CkptoolError
+from ..human import argument
+
+__all__ = ["retype", "retyped"]
+
+#: Options that are given once, by all their names; every other one is added.
+_SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
+
+
+def retype(error: CkptoolError, typed: object) -> None:
+    """Let ``next`` be the whole command where an error says what the one that was typed lacks.
+
+    ``typed`` are the words behind the name of the program, and anything else where nothing was typed.
+    """
+    if error.again is None or not isinstance(typed, tuple):
+        return
+    words = list(typed)
+    for wrong, right in error.again.words:
+        if words.count(wrong) != 1:
+            return
+        words[words.index(wrong)] = right
+    for name, value in error.again.options:
+        words = _with(words, name, value)
+    around = error.again.around
+    if words[:1] == ["salvage"]:
+        around = around.replace(" && ", "; ")  # it ends with 1 where something is lost, and went well
+    before, _, after = around.partition("{}")
+    error.next = f"{before}{retyped(words)}{after}"
+
+
+def retyped(words: Sequence[str]) -> str:
+    """Words as a shell takes them; an option with a leading dash stays one."""
+    return " ".join(["ckptool", *map(_quoted, words)])
+
+
+def _quoted(word: str) -> str:
+    return quote(word) if word.startswith("-") and word.isprintable() else argument(word)
+
+
+def _with(words: list[str], name: str, value: str) -> list[str]:
+    """The words with an option: in its own place where it was there and holds once, else at the end."""
+    for place, word in enumerate(words):
+        if word in _SINGLE.get(name, ()) and place + 1 < len(words):
+            return [*words[: place + 1], value, *words[place + 2 :]]
+        long, equals, _ = word.partition("=")
+        if equals and long in _SINGLE.get(name, ()) and long.startswith("--"):
+            return [*words[:place], long, value, *words[place + 1 :]]
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], name, value, *words[end:]]
