@@ -1,0 +1,84 @@
+"""Conversions of odd tensors: values that came out others, folders that nobody could load, losses that nobody told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import ckptool
+from ckptool.errors import RefusedError
+
+
+def converted(value: Any, target: str, folder: Path, *, legacy: bool = False, **how: Any) -> Path:
+    source, out = folder / "in.pth", folder / "out"
+    torch.save(value, source, _use_new_zipfile_serialization=not legacy)
+    with ckptool.open(source) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, target, **how), out)
+    return out
+
+
+def loaded_dcp(folder: Path) -> Any:
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    return found
+
+
+def noted() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.note = "x"  # type: ignore[attr-defined]
+    return tensor
+
+
+def odd() -> dict[str, torch.Tensor]:
+    """Tensors that are more than their elements."""
+    return {
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.empty(3, device="meta"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "noted": noted(),
+    }
+
+
+def test_shards_of_torch_keep_what_tensors_are(tmp_path: Path) -> None:
+    out = converted(
+        {**odd(), "tied": (both := odd())["sparse"], "again": both["sparse"]}, "torch", tmp_path, max_shard_size=1
+    )
+    back = tmp_path / "back.pth"
+    with ckptool.open(out) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), back)
+    whole = {}
+    for file in sorted(out.glob("*.bin")):
+        whole |= oracle.load(file)
+    again = oracle.load(back)
+    assert oracle.difference({name: whole[name] for name in again}, again) == ""
+    before = oracle.load(tmp_path / "in.pth")
+    assert oracle.difference(before, {name: again[name] for name in before}) == ""
+
+
+def test_objects_of_legacy_files_in_a_dcp_folder(tmp_path: Path) -> None:
+    value = {"state": (torch.arange(4.0)[1:], torch.ones(2)), "note": noted()}
+    assert oracle.difference(value, loaded_dcp(converted(value, "dcp", tmp_path, legacy=True))) == ""
+
+
+@pytest.mark.parametrize("value", [[noted()], [[noted()], torch.ones(1)], [{}, noted()]], ids=["one", "inner", "empty"])
+def test_lists_of_what_dcp_holds_as_objects(value: list[Any], tmp_path: Path) -> None:
+    assert oracle.difference({"x": value}, loaded_dcp(converted({"x": value}, "dcp", tmp_path))) == ""
+
+
+@pytest.mark.parametrize("other", [lambda t: (t,), lambda t: torch.sparse_coo_tensor([[0, 1]], t), lambda t: t.conj()])
+def test_what_objects_of_a_dcp_folder_share_is_told(other: Any, tmp_path: Path) -> None:
+    tensor = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(RefusedError, match="share memory: a and b"):
+        converted({"a": tensor, "b": other(tensor)}, "dcp", tmp_path)
