@@ -119,7 +119,8 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     """A file of one state dict, or a folder of shards."""
     chosen = _one(checkpoint, wanted.key)
     found = wanted.beside + safetensors.losses(checkpoint, chosen, wanted.tied)
-    refuse(found, wanted.allow, checkpoint.path, "safetensors")
+    # Where the first name is kept, other views of the same memory are copied: that is said, and was asked for.
+    refuse(found, [*wanted.allow, "sharing"] if wanted.tied else wanted.allow, checkpoint.path, "safetensors")
     notes = (*_without(found), *_layout_notes(checkpoint, chosen))
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{wanted.shape}", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **wanted.metadata}

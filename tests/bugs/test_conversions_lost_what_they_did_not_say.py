@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptool
 from ckptool.errors import RefusedError
+from ckptool.outputs.safetensors import losses
 
 
 def converted(value: Any, target: str, folder: Path, *, legacy: bool = False, **how: Any) -> Path:
@@ -82,3 +83,33 @@ def test_what_objects_of_a_dcp_folder_share_is_told(other: Any, tmp_path: Path) 
     tensor = torch.ones(2, dtype=torch.complex64)
     with pytest.raises(RefusedError, match="share memory: a and b"):
         converted({"a": tensor, "b": other(tensor)}, "dcp", tmp_path)
+
+
+def kinds(value: dict[str, Any], folder: Path, **how: Any) -> dict[str, tuple[str, ...]]:
+    torch.save(value, folder / "in.pth")
+    with ckptool.open(folder / "in.pth") as checkpoint:
+        return {loss.kind: loss.where for loss in losses(checkpoint, checkpoint.state_dicts[0], **how)}
+
+
+def test_safetensors_lack_what_tensors_are(tmp_path: Path) -> None:
+    value = odd() | {"int4": torch.empty(2, dtype=torch.complex128), "buffer": torch.nn.Buffer(torch.ones(1))}
+    found = kinds(value, tmp_path)
+    assert found["layouts"] == ("sparse", "nested", "meta")
+    assert found["dtypes"] == ("quantized", "int4")
+    assert found["attributes"] == ("noted", "buffer")
+    assert found["requires-grad"] == ("parameter",)
+
+
+def test_a_parameter_with_attributes_loses_them_in_safetensors(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.tag = 1
+    assert kinds({"a": parameter}, tmp_path) == {"requires-grad": ("a",), "attributes": ("a",)}
+
+
+def test_views_that_are_copied_are_told(tmp_path: Path) -> None:
+    whole = torch.arange(4.0)
+    value = {"a": whole, "b": whole, "c": whole[1:], "d": torch.ones(1)}
+    assert kinds(value, tmp_path, tied="keep-first") == {"sharing": ("a", "c")}
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        changes = ckptool.convert(checkpoint, "safetensors", tied="keep-first").changes
+    assert "without that tensors share memory: a and c" in changes[-1].notes
