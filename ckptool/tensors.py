@@ -72,6 +72,9 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
 
+#: Two classes of storages that mean the same bytes.
+_BYTES = {"UntypedStorage", "ByteStorage"}
+
 #: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
 _PARTS = 64
 
@@ -162,9 +165,11 @@ class TensorReader:
         if known is None:
             known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         elif known.location != text or known.cls != cls.name or known.numel != numel:
-            if known.numel and known.location != "meta":
+            bytes_alone = {known.cls, cls.name} == _BYTES and (known.location, known.numel) == (text, numel)
+            if known.numel and known.location != "meta" and not bytes_alone:
                 self.disagreeing.add(name)
             else:
+                # A float8 tensor and its bytes are one storage that is mentioned in two ways.
                 # Torch does not cache empty storages: each mention stands for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         self._uses[ref] = known
@@ -255,6 +260,8 @@ class TensorReader:
         shape, stride = self._shape(args[2]), self._ints(args[3])
         if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return None
+        if not dtype and storage.dtype.name == "untyped":
+            dtype = "uint8"  # for torch, too
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = -(-prod(shape) // kind.packed) * kind.itemsize
         base, most = self._view(args[0]) if self._has_views else (0, None)

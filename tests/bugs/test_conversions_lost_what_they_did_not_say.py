@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -113,3 +114,26 @@ def test_views_that_are_copied_are_told(tmp_path: Path) -> None:
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         changes = ckptool.convert(checkpoint, "safetensors", tied="keep-first").changes
     assert "without that tensors share memory: a and c" in changes[-1].notes
+
+
+def test_a_float8_tensor_and_its_bytes(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).to(torch.float8_e5m2)
+    for first, second in ((tensor, tensor.view(torch.uint8)), (tensor.view(torch.uint8), tensor)):
+        value = {"a.weight": first, "b.weight": second}
+        out = converted(value, "safetensors", tmp_path, tied="clone")
+        found = load_file(out)
+        assert (
+            oracle.difference({name: tensor.clone() for name, tensor in value.items()}, {n: found[n] for n in value})
+            == ""
+        )
+        report = ckptool.diff(tmp_path / "in.pth", out, ignore=["container", "sharing", "order"])
+        assert report["same"]
+        out.unlink()
+
+
+def test_what_the_legacy_format_lacks_goes_out_of_folders_too(tmp_path: Path) -> None:
+    out = converted({"a": torch.ones(2, dtype=torch.uint16), "b": torch.ones(2)}, "torch", tmp_path, max_shard_size=1)
+    old = tmp_path / "old.pth"
+    with ckptool.open(out) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow=["dtypes"]), old)
+    assert oracle.difference({"b": torch.ones(2)}, oracle.load(old)) == ""
