@@ -72,9 +72,6 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
 
-#: Two classes of storages that mean the same bytes.
-_BYTES = {"UntypedStorage", "ByteStorage"}
-
 #: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
 _PARTS = 64
 
@@ -165,11 +162,11 @@ class TensorReader:
         if known is None:
             known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         elif known.location != text or known.cls != cls.name or known.numel != numel:
-            bytes_alone = {known.cls, cls.name} == _BYTES and (known.location, known.numel) == (text, numel)
-            if known.numel and known.location != "meta" and not bytes_alone:
+            # A float8 tensor and its bytes mention one storage in two ways.
+            bare = {known.cls, cls.name} == {"UntypedStorage", "ByteStorage"} and known.numel == numel
+            if known.numel and known.location != "meta" and not (bare and known.location == text):
                 self.disagreeing.add(name)
             else:
-                # A float8 tensor and its bytes are one storage that is mentioned in two ways.
                 # Torch does not cache empty storages: each mention stands for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         self._uses[ref] = known
@@ -243,10 +240,8 @@ class TensorReader:
         if name in ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable") and args:
             # torch 0.1-0.3: Parameter(data[, requires_grad]), built with (requires_grad, ...).
             inner = self.tensor(args[0])
-            if inner is None:
-                return None
             grad = self._flag(args, 1) if len(args) > 1 else True
-            return inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
+            return inner and inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
         if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
             held = mapping(self.graph, args[0]) or []
             parts = tuple(value for _, value in held if self.tensor(value))
@@ -260,8 +255,7 @@ class TensorReader:
         shape, stride = self._shape(args[2]), self._ints(args[3])
         if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return None
-        if not dtype and storage.dtype.name == "untyped":
-            dtype = "uint8"  # for torch, too
+        dtype = dtype or ("uint8" if storage.dtype.name == "untyped" else None)  # torch takes it for that, too
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = -(-prod(shape) // kind.packed) * kind.itemsize
         base, most = self._view(args[0]) if self._has_views else (0, None)

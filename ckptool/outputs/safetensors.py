@@ -7,16 +7,18 @@ bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME
 from ..elements import holds_rows, tensor_size
-from ..errors import TargetError
+from ..errors import RefusedError, TargetError
+from ..formats.safetensors_header import MOST_HEADER
 from ..formats.sharding_info import texts_of
-from ..human import counted
-from ..pickles.nodes import Ref
+from ..human import counted, shown
+from ..objects import mapping, spell_key
+from ..pickles.nodes import Graph, List, Ref
 from ..readings import lazy_bits
 from ..source import Piece, Plan, Span, merged
 from ..survey import StateDict, TensorEntry
@@ -123,8 +125,17 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
         pieces.append(piece)
         at += size
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        what = (
+            f"no header of safetensors holds half a surrogate pair: {shown(error.object[max(error.start - 40, 0) :])}"
+        )
+        raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MOST_HEADER:
+        what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MOST_HEADER:,}"
+        raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
     return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
 
 
@@ -176,8 +187,26 @@ def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     ]
     if state_dict.path == "":
         return others
-    holder = state_dict.path
-    return [entry.path for entry in found.entries if entry.path != holder] + others
+    entries = [(entry.path, entry.ref) for entry in found.entries]
+    return list(_beside(checkpoint.graph, entries, state_dict)) + others
+
+
+def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
+    """The paths of what is not the state dict, nor leads to it."""
+    while entries:
+        inner: list[tuple[str, Ref]] = []
+        for path, ref in entries:
+            if state_dict.path.startswith((f"{path}.", f"{path}[")):
+                node, items = graph.nodes[ref], mapping(graph, ref)
+                if items is not None:
+                    inner = [(spell_key(path, graph.nodes[key]), value) for key, value in items]
+                elif isinstance(node, List):
+                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
+                else:
+                    yield path
+            elif path != state_dict.path:
+                yield path
+        entries = inner
 
 
 def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:

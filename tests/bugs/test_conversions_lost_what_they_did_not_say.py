@@ -137,3 +137,36 @@ def test_what_the_legacy_format_lacks_goes_out_of_folders_too(tmp_path: Path) ->
     with ckptool.open(out) as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "legacy", allow=["dtypes"]), old)
     assert oracle.difference({"b": torch.ones(2)}, oracle.load(old)) == ""
+
+
+def test_diff_knows_values_that_were_turned_round(tmp_path: Path) -> None:
+    value = {"a.conj": odd()["conj"], "b.neg": odd()["neg"], "c.plain": torch.ones(2)}
+    out = converted(value, "safetensors", tmp_path, allow=["strides"])
+    report = ckptool.diff(tmp_path / "in.pth", out)
+    assert report["values"] == []
+    assert {(item["path"], item["what"]) for item in report["changed"]} == {
+        ('["a.conj"]', "conj"),
+        ('["b.neg"]', "neg"),
+        ('["b.neg"]', "stride"),
+    }
+    torch.save({**value, "a.conj": odd()["conj"].resolve_conj() + 1}, tmp_path / "other.pth")
+    assert [item["path"] for item in ckptool.diff(tmp_path / "other.pth", out)["values"]] == ['["a.conj"]']
+
+
+def test_what_leads_to_the_state_dict_is_not_lost(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(1)}
+    assert kinds({"runs": [{"model": state}]}, tmp_path) == {}
+    assert kinds({"runs": [{"model": state, "epoch": 1}], "x": 2}, tmp_path) == {"entries": ("x", "runs[0].epoch")}
+
+
+@pytest.mark.parametrize("shards", [0, 1])
+def test_names_that_no_header_holds(shards: int, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="half a surrogate pair"):
+        converted({"a\ud800": torch.ones(1), "b": torch.ones(1)}, "safetensors", tmp_path, max_shard_size=shards)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_header_that_nobody_would_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.outputs.safetensors.MOST_HEADER", 1000)
+    with pytest.raises(RefusedError, match="reads none of more than 1,000"):
+        converted({"a" * 1000: torch.ones(1)}, "safetensors", tmp_path)
