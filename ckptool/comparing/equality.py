@@ -64,7 +64,8 @@ def compared(
     """Compare pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
 
     ``turned`` says how some of them are read instead, by their numbers. Without ``count`` the elements that differ are
-    not counted. ``progress`` is called with numbers of bytes of one side. Raises MalformedError where bytes are missing.
+    not counted. ``progress`` is called with numbers of bytes of one side. Raises MalformedError where bytes are
+    missing.
     """
     return _Comparison(a, b, pairs, turned, count, progress).run()
 

@@ -96,9 +96,17 @@ class _Walk:
                 self._follow(value, (*path, str(key)), spell_key(where, key), depth + 1)
         elif isinstance(node, List) and not self._is_terminal(ref, depth):
             for number, value in enumerate(node.items):
-                self._follow(value, (*path, number), f"{where}[{number}]", depth + 1)
+                place, spelled = (*path, number), f"{where}[{number}]"
+                if mapping(self.graph, value) is not None and not self._has_items(value, depth):
+                    self._leaf(value, place, spelled)  # nobody loads a list with a hole
+                else:
+                    self._follow(value, place, spelled, depth + 1)
         else:
-            self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._is_plain(ref)))
+            self._leaf(ref, path, where)
+
+    def _leaf(self, ref: Ref, path: tuple[str | int, ...], where: str) -> None:
+        tensor = self.reader.tensor(ref)
+        self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._is_plain(ref)))
 
     def _is_plain(self, ref: Ref) -> bool:
         tensor = self.reader.tensor(ref)

@@ -74,7 +74,11 @@ def test_objects_of_legacy_files_in_a_dcp_folder(tmp_path: Path) -> None:
     assert oracle.difference(value, loaded_dcp(converted(value, "dcp", tmp_path, legacy=True))) == ""
 
 
-@pytest.mark.parametrize("value", [[noted()], [[noted()], torch.ones(1)], [{}, noted()]], ids=["one", "inner", "empty"])
+@pytest.mark.parametrize(
+    "value",
+    [[noted()], [[noted()], torch.ones(1)], [{}, noted()], [{"b": {}}, torch.ones(1), {}]],
+    ids=["one", "inner", "empty", "holes"],
+)
 def test_lists_of_what_dcp_holds_as_objects(value: list[Any], tmp_path: Path) -> None:
     assert oracle.difference({"x": value}, loaded_dcp(converted({"x": value}, "dcp", tmp_path))) == ""
 
