@@ -111,18 +111,22 @@ class Builder:
         """An exact dict of references: key, value, key, value ..."""
         return self.add(Dict(list(refs)))
 
-    def graft(self, graph: Graph, root: Ref) -> Ref:
-        """A part of another graph: all that a reference of it leads to, with references of our own."""
-        places: dict[Ref, Ref] = {}
+    def graft(self, graph: Graph, root: Ref, places: dict[Ref, Ref] | None = None) -> Ref:
+        """A part of another graph: all that a reference of it leads to, with references of our own.
+
+        ``places`` are those that parts of the same graph got before, which are taken for them, and gets the new ones.
+        """
+        known = {} if places is None else places
+        places = {}
         work = [root]
         while work:
             ref = work.pop()
-            if ref not in places:
-                places[ref] = self.add(None)
+            if ref not in known:
+                known[ref] = places[ref] = self.add(None)
                 work.extend(reversed(children(graph.nodes[ref])))
         for ref, place in places.items():
-            self.nodes[place] = moved(graph.nodes[ref], places)
-        return places[root]
+            self.nodes[place] = moved(graph.nodes[ref], known)
+        return known[root]
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
         """A persistent reference to a storage; an untyped one for dtypes without a storage class."""

@@ -154,7 +154,8 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     checkpoint, parts = _with_parts(checkpoint, wanted, _one(checkpoint, wanted.key))
     chosen = _one(checkpoint, wanted.key)
     found = wanted.beside + parts + safetensors.losses(checkpoint, chosen, wanted.tied)
-    refuse(found, wanted.allow, checkpoint.path, "safetensors")
+    # Where the first name is kept, other views of the same memory are copied: that is said, and was asked for.
+    refuse(found, [*wanted.allow, "sharing"] if wanted.tied else wanted.allow, checkpoint.path, "safetensors")
     left_out = _names_left_out(checkpoint, chosen, wanted.tied)
     notes = (*_without(found), *left_out, *_layout_notes(checkpoint, chosen))
     shape = wanted.shape(sum(map(tensor_size, _tensors(checkpoint, chosen))))

@@ -163,7 +163,9 @@ class TensorReader:
         if known is None:
             known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         elif known.location != text or known.cls != cls.name or known.numel != numel:
-            if known.numel and known.location != "meta":
+            # A float8 tensor and its bytes mention one storage in two ways.
+            bare = {known.cls, cls.name} == {"UntypedStorage", "ByteStorage"} and known.numel == numel
+            if known.numel and known.location != "meta" and not (bare and known.location == text):
                 self.disagreeing.add(name)
             else:
                 # Torch does not cache empty storages: each mention stands for itself.
@@ -239,10 +241,8 @@ class TensorReader:
         if name in ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable") and args:
             # torch 0.1-0.3: Parameter(data[, requires_grad]), built with (requires_grad, ...).
             inner = self.tensor(args[0])
-            if inner is None:
-                return None
             grad = self._flag(args, 1) if len(args) > 1 else True
-            return inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
+            return inner and inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
         if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
             held = mapping(self.graph, args[0]) or []
             parts = tuple(value for _, value in held if self.tensor(value))
@@ -256,6 +256,7 @@ class TensorReader:
         shape, stride = self._shape(args[2]), self._ints(args[3])
         if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return None
+        dtype = dtype or ("uint8" if storage.dtype.name == "untyped" else None)  # torch takes it for that, too
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = -(-prod(shape) // kind.packed) * kind.itemsize
         base, most = self._view(args[0]) if self._has_views else (0, None)

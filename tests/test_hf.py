@@ -262,7 +262,7 @@ def test_a_broken_or_hostile_index_is_refused(text: str, words: str, tmp_path: P
 def test_a_bin_shard_with_other_objects_is_not_half_read(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", tensors(), safe=False)
     torch.save({"layers.2.weight": torch.zeros(2), "epoch": 3}, second(folder))
-    assert "'epoch' is no plain tensor" in problems(folder)["incomplete"]
+    assert "'epoch' is no tensor" in problems(folder)["incomplete"]
 
 
 # -- out -------------------------------------------------------------------------------------------------------
@@ -394,15 +394,15 @@ def test_a_split_is_the_one_of_huggingface_hub() -> None:
     chance = random.Random(1)
     for _ in range(300):
         items = [
-            Item(str(n), chance.choice((0, 1, 3, 7, 20)), chance.choice(("", str(chance.randrange(8)))))
+            Item(str(n), chance.choice((0, 1, 3, 7, 20)), chance.choice(((), (str(chance.randrange(8)),))))
             for n in range(chance.randrange(1, 15))
         ]
-        sizes = {item.storage: item.size for item in reversed(items) if item.storage}
-        items = [item._replace(size=sizes.get(item.storage, item.size)) for item in items]
+        sizes = {item.storages: item.size for item in reversed(items) if item.storages}
+        items = [item._replace(size=sizes.get(item.storages, item.size)) for item in items]
         expected = split_state_dict_into_shards_factory(
             {item.name: item for item in items},
             get_storage_size=lambda item: item.size,
-            get_storage_id=lambda item: item.storage or None,
+            get_storage_id=lambda item: item.storages or None,
             filename_pattern="x{suffix}.y",
             max_shard_size=10,
         )

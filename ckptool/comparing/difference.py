@@ -11,6 +11,7 @@ from ..elements import dtype_of
 from ..errors import TargetError
 from ..human import listed
 from ..prefixes import without_wrappers
+from ..readings import Reading, lazy_bits
 from ..source import FileSource
 from ..tensors import Tensor
 from .closeness import Closeness, closeness, has_numbers
@@ -290,6 +291,8 @@ class _Values:
         self.count = count and tolerance is None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.numbers: dict[object, int] = {}
+        #: How pairs are read of which one is conjugated or negated lazily, and the other is not.
+        self.turned: dict[int, tuple[Reading, Reading]] = {}
         #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
         self.exact: set[int] = set()
         #: Of each pair of tensors: (part, number in ``pairs``).
@@ -305,10 +308,19 @@ class _Values:
                 continue
             if a.dtype != b.dtype and not (self.mixed and has_numbers(a) and has_numbers(b)):
                 continue
-            marks = (mark_of(a), mark_of(b))
+            marks: tuple[object, ...] = (mark_of(a), mark_of(b))
+            # What one of them turns round lazily, the other may hold turned round.
+            lazy = not name and any(facet.path in ("conj", "neg") for facet in both.facets)
+            readings = tuple(
+                Reading(tensor, "elements", *lazy_bits(side, ref))
+                for side, ref, tensor in zip((self.a, self.b), both.refs, (a, b) if lazy else ())
+            )
+            marks += readings
             if marks not in self.numbers:
                 self.numbers[marks] = len(self.pairs)
                 self.pairs.append((a, b))
+                if readings:
+                    self.turned[self.numbers[marks]] = (readings[0], readings[1])
             jobs.append((name, self.numbers[marks]))
             dtype = dtype_of(a)
             if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
@@ -317,9 +329,9 @@ class _Values:
 
     def compare(self) -> None:
         alike = [number for number, (a, b) in enumerate(self.pairs) if a.dtype == b.dtype]
-        told = compared(
-            self.a, self.b, [self.pairs[number] for number in alike], count=self.count, progress=self.progress
-        )
+        turned = {at: self.turned[number] for at, number in enumerate(alike) if number in self.turned}
+        pairs = [self.pairs[number] for number in alike]
+        told = compared(self.a, self.b, pairs, turned, count=self.count, progress=self.progress)
         # Other dtypes are other bytes.
         self.bits = [Bits(0, -1)] * len(self.pairs)
         for number, bits in zip(alike, told):

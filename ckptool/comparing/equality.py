@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..elements import dtype_of, tensor_size
+from ..elements import dtype_of, reblocked, tensor_size
+from ..readings import Reading, resolved
 from ..tensors import Tensor
 from ..threads import BLOCK, in_threads
 from .reading import Raw, blocks_of, raw_of
@@ -54,16 +56,18 @@ def compared(
     a: Checkpoint,
     b: Checkpoint,
     pairs: Sequence[tuple[Tensor, Tensor]],
+    turned: Mapping[int, tuple[Reading, Reading]] = MappingProxyType({}),
     *,
     count: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Bits]:
     """Compare pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
 
-    Without ``count`` the elements that differ are not counted. ``progress`` is called with numbers of bytes of one
-    side. Raises MalformedError where bytes are missing.
+    ``turned`` says how some of them are read instead, by their numbers. Without ``count`` the elements that differ are
+    not counted. ``progress`` is called with numbers of bytes of one side. Raises MalformedError where bytes are
+    missing.
     """
-    return _Comparison(a, b, pairs, count, progress).run()
+    return _Comparison(a, b, pairs, turned, count, progress).run()
 
 
 class _Comparison:
@@ -72,10 +76,12 @@ class _Comparison:
         a: Checkpoint,
         b: Checkpoint,
         pairs: Sequence[tuple[Tensor, Tensor]],
+        turned: Mapping[int, tuple[Reading, Reading]],
         count: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
         self.a, self.b, self.pairs, self.count, self.progress = a, b, pairs, count, progress
+        self.turned = turned
         self.found: dict[int, Bits] = {}
         self.lock = threading.Lock()
         self.buffers = threading.local()
@@ -91,7 +97,7 @@ class _Comparison:
         made: list[int] = []
         for number, (left, right) in enumerate(self.pairs):
             ours, theirs = raw_of(self.a, left), raw_of(self.b, right)
-            if ours is None or theirs is None or ours.size != theirs.size:
+            if ours is None or theirs is None or ours.size != theirs.size or number in self.turned:
                 made.append(number)
             elif ours.source.identity == theirs.source.identity and ours.offset == theirs.offset:
                 self.advance(ours.size)  # the very same bytes
@@ -128,7 +134,12 @@ class _Comparison:
     def made(self, number: int) -> None:
         left, right = self.pairs[number]
         at = 0
-        for ours, theirs in zip_longest(blocks_of(self.a, left), blocks_of(self.b, right), fillvalue=b""):
+        if number in self.turned:
+            both = zip((self.a, self.b), self.turned[number])
+            blocks = [reblocked(resolved(side, how), BLOCK) for side, how in both]
+        else:
+            blocks = [blocks_of(self.a, left), blocks_of(self.b, right)]
+        for ours, theirs in zip_longest(*blocks, fillvalue=b""):
             size = max(len(ours), len(theirs))
             if ours != theirs:
                 self.note(number, at, ours.ljust(size, b"\0"), theirs.ljust(size, b"\0"))

@@ -7,6 +7,7 @@ places; what is made of something that goes (a sparse tensor of its parts) goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from ..objects import callable_name, elements, listed_pairs
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
@@ -32,10 +33,13 @@ def fallen(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
     gone = set(lost)
     holding: set[Ref] = set()
     before = -1
-    # What a node is made of stands before it, so one pass finds all of that; only states come later.
-    while before < len(gone):
-        before = len(gone)
-        for ref, node in enumerate(nodes):
+    places = range(len(nodes))
+    # What a node is made of stands before it in a pickle, and behind it in what was taken from other graphs: a pass
+    # to and fro finds nearly all of that.
+    while before < len(gone) + len(holding):
+        before = len(gone) + len(holding)
+        for ref in chain(places, reversed(places)):
+            node = nodes[ref]
             if type(node) is tuple:
                 if any(part in gone or part in holding for part in node):
                     holding.add(ref)

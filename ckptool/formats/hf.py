@@ -10,16 +10,15 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
 from ..container import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
-from ..dtypes import BY_NAME
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown
 from ..objects import mapping
 from ..pickles import encode
-from ..pickles.nodes import Graph
+from ..pickles.nodes import Graph, Persistent, Ref
 from ..pooling import open_pooled
 from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
@@ -31,11 +30,22 @@ __all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
 
 WORDS = "folders of Hugging Face: safetensors or .bin weights, alone or in shards"
 
-_Named: TypeAlias = "list[tuple[str, PlainTensor]]"
 #: Folders of the modules of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
 _MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")
 #: Bytes of the head that tell a format.
 _HEAD: Final = 1024
+
+
+class Held(NamedTuple):
+    """A tensor of a shard: a plain one, or the ``ref`` of one in the graph of the shard.
+
+    ``size`` are the bytes of its elements, ``storages`` those of the whole storages that it reads, by their keys.
+    """
+
+    plain: PlainTensor | None
+    ref: Ref
+    size: int
+    storages: Mapping[str, int]
 
 
 class Shard(NamedTuple):
@@ -43,7 +53,7 @@ class Shard(NamedTuple):
 
     name: str
     container: Container
-    tensors: _Named
+    tensors: list[tuple[str, Held]]
 
 
 class HfFolder:
@@ -75,9 +85,7 @@ class HfFolder:
         self.files += [listing] if index else []
         self._check_names(weights, wanted, index, names)
         places = self._places(index)
-        builder = Builder()
-        items = [(name, builder.tensor(self._keyed(place, tensor))) for name, (place, tensor) in places.items()]
-        self.graph = builder.graph(builder.mapping(items))
+        self.graph = self._united(places)
         self._check_size(index, places)
         first = self.shards[0].container
         orders = {shard.container.byteorder for shard in self.shards}
@@ -144,10 +152,10 @@ class HfFolder:
         if stray:
             self._note("stray-shard", "warning", f"the index does not name {listed(stray)}", where=stray[0])
 
-    def _places(self, index: Index | None) -> dict[str, tuple[int, PlainTensor]]:
+    def _places(self, index: Index | None) -> dict[str, tuple[int, Held]]:
         """Where every tensor is: in the order of the index, then of the shards."""
         held: dict[str, list[int]] = {}
-        tensors: dict[tuple[int, str], PlainTensor] = {}
+        tensors: dict[tuple[int, str], Held] = {}
         for number, shard in enumerate(self.shards):
             for name, tensor in shard.tensors:
                 held.setdefault(name, []).append(number)
@@ -188,12 +196,13 @@ class HfFolder:
             places[name] = (held[name][0], tensors[held[name][0], name])
         return places
 
-    def _check_size(self, index: Index | None, places: Mapping[str, tuple[int, PlainTensor]]) -> None:
+    def _check_size(self, index: Index | None, places: Mapping[str, tuple[int, Held]]) -> None:
         if index is None or index.total < 0 or any(problem.code == INCOMPLETE for problem in self.problems):
             return
         # Writers count a storage once or each time: either is right.
-        once = sum({(number, tensor.key): tensor.nbytes for number, tensor in places.values()}.values())
-        each = sum(_own_bytes(tensor) for _, tensor in places.values())
+        held = ((number, *part) for number, tensor in places.values() for part in tensor.storages.items())
+        once = sum({(number, key): nbytes for number, key, nbytes in held}.values())
+        each = sum(tensor.size for _, tensor in places.values())
         if index.total not in (once, each):
             what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
             self._note("total-size", "warning", what)
@@ -221,16 +230,33 @@ class HfFolder:
     @property
     def shard_size(self) -> int:
         """The bytes of the largest shard of several tensors: what the limit must have been at least. 0 for none."""
-        sizes = [sum(_own_bytes(tensor) for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
+        sizes = [sum(tensor.size for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
         return max(sizes, default=0) if len(self.shards) > 1 else 0
 
     def originals(self) -> list[tuple[str, FileSource]]:
         """The files of the weights as they are, and their index."""
         return [(os.path.basename(file.name), file) for file in self.files]
 
-    @staticmethod
-    def _keyed(number: int, tensor: PlainTensor) -> PlainTensor:
-        return tensor._replace(key=f"{number}/{tensor.key}")
+    def _united(self, places: Mapping[str, tuple[int, Held]]) -> Graph:
+        """One dict of the tensors of all shards, as they are: with their strides, flags and what they share."""
+        builder = Builder()
+        grafted: dict[int, dict[Ref, Ref]] = {}
+        items: list[tuple[str, Ref]] = []
+        protocol = 0
+        for name, (number, held) in places.items():
+            if held.plain is not None:
+                items.append((name, builder.tensor(held.plain._replace(key=f"{number}/{held.plain.key}"))))
+                continue
+            graph, known = self.shards[number].container.graph, grafted.setdefault(number, {})
+            protocol = max(protocol, graph.style.protocol)
+            items.append((name, builder.graft(graph, held.ref, known)))
+        for number, known in grafted.items():
+            for ref, storage in TensorReader(self.shards[number].container.graph).uses():
+                place = builder.nodes[known[ref]] if ref in known else None
+                pid = builder.nodes[place.pid] if isinstance(place, Persistent) else ()
+                if isinstance(place, Persistent) and isinstance(pid, tuple):
+                    builder.nodes[place.pid] = (*pid[:2], builder.add(f"{number}/{storage.key}"), *pid[3:])
+        return builder.graph(builder.mapping(items), protocol)
 
     def _held(self, key: str) -> tuple[Container, str] | None:
         number, slash, rest = key.partition("/")
@@ -295,13 +321,6 @@ def _moved_words(moved: list[tuple[str, str, str]]) -> str:
     return what
 
 
-def _own_bytes(tensor: PlainTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count * tensor.dtype.itemsize
-
-
 def _shard(name: str, source: FileSource) -> Shard:
     """Read one file of weights in the format that its content tells."""
     head = source.read(0, _HEAD)
@@ -312,24 +331,22 @@ def _shard(name: str, source: FileSource) -> Shard:
         container = torch_legacy.read(source)
     else:
         container = safetensors.read(source)
-        return Shard(name, container, container.tensors)
+        plain = [(key, Held(own, -1, own.nbytes, {own.key: own.nbytes})) for key, own in container.tensors]
+        return Shard(name, container, plain)
     graph = container.graph
     items = mapping(graph, graph.root)
     if items is None:
         raise MalformedError("it holds no dict of tensors", path=source.name)
     reader = TensorReader(graph)
-    tensors: _Named = []
+    tensors: list[tuple[str, Held]] = []
     for key, value in items:
         found, called = reader.tensor(value), str(graph.nodes[key])
-        dtype = BY_NAME.get(found.dtype) if found is not None else None
-        if found is None or found.kind != "dense" or not found.storage or dtype is None:
-            what = f"{shown(called)} is no plain tensor, and folders are read by those alone"
+        if found is None:
+            what = f"{shown(called)} is no tensor, and folders are read by those alone"
             raise UnreadableError(what, path=source.name, next="read its files one by one")
-        size = reader.storages[found.storage].nbytes
-        plain = PlainTensor(
-            dtype, found.shape, found.stride, found.storage, size, found.offset, found.location, found.requires_grad
-        )
-        tensors.append((called, plain))
+        keys = (part.storage for part in reader.parts(found))
+        storages = {key: reader.storages[key].nbytes for key in keys if key in reader.storages}
+        tensors.append((called, Held(None, value, found.own_bytes, storages)))
     return Shard(name, container, tensors)
 
 

@@ -13,12 +13,13 @@ from typing import Final, NamedTuple
 from ..building import Builder, contiguous
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME, Dtype
+from ..edits.views import without_views
 from ..elements import holds_rows, tensor_size
 from ..errors import RefusedError
 from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
 from ..objects import elements as elements_of
 from ..pickles import encode
-from ..pickles.nodes import Call, Graph, List, Ref
+from ..pickles.nodes import Call, Graph, List, Ref, children
 from ..source import Files, Piece, Plan, Span, merged
 from ..tensors import Tensor
 from ..zips import Content, fresh, summed
@@ -93,10 +94,21 @@ class _Walk:
                 self._follow(value, (*path, str(key)), spell_key(where, key), depth + 1)
         elif isinstance(node, List) and not self._is_terminal(ref, depth):
             for number, value in enumerate(node.items):
-                self._follow(value, (*path, number), f"{where}[{number}]", depth + 1)
+                place, spelled = (*path, number), f"{where}[{number}]"
+                if mapping(self.graph, value) is not None and not self._has_items(value, depth):
+                    self._leaf(value, place, spelled)  # nobody loads a list with a hole
+                else:
+                    self._follow(value, place, spelled, depth + 1)
         else:
-            plain = tensor is not None and _dtype(tensor) is not None and self._is_bare(ref)
-            self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, plain))
+            self._leaf(ref, path, where)
+
+    def _leaf(self, ref: Ref, path: tuple[str | int, ...], where: str) -> None:
+        tensor = self.reader.tensor(ref)
+        self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._is_plain(ref)))
+
+    def _is_plain(self, ref: Ref) -> bool:
+        tensor = self.reader.tensor(ref)
+        return tensor is not None and _dtype(tensor) is not None and self._is_bare(ref)
 
     def _is_bare(self, ref: Ref) -> bool:
         """Is it a tensor or Parameter and nothing else: no attributes, no class of its own, no conjugate bit?
@@ -115,7 +127,11 @@ class _Walk:
         return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
-        """Is it a list that is stored as it is? One with mappings or tensors in it, at any depth of lists, is not."""
+        """Is it a list that is stored as it is? One with mappings or plain tensors in it, in any list in it, is not.
+
+        Who loads it looks at the list that the items make: what became an object is no tensor to him, and an empty
+        mapping is not there.
+        """
         if ref in self._terminal:
             return self._terminal[ref]
         if depth > _DEPTH:
@@ -127,10 +143,17 @@ class _Walk:
             inner = self.graph.nodes[part]
             if isinstance(inner, List):
                 found = found and self._is_terminal(part, depth + 1)
-            elif self.reader.tensor(part) or mapping(self.graph, part) is not None:
+            elif self._is_plain(part) or self._has_items(part, depth):
                 found = False
         self._terminal[ref] = found
         return found
+
+    def _has_items(self, ref: Ref, depth: int) -> bool:
+        """Is it a mapping with something else than empty mappings in it?"""
+        if depth > _DEPTH:
+            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+        inner = None if self.reader.tensor(ref) else mapping(self.graph, ref)
+        return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
 
 
 def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
@@ -138,10 +161,10 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     walk = _Walk(checkpoint)
     plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.plain and leaf.tensor]
     users: dict[str, list[str]] = {}
-    for where, tensor in plain:
-        if tensor_size(tensor):
-            users.setdefault(tensor.storage, []).append(where)
-    shared = [name for names in users.values() if len(names) > 1 for name in names]
+    for leaf in walk.leaves:
+        for key in _storages(walk, leaf):
+            users.setdefault(key, []).append(leaf.name)
+    shared = dict.fromkeys(name for names in users.values() if len(names) > 1 for name in names)
     found = [
         Loss("containers", tuple(walk.containers)),
         Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
@@ -150,6 +173,24 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
         Loss("devices", tuple(dict.fromkeys(tensor.location for _, tensor in plain if tensor.location != "cpu"))),
     ]
     return [loss for loss in found if loss.where]
+
+
+def _storages(walk: _Walk, leaf: Leaf) -> set[str]:
+    """The storages with bytes in them that an item holds, or a part of them."""
+    if leaf.plain and leaf.tensor:
+        return {leaf.tensor.storage} if tensor_size(leaf.tensor) else set()
+    found: set[str] = set()
+    seen, work = set[Ref](), [leaf.ref]
+    while work:
+        ref = work.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        storage = walk.reader.storage(ref)
+        if storage is not None and storage.nbytes:
+            found.add(storage.key)
+        work += children(walk.graph.nodes[ref])
+    return found
 
 
 def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
@@ -208,7 +249,7 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]
     """An object as torch.save writes it, with the storages that it uses."""
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
-    graph, keys = renumbered(builder.graph(root, checkpoint.graph.style.protocol))
+    graph, keys = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
     return _archive(graph, storage_contents(checkpoint, _ROOT, keys, crcs, leaf.where), checkpoint.container.byteorder)
 
 

@@ -18,7 +18,8 @@ KINDS: Final = {
     "strides": "the order of the elements of tensors that are not contiguous",
     "sharing": "that tensors share memory",
     "dtypes": "tensors of dtypes that the format lacks",
-    "layouts": "tensors of layouts that the format lacks",
+    "layouts": "tensors of layouts that the format lacks, such as nested or meta",
+    "attributes": "the classes of tensors, and attributes that were set on them",
     "requires-grad": "that tensors require gradients, or are Parameters",
     "devices": "the devices that tensors were on",
 }

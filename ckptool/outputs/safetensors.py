@@ -7,22 +7,24 @@ bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME
 from ..elements import holds_rows, tensor_size
-from ..errors import TargetError
+from ..errors import RefusedError, TargetError
+from ..formats.safetensors_header import MOST_HEADER
 from ..formats.sharding_info import texts_of
-from ..human import counted
-from ..pickles.nodes import Ref
+from ..human import counted, shown
+from ..objects import mapping, spell_key
+from ..pickles.nodes import Graph, List, Ref
 from ..readings import lazy_bits
 from ..source import Piece, Plan, Span, merged
 from ..survey import StateDict, TensorEntry
 from ..tensors import Tensor
 from .losses import Loss
-from .rows import rows
+from .rows import is_more, rows
 
 __all__ = ["Chosen", "Tied", "chosen_tensors", "losses", "outside", "plan", "plan_chosen"]
 
@@ -72,12 +74,18 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> li
     """What the file would lack, kind by kind. ``tied`` says what becomes of tensors that share memory."""
     inside = [entry for entry in checkpoint.survey.tensors if _is_in(checkpoint, entry, state_dict)]
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
+    odd = [entry for entry in inside if not _is_plain(entry.tensor)]
+    kept = [(entry.key, entry.tensor) for entry in dense]
+    if tied == "keep-first":
+        kept = [(named.name, named.tensor) for named in chosen_tensors(checkpoint, state_dict, tied).tensors]
     found = [
         Loss("entries", tuple(outside(checkpoint, state_dict))),
-        Loss("dtypes", tuple(entry.key for entry in inside if not _is_plain(entry.tensor))),
+        Loss("dtypes", tuple(entry.key for entry in odd if _lacks_dtype(entry.tensor))),
+        Loss("layouts", tuple(entry.key for entry in odd if not _lacks_dtype(entry.tensor))),
         Loss("strides", tuple(entry.key for entry in dense if not holds_rows(entry.tensor))),
-        Loss("sharing", () if tied else tuple(_sharing(dense))),
-        Loss("requires-grad", tuple(entry.key for entry in inside if entry.tensor.requires_grad or entry.tensor.cls)),
+        Loss("sharing", () if tied == "clone" else tuple(_sharing(kept))),
+        Loss("requires-grad", tuple(entry.key for entry in inside if _may_learn(entry.tensor))),
+        Loss("attributes", tuple(entry.key for entry in dense if is_more(checkpoint.graph, entry.ref, entry.tensor))),
         Loss(
             "devices", tuple(dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"))
         ),
@@ -117,8 +125,17 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
         pieces.append(piece)
         at += size
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        what = (
+            f"no header of safetensors holds half a surrogate pair: {shown(error.object[max(error.start - 40, 0) :])}"
+        )
+        raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MOST_HEADER:
+        what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MOST_HEADER:,}"
+        raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
     return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
 
 
@@ -151,6 +168,16 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.kind == "dense" and bool(tensor.storage) and dtype is not None and bool(dtype.safetensors)
 
 
+def _lacks_dtype(tensor: Tensor) -> bool:
+    """Is it its dtype that the format has no name for?"""
+    dtype = BY_NAME.get(tensor.dtype)
+    return tensor.kind in ("dense", "quantized") or dtype is None
+
+
+def _may_learn(tensor: Tensor) -> bool:
+    return tensor.requires_grad or tensor.cls in ("Parameter", "Variable")
+
+
 def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
     found = checkpoint.survey
@@ -160,15 +187,33 @@ def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     ]
     if state_dict.path == "":
         return others
-    holder = state_dict.path
-    return [entry.path for entry in found.entries if entry.path != holder] + others
+    entries = [(entry.path, entry.ref) for entry in found.entries]
+    return list(_beside(checkpoint.graph, entries, state_dict)) + others
 
 
-def _sharing(entries: list[TensorEntry]) -> list[str]:
+def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
+    """The paths of what is not the state dict, nor leads to it."""
+    while entries:
+        inner: list[tuple[str, Ref]] = []
+        for path, ref in entries:
+            if state_dict.path.startswith((f"{path}.", f"{path}[")):
+                node, items = graph.nodes[ref], mapping(graph, ref)
+                if items is not None:
+                    inner = [(spell_key(path, graph.nodes[key]), value) for key, value in items]
+                elif isinstance(node, List):
+                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
+                else:
+                    yield path
+            elif path != state_dict.path:
+                yield path
+        entries = inner
+
+
+def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     users: dict[str, list[str]] = {}
-    for entry in entries:
-        if tensor_size(entry.tensor):
-            users.setdefault(entry.tensor.storage, []).append(entry.key)
+    for name, tensor in tensors:
+        if tensor_size(tensor):
+            users.setdefault(tensor.storage, []).append(name)
     return [name for names in users.values() if len(names) > 1 for name in names]
 
 

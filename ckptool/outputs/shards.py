@@ -31,11 +31,11 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
 
 class Item(NamedTuple):
-    """A tensor to be put into a shard: its name, its bytes, and what it shares them with ("" for nothing)."""
+    """A tensor to be put into a shard: its name, its bytes, and the storages that they are in."""
 
     name: str
     size: int
-    storage: str
+    storages: tuple[str, ...] = ()
 
 
 def parse_size(text: str) -> int:
@@ -57,26 +57,44 @@ def split(items: Iterable[Item], most: int) -> list[list[str]]:
     current: dict[str, None] = {}
     filled = 0
     place: dict[str, dict[str, None]] = {}
+    groups = _groups(items)
     later: dict[str, list[str]] = {}
-    for item in items:
-        if item.storage and item.storage in place:
-            later.setdefault(item.storage, []).append(item.name)
+    for item, group in groups:
+        if group and group in place:
+            later.setdefault(group, []).append(item.name)
             continue
         if item.size > most:
             shards.append({item.name: None})
-            place[item.storage] = shards[-1]
+            place[group] = shards[-1]
             continue
         if filled + item.size > most:
             shards.append(current)
             current, filled = {}, 0
         current[item.name] = None
         filled += item.size
-        place[item.storage] = current
+        place[group] = current
     if current:
         shards.append(current)
-    for storage, shard in place.items():  # in the order of their first tensors
-        shard.update(dict.fromkeys(later.get(storage, ())))
+    for group, shard in place.items():  # in the order of their first tensors
+        shard.update(dict.fromkeys(later.get(group, ())))
     return [list(shard) for shard in shards]
+
+
+def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
+    """Each item, and a storage that stands for all that belong together: those of one tensor do. "" for no storage."""
+    leader: dict[str, str] = {}
+
+    def first(key: str) -> str:
+        while leader.setdefault(key, key) != key:
+            leader[key] = leader[leader[key]]
+            key = leader[key]
+        return key
+
+    found = [(item, next(iter(item.storages), "")) for item in items]
+    for item, key in found:
+        for other in item.storages[1:]:
+            leader[first(other)] = first(key)
+    return [(item, first(key) if key else "") for item, key in found]
 
 
 def plan(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
@@ -91,7 +109,7 @@ def plan(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: in
 
 def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
     chosen = safetensors.chosen_tensors(checkpoint, state_dict, target.tied)
-    items = [Item(named.name, tensor_size(named.tensor), "") for named in chosen.tensors]
+    items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
     shards = split(items, most)
     if len(shards) < 2:
         single = safetensors.plan(checkpoint, state_dict, tied=target.tied, metadata=target.metadata)
@@ -124,10 +142,10 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: 
         tensor = reader.tensor(value)
         if tensor is None:
             continue
-        size = reader.storages[tensor.storage].nbytes if tensor.storage else tensor.own_bytes
-        items.append(Item(name, size, tensor.storage))
-        total += 0 if tensor.storage in seen else size
-        seen |= {tensor.storage} if tensor.storage else set()
+        used = {part.storage: reader.storages[part.storage].nbytes for part in reader.parts(tensor) if part.storage}
+        items.append(Item(name, sum(used.values()), tuple(key for key, size in used.items() if size)))
+        total += sum(size for key, size in used.items() if key not in seen)
+        seen |= used.keys()
 
     def one(names: Sequence[str], root: str) -> Plan:
         part = _part(graph, [ref for name in names for ref in entries[name]])
