@@ -268,7 +268,7 @@ def _one(checkpoint: Checkpoint, key: str | None) -> StateDict:
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
-        step = f"ckptool inspect {quote(checkpoint.path)} says what is in it"
+        step = f"what is in it: ckptool inspect {quote(checkpoint.path)} --tree"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
     what = f"there are {len(chosen)} state dicts, {listed(list(map(repr, places)))}, and such an output holds one"

@@ -70,7 +70,7 @@ def salvage_step(path: str) -> str:
     """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
-    return f"ckptool salvage {argument(path)} -o OUT saves what is whole"
+    return f"save what is whole: ckptool salvage {argument(path)} -o OUT"
 
 
 def safetensors_name(path: str) -> str:

@@ -36,7 +36,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
         return load_object(path, map_location)
     with open_checkpoint(path) as checkpoint:
         if checkpoint.traits.loads == "converted":
-            step = f"ckptool convert {argument(path)} -o OUT.pth makes one of it"
+            step = f"make one of it: ckptool convert {argument(path)} -o OUT.pth"
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     found: dict[str, Any] = {}

@@ -82,7 +82,7 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
         elif name in STEPS:
             checkpoint, used = STEPS[name].run(checkpoint, text, scope), True
         else:
-            raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help lists them")
+            raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help")
     return checkpoint
 
 

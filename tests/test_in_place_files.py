@@ -197,9 +197,9 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("  -> ")]
     assert len(steps) == 2
-    for step, tail in zip(reversed(steps), (" leaves the former version out", " takes it back")):
-        command = step.removeprefix("  -> ").removesuffix(tail)
-        assert command != step.removeprefix("  -> ") and command.isprintable()
+    for step, words in zip(reversed(steps), ("without the former version", "take it back")):
+        begin, _, command = step.partition(": ")
+        assert begin == f"  -> {words}" and command.isprintable()
         words = shlex.join(TOOL) + command.removeprefix("ckptool")
         pasted = subprocess.run(
             ["bash", "-c", words], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False

@@ -179,7 +179,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
             say(f"note: {checkpoint.path}: {problem.message}, and the output has all of it")
-            tell(f"  -> {clean(command('repack', checkpoint.path, word='clean'))} leaves it out")
+            tell(f"  -> without it: {clean(command('repack', checkpoint.path, word='clean'))}")
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
@@ -293,6 +293,6 @@ def _ways_back(report: dict[str, Any]) -> list[str]:
     if report["unused_bytes"]:
         lines.append(f"  note: the {human_bytes(report['unused_bytes'])} of what was left out stay in the file")
     if not report["dry_run"]:
-        lines.append(f"  -> {clean(undo_step(path))} takes it back")
-        lines.append(f"  -> {clean(command('repack', path, word='clean'))} leaves the former version out")
+        lines.append(f"  -> take it back: {clean(undo_step(path))}")
+        lines.append(f"  -> without the former version: {clean(command('repack', path, word='clean'))}")
     return lines

@@ -209,7 +209,7 @@ def _overview(told: Iterator[_Told], moving: Any) -> int:
     rows.close()
     emit(f"\n{counted(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
     if remarkable:
-        emit(clean(f"  -> ckptool inspect {quote(remarkable)} says all about it"))
+        emit(clean(f"  -> all about it: ckptool inspect {quote(remarkable)}"))
     flush()
     for error in errors:
         say_error(error)

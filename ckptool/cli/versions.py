@@ -114,8 +114,8 @@ def _listed(report: dict[str, Any]) -> list[str]:
     ]
     lines = [f"{path}: edited in place, {counted(len(found), 'version')}", ""]
     lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
-    step = "takes the unfinished edit back" if not found[-1]["finished"] else "goes back by one version"
-    return [*lines, "", f"  -> {clean(undo_step(report['path']))} {step}"]
+    step = "take the unfinished edit back" if not found[-1]["finished"] else "go back by one version"
+    return [*lines, "", f"  -> {step}: {clean(undo_step(report['path']))}"]
 
 
 REPACK_EPILOG = """\b

@@ -151,7 +151,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
         return
     survey = checkpoint.survey
     deeper = Globs([f"*.{missing[0]}"])
-    step = f"ckptool inspect {quote(checkpoint.path)} shows the entries, ckptool keys --all the tensors"
+    step = f"what is there: ckptool inspect {quote(checkpoint.path)} --tree"
     near = get_close_matches(missing[0], [entry.key for entry in survey.entries], 1)
     if any(deeper.match(entry.key) for entry in survey.tensors):
         step = f"keys match {quote('*.' + missing[0])}"

@@ -57,7 +57,7 @@ def merge(
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merged(graft, *pair, only, add)) is not None]
     if not changes:
-        step = f"ckptool match {quote(other.path)} {quote(original.path)} finds names that fit"
+        step = f"find names that fit: ckptool match {quote(other.path)} {quote(original.path)}"
         raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
     return graft.done(changes)
 

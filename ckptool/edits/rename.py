@@ -83,7 +83,7 @@ def by_table(
     missing = [repr(name) for name in table if name not in there]
     if missing:
         what = f"there is no key {listed(missing)}"
-        raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} lists them")
+        raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
     rename = _of_table(table)
     return _renamed(checkpoint, rename, lambda name: name in table, told, key, only)
 
@@ -103,7 +103,7 @@ def _renamed(
     names = [name for item in selected(checkpoint, key) for name in _names(checkpoint, item.items)]
     if not any(map(matches, names)):
         what = f"no key matches {shown(told)}" if names else "there is no state dict in it"
-        raise RefusedError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} lists them")
+        raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
     return rename_keys(
         checkpoint, rename, key=key, only=only, what=f"{told}:", nothing=f"{told}: the names are so already"
     )

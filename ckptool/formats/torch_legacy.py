@@ -91,7 +91,7 @@ class TorchLegacy:
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
         raise RefusedError(
-            what, path=self.source.name, next="write a new file with -o; ckptool repack makes a zip of it"
+            what, path=self.source.name, next="write a new file with -o, or make a zip of it first with ckptool repack"
         )
 
     def _locate(self) -> None:

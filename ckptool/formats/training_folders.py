@@ -126,15 +126,15 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; missing: {listed(gone)}" if gone else ", all there"
     above, tag = os.path.split(os.path.normpath(path))
     tool = (
-        f"python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)} makes one file of it; "
+        f"make one file of it: python -m deepspeed.utils.zero_to_fp32 {quote(above or os.curdir)} OUT -t {quote(tag)}"
     )
-    each = f"ckptool inspect {quote(os.path.join(path, '*.pt'))} shows its files"
+    each = f"its files: ckptool inspect {quote(os.path.join(path, '*.pt'))}"
     tool = tool if (optimizer or zero3) and not gone and model == 1 else ""
     if len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
         whole = os.path.join(path, *models.values())
-        each = f"ckptool inspect {quote(whole)} shows the weights as they were trained"
-    return NotACheckpointError(what, kind="deepspeed", path=path, next=tool + each)
+        each = f"the weights as they were trained: ckptool inspect {quote(whole)}"
+    return NotACheckpointError(what, kind="deepspeed", path=path, next="; ".join(filter(None, (tool, each))))
 
 
 def _of(rank: int, size: int) -> str:
@@ -226,9 +226,9 @@ def _megatron(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; missing: {listed(gone)}" if gone else ""
     what += f"; without a file of weights: {listed(empty)}" if empty else ""
     what += "" if gone or empty else ", all there"
-    tool = "" if gone or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
-    each = f"ckptool inspect {quote(os.path.join(path, '*/*.pt'))} shows its files"
-    return NotACheckpointError(what, kind="megatron", path=path, next=tool + each)
+    tool = "" if gone or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it"
+    each = f"its files: ckptool inspect {quote(os.path.join(path, '*/*.pt'))}"
+    return NotACheckpointError(what, kind="megatron", path=path, next="; ".join(filter(None, (tool, each))))
 
 
 def _rank_name(rank: tuple[int, ...]) -> str:

@@ -87,7 +87,7 @@ def chosen_of(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         modules = checkpoint.survey.modules
         if modules:
             what = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            step = f"ckptool sanitize {quote(checkpoint.path)} --as-state-dict -o OUT makes it one"
+            step = f"make it one: ckptool sanitize {quote(checkpoint.path)} --as-state-dict -o OUT"
             raise TargetError(what, path=checkpoint.path, next=step)
         what = "there is no state dict in it"
         raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")

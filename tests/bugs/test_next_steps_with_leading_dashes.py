@@ -15,7 +15,8 @@ from ckptool.human import salvage_step, undo_step
 )
 @pytest.mark.parametrize("step", [undo_step, salvage_step])
 def test_a_shell_reads_the_name(step: object, name: str) -> None:
-    words = step(name).partition(" -o ")[0].split(" ", 2)[2]  # type: ignore[operator]
+    command = "ckptool" + step(name).partition(" -o ")[0].partition("ckptool")[2]  # type: ignore[operator]
+    words = command.split(" ", 2)[2]
     assert words.isprintable()
     told = subprocess.run(["bash", "-c", f"printf %s {words}"], capture_output=True, check=True).stdout
     assert told == os.fsencode(f"./{name}" if name.startswith("-") else name)
