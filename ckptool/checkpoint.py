@@ -17,6 +17,7 @@ __all__ = [
     "CUT",
     "DAMAGED",
     "INCOMPLETE",
+    "UNCHECKED",
     "UNEDITABLE",
     "Body",
     "Change",
@@ -43,13 +44,11 @@ INCOMPLETE = "incomplete"
 UNEDITABLE = frozenset(
     (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole")
 )
+#: What would have taken too long to find out.
+UNCHECKED = "not-checked"
 #: Codes of the problems on whose account nobody knows what torch reads.
-AMBIGUOUS = frozenset(
-    (
-        *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
-        "chunk-overlap",
-    )
-)
+_UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+AMBIGUOUS = frozenset((*_UNCLEAR, "chunk-overlap", UNCHECKED))
 
 
 class Problem(NamedTuple):

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from operator import mul
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,10 @@ BITS: Final = {
 MOST_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _MOST_SIZE: Final = 1 << 64
+#: Objects and lists in each other that the library follows, the header itself among them.
+_DEEPEST: Final = 127
+#: "-0" as a whole number: to the library that is one with a fraction.
+_MINUS_ZERO: Final = re.compile(r"-0(?![0-9.eE])")
 _HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
@@ -105,7 +109,8 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
     try:
-        fields = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        whole = _whole if _MINUS_ZERO.search(text) else None  # seldom, and it takes time
+        fields = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_int=whole)
     except _Doubled as error:
         raise _broken(source, f"the name {shown(str(error))} stands in the header twice") from None
     except (ValueError, RecursionError) as error:
@@ -119,10 +124,20 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
 
 
 def _texts(fields: dict[str, Any]) -> Iterator[str]:
-    yield from fields
-    metadata = fields.get(_METADATA)
-    for name, value in metadata.items() if isinstance(metadata, dict) else ():
-        yield from (name, value) if isinstance(value, str) else (name,)
+    """Every text of the header, the names among them."""
+    work: list[Any] = [fields]
+    while work:
+        value = work.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            work += (*value, *value.values())
+        elif isinstance(value, list):
+            work += value
+
+
+def _whole(text: str) -> int | float:
+    return -0.0 if text == "-0" else int(text)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,6 +161,10 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     missing = [field for field in ("dtype", "shape", "data_offsets") if field not in value]
     if missing:
         raise broken(f"{missing[0]} is missing")
+    if len(value) > 3:  # the library reads what it does not know, and lets it be
+        rule = _unreadable([value[field] for field in value.keys() - {"dtype", "shape", "data_offsets"}])
+        if rule:
+            raise broken(rule)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {shown(str(dtype))} is unknown")
@@ -165,6 +184,31 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     if bits // 8 != end - begin:
         raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
     return Entry(name, dtype, tuple(shape), data + begin, data + end)
+
+
+def _unreadable(values: list[Any]) -> str:
+    """Why the library cannot read one of these values at all, "" where it can."""
+    depth = 2  # the header, and the entry
+    while values:
+        deeper: list[Any] = []
+        for value in values:
+            if isinstance(value, dict | list):
+                deeper.append(value)
+            elif isinstance(value, int | float) and not _in_range(value):
+                return "a number in it is out of range"
+        depth += bool(deeper)
+        if depth > _DEEPEST:
+            return f"more than {_DEEPEST} objects and lists are in each other"
+        values = [part for value in deeper for part in (value.values() if isinstance(value, dict) else value)]
+    return ""
+
+
+def _in_range(number: float) -> bool:
+    """Is it a finite one for who reads it with 64 bits?"""
+    try:
+        return isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _is_size(value: Any) -> bool:
