@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import MalformedError
 from ..human import counted, salvage_step, shown
+from ..limits import LIMITS
 from ..source import Source
 
 __all__ = ["BITS", "MOST_HEADER", "Entry", "Header", "read_header"]
@@ -170,6 +171,8 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
         raise broken(f"the dtype {shown(str(dtype))} is unknown")
     if type(shape) is not list or not all(_is_size(size) for size in shape):
         raise broken("its shape must be a list of integers from 0 on")
+    if len(shape) > LIMITS.dimensions:
+        raise broken(f"{len(shape):,} dimensions are more than any tensor has, {LIMITS.dimensions:,} are followed")
     if type(offsets) is not list or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise broken("its data_offsets must be two integers from 0 on")
     begin, end = offsets
