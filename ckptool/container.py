@@ -14,6 +14,7 @@ __all__ = [
     "DAMAGED",
     "EDITED",
     "INCOMPLETE",
+    "UNCHECKED",
     "UNEDITABLE",
     "Body",
     "Container",
@@ -35,13 +36,11 @@ UNEDITABLE = frozenset(
     (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole")
 )
 
+#: What would have taken too long to find out.
+UNCHECKED = "not-checked"
 #: Codes of the problems on whose account nobody knows what torch reads.
-AMBIGUOUS = frozenset(
-    (
-        *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
-        "chunk-overlap",
-    )
-)
+_UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+AMBIGUOUS = frozenset((*_UNCLEAR, "chunk-overlap", UNCHECKED))
 
 
 class Problem(NamedTuple):

@@ -58,3 +58,26 @@ def write_ranks(folder: Path, state: Mapping[str, Any], ranks: int) -> Path:
     found = Metadata(listed, {name: tuple(name.split(".")) for name in state}, places, version="1.0.0")
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     return folder
+
+
+def write_boxes(folder: Path, tensors: Mapping[str, tuple[torch.Tensor, list[Any]]]) -> Path:
+    """A folder of one rank in which each tensor is in the pieces of some boxes: (offsets, sizes)."""
+    folder.mkdir()
+    listed: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    parts: list[bytes] = []
+    for name, (value, boxes) in tensors.items():
+        chunks = []
+        for number, (offsets, sizes) in enumerate(boxes):
+            piece = value[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            data = archive(piece.clone())
+            places[MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(
+                "__0_0.distcp", sum(map(len, parts)), len(data)
+            )
+            parts.append(data)
+        listed[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
+    (folder / "__0_0.distcp").write_bytes(b"".join(parts))
+    found = Metadata(listed, {name: (name,) for name in tensors}, places, version="1.0.0")
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    return folder

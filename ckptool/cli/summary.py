@@ -17,7 +17,8 @@ _TOLD = frozenset(("prefix", "device", "together", "map-location"))
 
 def summary(report: dict[str, Any]) -> str:
     """The report of ``inspect`` as text."""
-    head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
+    head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}"
+    head += f", written by {clean(report['writer'])}"
     parts = [head, pairs([(label, clean(text)) for label, text in _facts(report)])]
     if report["entries"]:
         parts.append(_entries(report))

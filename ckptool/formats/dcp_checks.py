@@ -7,11 +7,12 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+from ..container import UNCHECKED
 from ..human import listed, shown
 from .dcp_chunks import region_missing, regions_overlapping
 from .dcp_metadata import Box, Item, Listed, Metadata, box_text
 
-__all__ = ["Noting", "Pieces", "Place", "is_whole", "others", "usable_items"]
+__all__ = ["Noting", "Pieces", "Place", "is_whole", "not_compared", "others", "usable_items"]
 
 #: Names of files that are DCP's own.
 _OWN: Final = (".distcp", ".metadata", ".tmp")
@@ -137,11 +138,13 @@ def is_whole(
             note("chunk-bounds", "error", what, name)
         else:
             good.append(box)
-    twice = regions_overlapping(good)
-    if twice:
-        what = f"{name}: the pieces {box_text(twice[0])} and {box_text(twice[1])} overlap"
+    overlap = regions_overlapping(good)
+    if overlap.boxes:
+        what = f"{name}: the pieces {box_text(overlap.boxes[0])} and {box_text(overlap.boxes[1])} overlap"
         note("chunk-overlap", "error", what, name)
         return False
+    if not overlap.sure:
+        note(UNCHECKED, "warning", not_compared(name, len(good)), name)
     hole = region_missing(value.shape, good) if value.shape or not good else None
     if hole and prod(value.shape):
         note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(hole)}", name)
@@ -151,6 +154,12 @@ def is_whole(
             what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
             note("missing-item", "error", what, name)
     return not hole and len(good) == len(value.chunks) and all(0 in box[1] for box in lost)
+
+
+def not_compared(name: str, pieces: int) -> str:
+    """What is said where it would take too long to find out whether pieces overlap."""
+    what = f"{name}: {pieces:,} pieces that no line separates were not all compared"
+    return f"{what}: whether they overlap, and which of them counts, is not known"
 
 
 def _is_name(text: str) -> bool:

@@ -12,7 +12,14 @@ from ..elements import contiguous_strides
 from ..source import Source
 from .dcp_metadata import Box
 
-__all__ = ["Chunk", "ChunkedSource", "RowSource", "region_missing", "regions_overlapping"]
+__all__ = [
+    "Chunk",
+    "ChunkedSource",
+    "Overlap",
+    "RowSource",
+    "region_missing",
+    "regions_overlapping",
+]
 
 #: Bytes of a piece with odd strides that are held at once.
 _WINDOW: Final = 64 << 20
@@ -206,30 +213,56 @@ class RowSource:
         pass
 
 
-def regions_overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have elements in common, or None.
+class Overlap(NamedTuple):
+    """Two boxes that have elements in common, None where none were found; ``sure`` says that all were compared."""
+
+    boxes: tuple[Box, Box] | None
+    sure: bool = True
+
+
+def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
+    """Look for two boxes that have elements in common. What it names was seen to overlap, never guessed.
 
     They fall into groups that no line along a dimension goes through, and these again along another one: the pieces of
-    every way to shard end up alone, in a time that grows as that of sorting. What is left is compared with each other.
+    every way to shard end up alone, in a time that grows as that of sorting. What is left is swept along a dimension:
+    where two dimensions tell the boxes apart in a time that grows as that of sorting, too; where it takes more, as long
+    as ``_COMPARED`` comparisons for each box suffice, and beyond that the answer is not sure.
     """
     full = [box for box in boxes if prod(box[1])]
     work = [full] if len(full) > 1 else []
-    left = _COMPARED
+    left = _COMPARED * len(full)
     while work:
         group = work.pop()
+        axes = [axis for axis in range(len(group[0][0])) if _differs(group, axis)]
+        if len(axes) == 2:
+            found = _two_in_plane(group, axes[0], axes[1])
+            if found is not None:
+                return Overlap(found)
+            continue
         left -= len(group)  # what peels off box by box would be sorted as often
-        if not group[0][0] or left < 0:
-            return group[0], group[1]
-        for axis in range(len(group[0][0])):
+        if left < 0:
+            return Overlap(None, sure=False)
+        for axis in axes:
             parts = _separated(group, axis)
             if len(parts) > 1:
                 work += [part for part in parts if len(part) > 1]
                 break
         else:
-            found, left = _two_of(group, left)
+            if len(axes) < 2:  # in order, the second begins before the first one ends; or they are all the same
+                one, two = sorted(group, key=lambda box: box[0])[:2]
+                return Overlap((one, two))
+            found, left = _two_of(group, axes, left)
             if found is not None:
-                return found
-    return None
+                return Overlap(found)
+            if left < 0:
+                return Overlap(None, sure=False)
+    return Overlap(None)
+
+
+def _differs(boxes: Sequence[Box], axis: int) -> bool:
+    """Do the boxes not all have the same stretch along a dimension? If they have, it tells none of them apart."""
+    at, size = boxes[0][0][axis], boxes[0][1][axis]
+    return any(box[0][axis] != at or box[1][axis] != size for box in boxes)
 
 
 def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
@@ -244,18 +277,41 @@ def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
     return groups
 
 
-def _two_of(boxes: Sequence[Box], left: int) -> tuple[tuple[Box, Box] | None, int]:
-    """Two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are left.
+def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, Box] | None:
+    """Two boxes that overlap, where two dimensions alone tell them apart.
 
-    Where these do not suffice the last two are named: nobody shards like that, and what was not looked at is not read.
+    A line goes along one of them. The boxes that it cuts lie side by side as long as none overlap, so that a new one
+    need only be compared with its two neighbours. What the line has left behind is taken out when it is met.
     """
-    axis = max(range(len(boxes[0][0])), key=lambda dim: len({box[0][dim] for box in boxes}))
+    starts: list[int] = []  # of the boxes that the line cuts, in order, and of some that it has left
+    cut: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][along]):
+        at, low, high = box[0][along], box[0][across], box[0][across] + box[1][across]
+        place = bisect_right(starts, low)
+        while place and cut[place - 1][0][along] + cut[place - 1][1][along] <= at:
+            place -= 1
+            del starts[place], cut[place]
+        if place and starts[place - 1] + cut[place - 1][1][across] > low:
+            return cut[place - 1], box
+        while place < len(cut) and starts[place] < high:
+            if cut[place][0][along] + cut[place][1][along] > at:
+                return cut[place], box
+            del starts[place], cut[place]
+        starts.insert(place, low)
+        cut.insert(place, box)
+    return None
+
+
+def _two_of(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple[Box, Box] | None, int]:
+    """Two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are left,
+    fewer than none where they did not suffice."""
+    axis = max(axes, key=lambda dim: len({box[0][dim] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][axis]):
         active = [other for other in active if other[0][axis] + other[1][axis] > box[0][axis]]
         left -= len(active)
         if left < 0:
-            return (active[-1], box), left
+            return None, left
         for other in active:
             if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other)):
                 return (other, box), left
@@ -264,26 +320,31 @@ def _two_of(boxes: Sequence[Box], left: int) -> tuple[tuple[Box, Box] | None, in
 
 
 def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
-    """A box of the tensor that none of the boxes, which do not overlap, covers; None where all is covered.
+    """A box of the tensor that none of the boxes covers, which lie in it and do not overlap; None where all is covered.
 
-    Where the edges of the pieces make a fine grid, the answer is the whole tensor: some of it is missing.
+    Between two edges along a dimension something is missing if the boxes there have fewer elements than it has room:
+    that stretch alone is then looked at along the next dimension.
     """
-    if sum(prod(sizes) for _, sizes in boxes) >= prod(shape):
+    here = [box for box in boxes if prod(box[1])]
+    if sum(prod(sizes) for _, sizes in here) >= prod(shape):
         return None
-    whole = (tuple(0 for _ in shape), shape)
-    edges = [
-        sorted({0, size, *(box[0][dim] for box in boxes), *(box[0][dim] + box[1][dim] for box in boxes)})
-        for dim, size in enumerate(shape)
-    ]
-    if prod(len(edge) - 1 for edge in edges) * max(len(boxes), 1) > _GRID:
-        return whole
-    for cell in product(*(tuple(pairwise(edge)) for edge in edges)):
-        if not any(all(at <= low and high <= at + size for (low, high), at, size in zip(cell, *box)) for box in boxes):
-            return tuple(low for low, _ in cell), tuple(high - low for low, high in cell)
-    return whole
+    found: list[tuple[int, int]] = []
+    for axis, size in enumerate(shape):
+        room = prod(shape[axis + 1 :])
+        changes = {0: 0, size: 0}
+        for offsets, sizes in here:
+            begin, end, across = offsets[axis], offsets[axis] + sizes[axis], prod(sizes[axis + 1 :])
+            changes[begin] = changes.get(begin, 0) + across
+            changes[end] = changes.get(end, 0) - across
+        edges = sorted(changes)
+        filled = accumulate(changes[edge] for edge in edges)
+        # There is such a stretch: all of them together have too few elements.
+        low, high = next(stretch for stretch, there in zip(pairwise(edges), filled) if there < room)
+        found.append((low, high - low))
+        here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]
+    return tuple(low for low, _ in found), tuple(size for _, size in found)
 
 
-#: Comparisons of boxes that are made to name what is missing.
-_GRID: Final = 200_000
-#: Comparisons of boxes that no line separates: some seconds.
-_COMPARED: Final = 20_000_000
+#: Comparisons for each box where three dimensions and more tell them apart and no line separates them: nobody shards
+#: like that, and the time should grow as the file does.
+_COMPARED: Final = 200

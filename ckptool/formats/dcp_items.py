@@ -15,6 +15,7 @@ from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
 from .dcp_chunks import RowSource
 from .dcp_metadata import Item
+from .torch_zip import version_problem
 
 __all__ = ["Opened", "open_item", "storage_span", "tensor_rows"]
 
@@ -57,6 +58,9 @@ def open_item(item: Item, file: FileSource) -> Opened:
         record = archive.find("data.pkl")
         if record is None:
             raise MalformedError("an archive without data.pkl", where=item.place)
+        unread = version_problem(archive)
+        if unread is not None:
+            raise MalformedError(unread.message, where=item.place)
         return Opened(item, archive, record, decode(archive.read(record, LIMITS.pickle_bytes), where="data.pkl").graph)
     except MalformedError as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what

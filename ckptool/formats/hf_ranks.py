@@ -15,7 +15,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor, contiguous
-from ..container import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import Dtype
 from ..errors import CkptoolError, MalformedError, RefusedError
 from ..human import counted, listed, shown
@@ -24,6 +24,7 @@ from ..pickles.nodes import Graph
 from ..pooling import open_pooled
 from ..source import Appending, FileSource, FolderSource, Plan, Span
 from . import safetensors
+from .dcp_checks import not_compared
 from .dcp_chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
 from .dcp_metadata import Box, box_text
 from .hf_files import companions, weights_of
@@ -145,12 +146,15 @@ class HfRanks:
                 self._note(INCOMPLETE, "error", what, files[part.file])
                 return False
         at = {part.box: files[part.file] for part in reversed(parts)}
-        twice = regions_overlapping([part.box for part in parts])
+        overlap = regions_overlapping([part.box for part in parts])
+        twice = overlap.boxes
         if twice:
             both = [files[part.file] for part in parts if part.box in twice]
             what = f"{shown(name)}: the pieces {box_text(twice[0])} and {box_text(twice[1])} overlap: {listed(both)}"
             self._note("chunk-overlap", "error", what, at[twice[0]])
             return False
+        if not overlap.sure:
+            self._note(UNCHECKED, "warning", not_compared(shown(name), len(parts)))
         hole = region_missing(shape, [part.box for part in parts])
         if hole and prod(shape):
             what = f"{shown(name)}: no file has {box_text(hole)}"

@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from operator import mul
 from typing import Any, Final, NamedTuple
 
 from ..errors import MalformedError
 from ..human import counted, salvage_step, shown
+from ..limits import LIMITS
 from ..source import Source
 from .strict_json import DoubledError, strict_json
 
@@ -36,6 +37,10 @@ BITS: Final = {
 MOST_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _MOST_SIZE: Final = 1 << 64
+#: Objects and lists in each other that the library follows, the header itself among them.
+_DEEPEST: Final = 127
+#: "-0" as a whole number: to the library that is one with a fraction.
+_MINUS_ZERO: Final = re.compile(r"-0(?![0-9.eE])")
 _HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
@@ -101,7 +106,8 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
     try:
-        fields = strict_json(text)
+        # Seldom, and it takes time.
+        fields = strict_json(text, parse_int=_whole if _MINUS_ZERO.search(text) else None)
     except DoubledError as error:
         raise _broken(source, f"the name {shown(str(error))} stands in the header twice") from None
     except (ValueError, RecursionError) as error:
@@ -115,10 +121,20 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
 
 
 def _texts(fields: dict[str, Any]) -> Iterator[str]:
-    yield from fields
-    metadata = fields.get(_METADATA)
-    for name, value in metadata.items() if isinstance(metadata, dict) else ():
-        yield from (name, value) if isinstance(value, str) else (name,)
+    """Every text of the header, the names among them."""
+    work: list[Any] = [fields]
+    while work:
+        value = work.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            work += (*value, *value.values())
+        elif isinstance(value, list):
+            work += value
+
+
+def _whole(text: str) -> int | float:
+    return -0.0 if text == "-0" else int(text)
 
 
 def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
@@ -130,11 +146,17 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     missing = [field for field in ("dtype", "shape", "data_offsets") if field not in value]
     if missing:
         raise broken(f"{missing[0]} is missing")
+    if len(value) > 3:  # the library reads what it does not know, and lets it be
+        rule = _unreadable([value[field] for field in value.keys() - {"dtype", "shape", "data_offsets"}])
+        if rule:
+            raise broken(rule)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {shown(str(dtype))} is unknown")
     if type(shape) is not list or not all(_is_size(size) for size in shape):
         raise broken("its shape must be a list of integers from 0 on")
+    if len(shape) > LIMITS.dimensions:
+        raise broken(f"{len(shape):,} dimensions are more than any tensor has, {LIMITS.dimensions:,} are followed")
     if type(offsets) is not list or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise broken("its data_offsets must be two integers from 0 on")
     begin, end = offsets
@@ -149,6 +171,31 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     if bits // 8 != end - begin:
         raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
     return Entry(name, dtype, tuple(shape), data + begin, data + end)
+
+
+def _unreadable(values: list[Any]) -> str:
+    """Why the library cannot read one of these values at all, "" where it can."""
+    depth = 2  # the header, and the entry
+    while values:
+        deeper: list[Any] = []
+        for value in values:
+            if isinstance(value, dict | list):
+                deeper.append(value)
+            elif isinstance(value, int | float) and not _in_range(value):
+                return "a number in it is out of range"
+        depth += bool(deeper)
+        if depth > _DEEPEST:
+            return f"more than {_DEEPEST} objects and lists are in each other"
+        values = [part for value in deeper for part in (value.values() if isinstance(value, dict) else value)]
+    return ""
+
+
+def _in_range(number: float) -> bool:
+    """Is it a finite one for who reads it with 64 bits?"""
+    try:
+        return isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _is_size(value: Any) -> bool:

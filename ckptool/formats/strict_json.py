@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["DoubledError", "strict_json"]
@@ -12,13 +13,13 @@ class DoubledError(ValueError):
     """An object has a name twice; the name is the message."""
 
 
-def strict_json(text: str) -> Any:
-    """The value of a JSON text.
+def strict_json(text: str, parse_int: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON text; ``parse_int`` makes something else of an integer.
 
     Raises DoubledError where an object has a name twice, ValueError for what is no JSON, NaN and Infinity included, and
     RecursionError where it is nested too deep.
     """
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_int=parse_int)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..zips import Archive, Record
 from .program_archive import ProgramArchive, joined, source_devices
 from .script_code import read_code
 from .script_modules import SCRIPT_NAMES, held_tensors, state_dict
+from .torch_zip import version_problem
 
 __all__ = ["TorchPackage", "read"]
 
@@ -103,6 +104,9 @@ class TorchPackage(ProgramArchive):
             " and runs the code in it; torch.load does not"
         )
         self.tell(what)
+        unread = version_problem(archive)
+        if unread is not None:
+            self.problems.append(unread)
         self.tell_devices("neither remap nor map_location changes code")
 
     def _programs(self, items: list[tuple[str, Ref]]) -> list[str]:

@@ -21,7 +21,7 @@ from ..zips import Archive, Audit, Oddity, Record, appended, audit, layout_holds
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
-__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff"]
+__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff", "version_problem"]
 
 
 #: The records that torch.save writes beside the storages.
@@ -153,15 +153,9 @@ class TorchZip:
             self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
-        version = archive.text("version")
-        if version is None:
-            version = archive.text(".data/version")
-        text = (version or b"").strip()
-        if version is None:
-            self._note("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
-        elif not (text.isdigit() and 1 <= int(text) <= 10):
-            shown = text[:20].decode("ascii", "replace")
-            self._note("bad-version", "error", f"version is {shown!r}; torch takes 1 to 10", True)
+        version = version_problem(archive)
+        if version is not None:
+            self.problems.append(version)
         order = archive.text("byteorder")
         if order in (b"big", b"little"):
             self.byteorder = order.decode()
@@ -211,6 +205,20 @@ class TorchZip:
 def problem_of(oddity: Oddity) -> Problem:
     refused = oddity.code in ("second-root", "encrypted", "special-flags")
     return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
+
+
+def version_problem(archive: Archive) -> Problem | None:
+    """What torch's reader of archives would refuse in the record that says which version of the format it is."""
+    version = archive.text("version")
+    if version is None:
+        version = archive.text(".data/version")
+    if version is None:
+        return Problem("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
+    text = version.strip()
+    if text.isdigit() and 1 <= int(text) <= 10:
+        return None
+    shown = text[:20].decode("ascii", "replace")
+    return Problem("bad-version", "error", f"version is {shown!r}; torch takes 1 to 10", True)
 
 
 def sniff(head: bytes, source: Source) -> bool:

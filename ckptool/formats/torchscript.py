@@ -62,6 +62,7 @@ class TorchScript(TorchZip, Program):
         self.code = read_code(archive)
         super().__init__(archive, record, data)
         own = self.graph
+        self._check_beginning(record, data)
         mobile = archive.find("bytecode.pkl") is not None
         self.kind = "a PyTorch Mobile model" if mobile else "a TorchScript archive"
         #: C++ writes objects otherwise than Python does; see ``Style.late``.
@@ -99,10 +100,18 @@ class TorchScript(TorchZip, Program):
         self.described = self._described()
         self._tell()
 
+    def _check_beginning(self, record: Record, data: bytes) -> None:
+        """Pickles of protocol 0 and 1 begin with no mark: Python reads them, and the C++ of TorchScript does not."""
+        if data[:1] != b"\x80":
+            what = f"{shown(record.name)} does not begin with its protocol; {self.loader} refuses it"
+            self._note("old-protocol", "error", what, True)
+
     def _join(self, nodes: list[Node], record: Record, folder: str) -> None:
         """Put another pickle behind what is in the arena; its storages are called as their records are."""
+        data = self.archive.read(record, LIMITS.pickle_bytes)
+        self._check_beginning(record, data)
         try:
-            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
+            graph = decode(data, where=record.name).graph
         except PickleError as error:
             self._note("broken-part", "error", f"{shown(record.name)} cannot be followed to its end: {error}", True)
             return
