@@ -18,7 +18,7 @@ from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
 from .pooling import open_pooled
 from .programs import program_of
-from .source import Appending, Files, FolderSource, Plan, Span
+from .source import Appending, Claim, Files, FolderSource, Plan, Span
 from .survey import StateDict
 from .tensors import TensorReader
 
@@ -30,6 +30,8 @@ _SAFETENSORS: Final = ".safetensors"
 
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | Files, bool]
+#: Targets whose format has no checksums.
+_WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
 #: Folders whose weights an edit may put into one file, by the name of the output.
 _WEIGHTS: Final = (hf.HfFolder, hf_ranks.HfRanks)
 
@@ -53,6 +55,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
         return _with_companions(checkpoint, _as_it_is(checkpoint)), True
     target = checkpoint.target or _own_target(checkpoint, output)
     planned, exact = _PLANS[target.format](checkpoint, target)
+    if target.format in _WITHOUT_CHECKSUMS:
+        planned = _with_claims(checkpoint, target, planned)
     if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
         planned = _with_companions(checkpoint, planned)
     return planned, exact
@@ -94,6 +98,28 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | Files) -> Plan | Fi
     beside = [path for path in checkpoint.source.beside if os.path.basename(path) not in there and os.path.isfile(path)]
     more = [(os.path.basename(path), open_pooled(path)) for path in beside]
     return Files((*planned.files, *((name, Plan((Span(file, 0, file.size),))) for name, file in more)))
+
+
+def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) -> Plan | Files:
+    """An output whose format has no checksums, with those of its input: this is the last time to look at them."""
+    if checkpoint.traits.unsummed:
+        return planned
+    reader = checkpoint.survey.reader
+    names: dict[str, str] = {}
+    for entry in checkpoint.survey.tensors:
+        if target.key and not (entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == target.key):
+            continue
+        for part in reader.parts(entry.tensor):
+            names.setdefault(part.storage, entry.path)
+    claims = tuple(
+        Claim(record.span, record.size, record.compressed, record.crc, f"the storage of {names[record.key]}")
+        for record in checkpoint.container.records()
+        if record.key in names and record.crc
+    )
+    if isinstance(planned, Plan):
+        return planned._replace(claims=claims)
+    (name, first), *others = planned.files
+    return Files(((name, first._replace(claims=claims)), *others))
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from .errors import ChangedError, UnreadableError
@@ -17,12 +15,12 @@ __all__ = [
     "BLOCK",
     "Appending",
     "BytesSource",
+    "Claim",
     "Computed",
     "ContainedSource",
     "FileSource",
     "Files",
     "FolderSource",
-    "JoinedSource",
     "Piece",
     "Plan",
     "SliceSource",
@@ -156,33 +154,6 @@ class FolderSource:
     def close(self) -> None:
         for file in self.files:
             file.close()
-
-
-class JoinedSource:
-    """Stretches of other sources, one behind the other, as if they were a file: the pieces of a tensor.
-
-    A stretch without a source is zeros.
-    """
-
-    def __init__(self, pieces: Sequence[tuple[Source | None, int, int]], name: str) -> None:
-        self.name = name
-        self.pieces = tuple(pieces)
-        self._starts = list(accumulate((size for _, _, size in pieces), initial=0))
-        self.size = self._starts[-1]
-
-    def read(self, offset: int, size: int) -> bytes:
-        parts = []
-        number = bisect_right(self._starts, offset) - 1
-        while size > 0 and number < len(self.pieces):
-            source, begin, length = self.pieces[number]
-            skip = offset - self._starts[number]
-            take = min(length - skip, size)
-            parts.append(bytes(take) if source is None else source.read(begin + skip, take))
-            offset, size, number = offset + take, size - take, number + 1
-        return b"".join(parts)
-
-    def close(self) -> None:
-        pass
 
 
 class BytesSource:
@@ -333,10 +304,25 @@ def size_of(piece: Piece) -> int:
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
+class Claim(NamedTuple):
+    """What an input says of bytes of its own, and an output will not: ``span`` holds ``size`` bytes, inflated where it
+    is ``compressed``, whose CRC-32 is ``crc``. ``where`` names them in words."""
+
+    span: Span
+    size: int
+    compressed: bool
+    crc: int
+    where: str
+
+
 class Plan(NamedTuple):
-    """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it."""
+    """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it.
+
+    ``claims`` must turn out to be true while it is written, or there is no output.
+    """
 
     pieces: tuple[Piece, ...]
+    claims: tuple[Claim, ...] = ()
 
     @property
     def size(self) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ..container import Container, StoredRecord
 from ..errors import MalformedError
-from ..threads import blocks, in_threads
-from ..zips import contents
+from ..threads import in_threads
+from ..zips.checksum import checksum as checksum_of
 
 __all__ = ["Checksums", "checksum", "checksums"]
 
@@ -79,11 +78,4 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
     """The CRC-32 of a record's bytes, inflated; raises MalformedError where they do not inflate to their size."""
-    crc = 0
-    there = not record.compressed and record.span.offset + record.span.size <= record.span.source.size
-    pieces = contents(record.span, record.size, record.compressed, record.name)
-    for data in blocks(record.span) if there else pieces:
-        crc = zlib.crc32(data, crc)
-        if progress:
-            progress(len(data))
-    return crc
+    return checksum_of(record.span, record.size, record.compressed, record.name, progress)

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from ..errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..source import FileSource, Plan, Source
 from .copying import Progress, produce
+from .verifying import Verifier
 
 try:
     import fcntl
@@ -157,7 +158,9 @@ def _opened(path: str) -> int:
 
 def _fill(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
     try:
-        produce(plan, fd, progress)
+        with Verifier(plan.claims) as verifier:
+            produce(plan, fd, progress)
+            verifier.finish()
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
         for source in sources:

@@ -1,0 +1,100 @@
+"""A format without checksums must not give wrong bytes a good name: what the input says of them is looked at."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import MalformedError
+
+NAMES = ("net.a", "net.b", "other.c")
+
+
+def damaged(path: Path, which: str) -> Path:
+    """A checkpoint of two state dicts in which a bit of one tensor is another one."""
+    tensors = {name: torch.randn(50, 40) for name in NAMES}
+    torch.save({head: {n: t for n, t in tensors.items() if n.startswith(head)} for head in ("net", "other")}, path)
+    with ckptool.open(path) as checkpoint:
+        (entry,) = (entry for entry in checkpoint.survey.tensors if entry.key == which)
+        stored = checkpoint.container.stored(entry.tensor.storage)
+        assert stored.span is not None
+        at = stored.span.offset + 1234
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("to", ["safetensors", "legacy", "shards"])
+def test_a_flipped_bit_is_not_passed_on(
+    which: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = damaged(tmp_path / "in.pth", which), tmp_path / "out"
+    how = {
+        "safetensors": ["--to-format", "safetensors", "--key", "net", "--allow-loss", "entries"],
+        "shards": ["--to-format", "safetensors", "--key", "net", "--allow-loss", "entries", "--max-shard-size", "9KB"],
+        "legacy": ["--to-format", "legacy"],
+    }[to]
+    code = run(["convert", str(source), "-o", str(out), *how])
+    said = capsys.readouterr().err
+    if which == "other.c" and to != "legacy":
+        # What does not go into the output need not be whole.
+        assert code == 0 and out.exists()
+        return
+    assert code == 3 and not out.exists() and [file.name for file in tmp_path.iterdir()] == ["in.pth"]
+    assert f'net["{which}"]' in said or f'other["{which}"]' in said
+    assert "checksum" in said and f"ckptool salvage {source}" in said
+
+
+def test_what_is_whole_of_it_can_be_converted(tmp_path: Path) -> None:
+    source = damaged(tmp_path / "in.pth", "net.b")
+    found = ckptool.salvage(source)
+    ckptool.save(found.checkpoint, tmp_path / "whole.pth")
+    with ckptool.open(tmp_path / "whole.pth") as checkpoint:
+        ckptool.save(
+            ckptool.convert(checkpoint, "safetensors", key="net", allow=["entries"]), tmp_path / "x.safetensors"
+        )
+    assert list(load_file(tmp_path / "x.safetensors")) == ["net.a"]
+
+
+def test_deflated_records_and_those_without_a_checksum(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(999.0), "b": torch.ones(3)}, tmp_path / "in.pth")
+    with zipfile.ZipFile(tmp_path / "in.pth") as plain, zipfile.ZipFile(tmp_path / "x.pth", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(999.0), "b": torch.ones(3)}, tmp_path / "y.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for name in ("x", "y"):
+        with ckptool.open(tmp_path / f"{name}.pth") as checkpoint:
+            ckptool.save(ckptool.convert(checkpoint, "safetensors"), tmp_path / f"{name}.safetensors")
+        assert torch.equal(load_file(tmp_path / f"{name}.safetensors")["a"], torch.arange(999.0))
+
+
+def test_a_folder_of_shards_is_looked_at_too(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(30, 30) for name in "abc"}
+    torch.save(tensors, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size="4KB"), tmp_path / "shards")
+    last = tmp_path / "shards" / "pytorch_model-00003-of-00003.bin"
+    with ckptool.open(last) as checkpoint:
+        stored = checkpoint.container.stored(checkpoint.survey.tensors[0].tensor.storage)
+        assert stored.span is not None
+        at = stored.span.offset
+    data = bytearray(last.read_bytes())
+    data[at] ^= 1
+    last.write_bytes(data)
+    with ckptool.open(tmp_path / "shards") as checkpoint:
+        converted = ckptool.convert(checkpoint, "safetensors")
+        with pytest.raises(MalformedError, match="storage of c does not agree"):
+            ckptool.save(converted, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
