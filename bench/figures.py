@@ -17,6 +17,28 @@ def figures_of(group: Group, filesystem: str, results: Mapping[str, Result], flo
     return [_row(group, filesystem, row, results, floor) for row in group.rows]
 
 
+def put_into(measured: Mapping[str, Any], known: Mapping[str, Any]) -> Figures:
+    """Earlier figures with those of some groups in the place of the same groups, so that a group is always of one run.
+
+    New groups come last; the machine is the one that was known, and must be the same for this to make sense.
+    """
+    names = {_of(row) for row in measured["rows"]}
+    places: dict[tuple[str, str, str], list[Figures]] = {}
+    for row in measured["rows"]:
+        places.setdefault(_of(row), []).append(row)
+    rows: list[Figures] = []
+    for row in known["rows"]:
+        if _of(row) not in names:
+            rows.append(row)
+        else:
+            rows += places.pop(_of(row), [])
+    return {**known, "rows": rows + [row for left in places.values() for row in left]}
+
+
+def _of(row: Figures) -> tuple[str, str, str]:
+    return row["group"], row["file"], row["filesystem"]
+
+
 def _row(group: Group, filesystem: str, row: Row, results: Mapping[str, Result], floor: int) -> Figures:
     mine = results[row.job]
     other = results[row.against] if row.against else None

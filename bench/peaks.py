@@ -68,7 +68,8 @@ def group(tool: list[str], spec: Spec, work: Path) -> Group:
 
 def _job(tool: list[str], given: Command, path: Path) -> Job:
     source = path.with_suffix(given.on) if given.on else path
-    output = path.with_name("output.pt") if given.out else None
+    suffix = "safetensors" if "safetensors" in given.name else "pt"
+    output = path.with_name(f"output.{suffix}") if given.out else None
     name, *options = given.name.split()
     rest = (word if word != _TWIN else str(path.with_suffix(".twin")) for word in given.words)
     words = (*tool, name, str(source), *options, *rest, *((given.out, str(output)) if output else ()))

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--repeat", type=int, metavar="N", help="timed rounds after the warm-up (default 5; at most 3 for torch)"
     )
     parser.add_argument("--exe", nargs="?", const="ckptool", help="measure this console script, not python -m ckptool")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE; with --only into it")
     parser.add_argument("--only", default="", metavar="TEXT", help="only groups with TEXT in their name, file or jobs")
     parser.add_argument("--list", action="store_true", help="print the groups and their jobs, and do nothing else")
     parser.add_argument("--clean", action="store_true", help="remove the files of earlier runs, and do nothing else")
@@ -188,4 +188,6 @@ def main(arguments: Sequence[str]) -> None:
     }  # fmt: skip
     print(tables.machine(document), tables.NOTES, "", tables.plain(document), sep="\n")
     if options.json:
+        if options.only and options.json.exists():
+            document = figures.put_into(document, json.loads(options.json.read_text(encoding="utf-8")))
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ _HEADINGS = {
     "share blocks": "Writing a new file where blocks can be shared",
     "in place": "In place",
     "check": "Checking, computing, comparing",
+    "convert": "Other formats",
     "cast": "Checking, computing, comparing",
     "edit": "Checking, computing, comparing",
     "compare": "Checking, computing, comparing",

@@ -144,3 +144,16 @@ def test_the_published_figures_say_nothing_of_a_place() -> None:
     text = (ROOT / "bench" / "figures.json").read_text(encoding="utf-8")
     assert json.loads(text)["schema"] == figures.SCHEMA
     assert not re.search(r"/(tmp|home|root|mnt|work)/", text)
+
+
+def test_a_group_takes_the_place_of_its_former_run() -> None:
+    def row(group: str, job: str, seconds: float) -> dict[str, object]:
+        return {"group": group, "file": "2 GB", "filesystem": "ext4", "job": job, "seconds": seconds}
+
+    rows = [row("read", "keys", 1), row("edit", "a", 2), row("edit", "b", 3), row("end", "z", 4)]
+    known = {"machine": ["this"], "rows": rows}
+    measured = {"machine": ["this"], "rows": [row("new", "n", 7), row("edit", "a", 5), row("edit", "c", 6)]}
+    found = figures.put_into(measured, known)
+    assert [(one["group"], one["job"], one["seconds"]) for one in found["rows"]] == [
+        *(("read", "keys", 1), ("edit", "a", 5), ("edit", "c", 6), ("end", "z", 4), ("new", "n", 7)),
+    ]
