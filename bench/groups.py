@@ -125,7 +125,8 @@ def _converting(tool: list[str], spec: Spec, path: Path) -> Group:
     copy, load = references.copy(path, there), references.from_safetensors(same, output)
     near = Target(1.3, peak=64) if spec == files.BIG else None
     rows = (
-        Row(to.name, COPY, near, reader=spec == files.BIG), Row(to.name, plain.name), Row(to.name, mapped.name, reader=True),
+        Row(to.name, COPY, near, reader=spec == files.BIG), Row(to.name, plain.name),
+        Row(to.name, mapped.name, reader=True),
         Row(back.name, COPY), Row(back.name, load.name, reader=spec == files.BIG),
     )  # fmt: skip
     setup = (made(lambda unfinished: files.run_torch("safetensors", unfinished, path), same),)

@@ -8,7 +8,7 @@ from shlex import quote
 from .archives import is_address, open_any
 from .checkpoint import Checkpoint
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
-from .formats import folder_format, hf, read_container, read_folder
+from .formats import folder_format, read_container, read_folder
 from .formats.hf_files import is_index, side_files
 from .human import argument, salvage_step
 from .searching import explain_directory
@@ -32,6 +32,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise explain_directory(name)
         return Checkpoint(name, *found)
     if in_several_files(name):
+        from .formats import hf
+
         return Checkpoint(name, *hf.read(name))
     return checkpoint_of(open_any(name))
 

@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 #: Works on every file that it is given a name of, with an audit hook that notes each event of the interpreter.
 WATCHED = """
-    import io, json, os, sys
+    import importlib, io, json, os, pkgutil, sys
     import ckptool
     from ckptool.cli.main import run
 
@@ -72,6 +72,10 @@ WATCHED = """
         except ckptool.CkptoolError:
             pass
 
+    # Modules of ckptool itself are imported when a file may be one of theirs.
+    for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     # What ckptool itself imports late, it has imported then: tabulate, json, csv, zlib, hashlib, a codec of protocol 0.
     for name in ("ddp4_training.pth", "tensor.pt", "gzipped.pth", "legacy_protocol0.pth", "torch01.tar"):
         work(os.path.join(benign, name))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Final, NamedTuple
 
 from ..container import Container
 from ..source import FolderSource, Source
-from . import dcp, hf, hf_ranks, identify, safetensors, torch_legacy, torch_tar, torch_zip, zip_archives
+from . import identify, torch_legacy, torch_zip, zip_archives
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
 
@@ -22,11 +23,64 @@ class Format(NamedTuple):
     read: Callable[[Source], Container]
 
 
+# Most files are in one of the first two formats: the others are imported when a file may be one of theirs.
+
+
+def _tar() -> ModuleType:
+    from . import torch_tar
+
+    return torch_tar
+
+
+def _safetensors() -> ModuleType:
+    from . import safetensors
+
+    return safetensors
+
+
+def _dcp() -> ModuleType:
+    from . import dcp
+
+    return dcp
+
+
+def _hf_ranks() -> ModuleType:
+    from . import hf_ranks
+
+    return hf_ranks
+
+
+def _hf() -> ModuleType:
+    from . import hf
+
+    return hf
+
+
 FORMATS: Final[tuple[Format, ...]] = (
-    Format("torch-zip", torch_zip.WORDS, torch_zip.sniff, zip_archives.read),
-    Format("torch-legacy", torch_legacy.WORDS, torch_legacy.sniff, torch_legacy.read),
-    Format("torch-tar", torch_tar.WORDS, torch_tar.sniff, torch_tar.read),
-    Format("safetensors", safetensors.WORDS, safetensors.sniff, safetensors.read),
+    Format(
+        "torch-zip",
+        "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request",
+        torch_zip.sniff,
+        zip_archives.read,
+    ),
+    Format(
+        "torch-legacy",
+        "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included",
+        torch_legacy.sniff,
+        torch_legacy.read,
+    ),
+    Format(
+        "torch-tar",
+        "the tar format of torch 0.1",
+        lambda head, source: _tar().sniff(head, source),
+        lambda source: _tar().read(source),
+    ),
+    Format(
+        "safetensors",
+        "safetensors: a JSON header and bare tensors, nothing that could be run",
+        lambda head, source: _safetensors().sniff(head, source),
+        lambda source: _safetensors().read(source),
+    ),
 )
 
 
@@ -42,9 +96,24 @@ class FolderFormat(NamedTuple):
 
 #: In this order: a folder of DCP may have the files of transformers beside it.
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
-    FolderFormat("dcp", dcp.WORDS, dcp.sniff, dcp.read),
-    FolderFormat("dcp-safetensors", hf_ranks.WORDS, hf_ranks.sniff, hf_ranks.read),
-    FolderFormat("hf", hf.WORDS, hf.sniff, hf.read),
+    FolderFormat(
+        "dcp",
+        "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files",
+        lambda names: _dcp().sniff(names),
+        lambda path: _dcp().read(path),
+    ),
+    FolderFormat(
+        "dcp-safetensors",
+        "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, a piece a rank",
+        lambda names: _hf_ranks().sniff(names),
+        lambda path: _hf_ranks().read(path),
+    ),
+    FolderFormat(
+        "hf",
+        "folders of Hugging Face: safetensors or .bin weights, alone or in shards",
+        lambda names: _hf().sniff(names),
+        lambda path: _hf().read(path),
+    ),
 )
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.

@@ -39,7 +39,6 @@ from .dcp_nesting import Nested
 
 __all__ = ["Dcp", "read", "sniff"]
 
-WORDS = "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files"
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")

@@ -26,9 +26,7 @@ from . import safetensors, torch_legacy, torch_zip
 from .hf_files import Index, Weights, companions, index_name, is_index, read_index, side_files, sniff, weights_of
 from .sharding_info import plain_texts
 
-__all__ = ["WORDS", "HfFolder", "Shard", "read", "sniff"]
-
-WORDS = "folders of Hugging Face: safetensors or .bin weights, alone or in shards"
+__all__ = ["HfFolder", "Shard", "read", "sniff"]
 
 #: Folders of the modules of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
 _MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")

@@ -30,9 +30,7 @@ from .dcp_metadata import Box, box_text
 from .hf_files import companions, weights_of
 from .sharding_info import PLACES, VERSION, saved_offsets
 
-__all__ = ["WORDS", "HfRanks", "read", "sniff"]
-
-WORDS = "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, a piece a rank"
+__all__ = ["HfRanks", "read", "sniff"]
 
 _NAME: Final = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
 #: A tensor with more bytes than this is hostile: torch counts in int64.

@@ -25,8 +25,6 @@ from .program_archive import ProgramArchive, joined, nested, read_json, tags_of
 
 __all__ = ["Pt2", "read"]
 
-WORDS = "torch.export archives (`.pt2`): the weights of a program, by name"
-
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 _DTYPES: Final = {
     **{1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64"},

@@ -20,7 +20,6 @@ from .sharding_info import is_piece
 
 __all__ = ["Safetensors", "read", "read_cut", "sniff"]
 
-WORDS = "safetensors: a JSON header and bare tensors, nothing that could be run"
 #: Elements of a torch dtype for each of the format, where they are not one.
 _TWO = 2
 #: What `explain` says of a damaged file that is called by the suffix of the format.

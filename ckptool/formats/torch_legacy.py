@@ -21,7 +21,6 @@ from .pickles_in import bare_pickles, nested_pickles
 
 __all__ = ["MAGIC", "VERSION", "TorchLegacy", "read", "sniff"]
 
-WORDS = "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included"
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 _MAGIC_BYTES = MAGIC.to_bytes(10, "little")

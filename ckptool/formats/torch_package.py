@@ -24,8 +24,6 @@ from .torch_zip import version_problem
 
 __all__ = ["TorchPackage", "read"]
 
-WORDS = "torch.package archives: each pickle an entry of a dict"
-
 _STORAGE: Final = ".data/"
 _SUFFIX: Final = ".storage"
 #: Where TorchScript modules are, that a pickle of it names.

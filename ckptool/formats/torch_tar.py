@@ -27,7 +27,6 @@ from .tar_graph import redirected, started
 
 __all__ = ["TorchTar", "read", "sniff"]
 
-WORDS = "the tar format of torch 0.1"
 _OBJECT, _STORAGES, _TENSORS, _SYSTEM = "pickle", "storages", "tensors", "sys_info"
 #: Read at once for the pickle of a storage or a tensor: a key, a location and a class.
 _SMALL: Final = 512

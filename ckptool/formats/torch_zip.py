@@ -35,8 +35,6 @@ _OWN: Final = (
     ".data/version",
 )
 
-WORDS = "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request"
-
 
 class TorchZip:
     """A zip checkpoint: its directory and its ``data.pkl``."""

@@ -29,8 +29,6 @@ from .torch_zip import TorchZip
 
 __all__ = ["Part", "TorchScript"]
 
-WORDS = "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights"
-
 #: The pickles whose storages have tags, beside data.pkl, and the folder of their storages.
 _OTHERS: Final = (("constants.pkl", "constants/"), ("bytecode.pkl", "bytecode/"))
 #: The examples that it was traced with: their storages are written without bytes, and only

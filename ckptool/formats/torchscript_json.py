@@ -21,8 +21,6 @@ from .program_archive import ProgramArchive, read_json, source_devices
 
 __all__ = ["JsonScript", "read"]
 
-WORDS = "TorchScript archives of torch 1.0 to 1.3 (`model.json`)"
-
 #: ``TensorProto.DataType`` of caffe2.
 _DTYPES: Final = {
     "FLOAT": "float32",

@@ -10,9 +10,7 @@ from ..errors import MalformedError
 from ..limits import LIMITS
 from ..source import Source
 from ..zips import Archive
-from . import pt2, torch_package, torch_zip, torchscript_json
-from .torchscript import WORDS as SCRIPT_WORDS
-from .torchscript import TorchScript
+from . import torch_zip
 
 __all__ = ["ZIPS", "ZipFormat", "kind_of", "read"]
 
@@ -28,6 +26,8 @@ class ZipFormat(NamedTuple):
 
 
 def _torchscript(archive: Archive) -> Container:
+    from .torchscript import TorchScript
+
     record = archive.find("data.pkl")
     if record is None:
         what = "it is a TorchScript archive without data.pkl, where its weights are described"
@@ -35,19 +35,45 @@ def _torchscript(archive: Archive) -> Container:
     return TorchScript(archive, record, archive.read(record, LIMITS.pickle_bytes))
 
 
+def _pt2(archive: Archive) -> Container:
+    from . import pt2
+
+    return pt2.read(archive)
+
+
+def _package(archive: Archive) -> Container:
+    from . import torch_package
+
+    return torch_package.read(archive)
+
+
+def _json(archive: Archive) -> Container:
+    from . import torchscript_json
+
+    return torchscript_json.read(archive)
+
+
 #: The first that fits counts; what fits none is a checkpoint of torch.save, or named and refused.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
-    ZipFormat("torchscript", SCRIPT_WORDS, (("constants.pkl",),), _torchscript),
     ZipFormat(
-        "pt2", pt2.WORDS, (("archive_format", "archive_version"), ("serialized_exported_program.json",)), pt2.read
+        "torchscript",
+        "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights",
+        (("constants.pkl",),),
+        _torchscript,
+    ),
+    ZipFormat(
+        "pt2",
+        "torch.export archives (`.pt2`): the weights of a program, by name",
+        (("archive_format", "archive_version"), ("serialized_exported_program.json",)),
+        _pt2,
     ),
     ZipFormat(
         "torch-package",
-        torch_package.WORDS,
+        "torch.package archives: each pickle an entry of a dict",
         ((".data/extern_modules",), (".data/python_version",)),
-        torch_package.read,
+        _package,
     ),
-    ZipFormat("torchscript-1.0", torchscript_json.WORDS, (("model.json",),), torchscript_json.read),
+    ZipFormat("torchscript-1.0", "TorchScript archives of torch 1.0 to 1.3 (`model.json`)", (("model.json",),), _json),
 )
 
 
