@@ -149,7 +149,7 @@ def test_a_damaged_file_is_not_called_loadable(name: str) -> None:
 # -- nothing runs -----------------------------------------------------------------------------------------------
 
 WATCHED = """
-    import sys
+    import importlib, pkgutil, sys
     import ckptool
     from ckptool.api import sanitize
     from ckptool.errors import CkptoolError
@@ -164,6 +164,10 @@ WATCHED = """
             except CkptoolError:
                 continue
 
+    # Modules of ckptool itself are imported when a file may be one of theirs.
+    for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     work(warm)
     seen = []
     sys.addaudithook(lambda event, arguments: seen.append((event, str(arguments)[:80])))
