@@ -53,6 +53,20 @@ def test_a_flipped_bit_is_not_passed_on(
     assert "checksum" in said and f"ckptool salvage {source}" in said
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_large_inputs_are_looked_at_by_a_thread(flip: bool, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1 << 20), "b": torch.ones(3)}, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        stored = checkpoint.container.stored(checkpoint.survey.tensors[0].tensor.storage)
+    assert stored.span is not None and stored.size > 2 << 20
+    if flip:
+        with (tmp_path / "in.pth").open("r+b") as file:
+            file.seek(stored.span.offset + stored.size - 1)
+            file.write(b"\x01")
+    assert run(["convert", str(tmp_path / "in.pth"), "-o", str(tmp_path / "x.safetensors"), "-q"]) == (3 if flip else 0)
+    assert (tmp_path / "x.safetensors").exists() != flip
+
+
 def test_what_is_whole_of_it_can_be_converted(tmp_path: Path) -> None:
     source = damaged(tmp_path / "in.pth", "net.b")
     found = ckptool.salvage(source)

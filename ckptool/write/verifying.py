@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 from ..errors import MalformedError
 from ..human import salvage_step
@@ -15,6 +16,10 @@ from ..source import Claim
 from ..zips.checksum import checksum
 
 __all__ = ["Verifier"]
+
+
+#: Bytes from which on a thread of its own pays.
+_WORTH_IT: Final = 2 << 20
 
 
 class _Stop(Exception):
@@ -28,7 +33,8 @@ class Verifier:
         self._claims = claims
         self._stopped = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True) if claims else None
+        worth_it = sum(claim.span.size for claim in claims) >= _WORTH_IT
+        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
 
     def __enter__(self) -> Verifier:
         if self._thread:
@@ -44,6 +50,8 @@ class Verifier:
         """Wait for the last claim; raises MalformedError for the first that is not true, and what reading raises."""
         if self._thread:
             self._thread.join()
+        else:
+            self._run()
         if self._error is not None:
             raise self._error
 

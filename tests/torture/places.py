@@ -84,9 +84,9 @@ def _to_full(command: list[str]) -> tuple[int, str]:
 
 #: In a mount namespace that ends with the command: an old output on a disk of $2, and a run over it.
 _ON_SMALL_DISK = """
-    mount -t tmpfs -o size="$2",mode=0777 none "$1" && cp "$3" "$1/out.pth" || exit 99
-    shift 3; "$@"; echo "exit $?"; cmp -s "$OLD" "$PLACE/out.pth" && echo old
-    cmp -s "$NEW" "$PLACE/out.pth" && echo new; ls -A "$PLACE"
+    mount -t tmpfs -o size="$2",mode=0777 none "$1" && cp "$3" "$1/$OUT" || exit 99
+    shift 3; "$@"; echo "exit $?"; cmp -s "$OLD" "$PLACE/$OUT" && echo old
+    cmp -s "$NEW" "$PLACE/$OUT" && echo new; ls -A "$PLACE"
 """
 
 
@@ -104,11 +104,11 @@ def small_disk(tally: Tally, options: Options) -> None:
         stage = Stage(options.scratch / item.name, item, _swollen(options.scratch, item.fixture))
         new.write_bytes(stage.expected)
         pages = -(-len(OLD) // 4096) + -(-len(stage.expected) // 4096)
-        stage.out, stage.force = place / "out.pth", True
+        stage.out, stage.force = place / stage.out.name, True
         for size in range(1, pages + 3):
             tally.case(f"{item.name} on a disk of {size * 4} KiB")
             script = ["sh", "-c", _ON_SMALL_DISK, "sh", str(place), f"{size * 4}k", str(old), *stage.process("-q")]
-            environment = ENVIRONMENT | {"OLD": str(old), "NEW": str(new), "PLACE": str(place)}
+            environment = ENVIRONMENT | {"OLD": str(old), "NEW": str(new), "PLACE": str(place), "OUT": stage.out.name}
             done = subprocess.run([*enter, *script], env=environment, capture_output=True, text=True, check=False)
             if done.returncode == 99 or "exit" not in done.stdout:
                 raise Skipped(f"no tmpfs can be mounted here: {done.stderr.strip()[:200]}")

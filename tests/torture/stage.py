@@ -127,7 +127,8 @@ class Stage:
         self.source = folder / "in.pth"
         shutil.copyfile(source or FIXTURES / item.fixture, self.source)
         self.source.chmod(0o644)
-        self.out = self.folder / ("out" if item.folder else "out.pth")
+        suffix = ".safetensors" if "safetensors" in item.options else ".pth"
+        self.out = self.folder / ("out" if item.folder else f"out{suffix}")
         self.code = answer(self.arguments()).code
         if not self.out.exists():
             raise AssertionError(f"{item.command} on {item.fixture} ends with {self.code} and writes nothing")
