@@ -85,8 +85,9 @@ def own_target(checkpoint: Checkpoint, path: str) -> str:
 
     The name of the output says no format.
     """
-    own = {"torch-zip": "torch", "hf-torch": "torch", "safetensors": "safetensors", "hf-safetensors": "safetensors"}
-    return own.get(checkpoint.format) or target_of(path)
+    own = checkpoint.traits.written
+    own = "torch" if own == "same" else own
+    return own if own in SHARDED else target_of(path)
 
 
 def convert(
@@ -167,9 +168,8 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
 
 def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
     """The tensors of a state dict."""
-    for entry in checkpoint.survey.tensors:
-        if entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == chosen.path:
-            yield entry.tensor
+    found = checkpoint.survey
+    return (entry.tensor for entry in found.tensors if found.within(entry, chosen.path))
 
 
 def _names_left_out(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
@@ -195,11 +195,7 @@ def _with_parts(
     found = checkpoint.survey
     spread = [entry for entry in found.tensors if is_sharded(entry.tensor)]
     if chosen is not None:
-        spread = [
-            entry
-            for entry in spread
-            if entry.state_dict >= 0 and found.state_dicts[entry.state_dict].path == chosen.path
-        ]
+        spread = [entry for entry in spread if found.within(entry, chosen.path)]
     if not spread:
         return checkpoint, []
     names = tuple(entry.path if chosen is None else entry.key for entry in spread)
@@ -249,7 +245,7 @@ def _legacy(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     refuse(found, wanted.allow, checkpoint.path, "a legacy file that torch loads", {})
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _without(found))
     graph = torch_legacy.without(checkpoint) if lost else checkpoint.graph
-    anew = checkpoint.format != "torch-legacy" or bool(lost)
+    anew = not checkpoint.traits.in_a_row or bool(lost)
     return checkpoint.changed(graph, [change], anew=anew, target=Target("legacy"))
 
 

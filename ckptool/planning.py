@@ -104,12 +104,10 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) 
     """An output whose format has no checksums, with those of its input: this is the last time to look at them."""
     if checkpoint.traits.unsummed:
         return planned
-    reader = checkpoint.survey.reader
+    found = checkpoint.survey
     names: dict[str, str] = {}
-    for entry in checkpoint.survey.tensors:
-        if target.key and not (entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == target.key):
-            continue
-        for part in reader.parts(entry.tensor):
+    for entry in found.tensors:
+        for part in found.reader.parts(entry.tensor) if not target.key or found.within(entry, target.key) else ():
             names.setdefault(part.storage, entry.path)
     claims = tuple(
         Claim(record.span, record.size, record.compressed, record.crc, f"the storage of {names[record.key]}")

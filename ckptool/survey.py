@@ -76,6 +76,10 @@ class Survey(NamedTuple):
     objects: dict[str, str]
     modules: list[str]
 
+    def within(self, entry: TensorEntry, path: str) -> bool:
+        """Is a tensor in the state dict at ``path``?"""
+        return entry.state_dict >= 0 and self.state_dicts[entry.state_dict].path == path
+
 
 #: A device as torch spells it, alone in a string.
 _DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")

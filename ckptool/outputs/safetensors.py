@@ -160,7 +160,7 @@ def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
 
 
 def _is_in(checkpoint: Checkpoint, entry: TensorEntry, state_dict: StateDict) -> bool:
-    return entry.state_dict >= 0 and checkpoint.state_dicts[entry.state_dict].path == state_dict.path
+    return checkpoint.survey.within(entry, state_dict.path)
 
 
 def _is_plain(tensor: Tensor) -> bool:

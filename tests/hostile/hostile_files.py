@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import pickle
 import struct
 import zlib
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from _pytest.mark import ParameterSet
 
-from ckptool.cli.main import run
 from ckptool.validating import validation_report
 
 ROOT = "seed"
@@ -282,23 +279,3 @@ def with_status(report: Mapping[str, Any], status: str) -> list[str]:
 def named(report: Mapping[str, Any]) -> dict[str, str]:
     """The word for each global, by the name that Python 3 resolves it to."""
     return {item["mapped"]: item["word"] for item in report["globals"]}
-
-
-class Said(NamedTuple):
-    """What a command printed, and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def all(self) -> str:
-        return self.out + self.err
-
-
-def say(*arguments: str | Path) -> Said:
-    """Run a command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run([str(argument) for argument in arguments])
-    return Said(code, out.getvalue(), err.getvalue())

@@ -26,10 +26,10 @@ from hostile_files import (
     name,
     put,
     report_of,
-    say,
     tensor,
     with_status,
 )
+from saying import say
 
 COMMANDS = ("inspect", "keys", "strip-module", "validate", "salvage")
 

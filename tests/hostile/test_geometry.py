@@ -23,11 +23,11 @@ from hostile_files import (
     plain,
     put,
     report_of,
-    say,
     storage,
     tensor,
     with_status,
 )
+from saying import say
 
 UTILS = "torch._utils"
 #: Shape, stride and offset of views that do not lie in a storage of four floats.

@@ -35,9 +35,9 @@ from hostile_files import (
     plain,
     put,
     report_of,
-    say,
     with_record,
 )
+from saying import say
 
 from ckptool.validating import validation_report
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 from conftest import ROOT as PROJECT
-from hostile_files import TENSOR, plain, say
+from hostile_files import TENSOR, plain
+from saying import say
 
 import ckptool
 

@@ -11,7 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hostile_files import Code, archive, entries, legacy, name, put, report_of, say, tensor, with_status
+from hostile_files import Code, archive, entries, legacy, name, put, report_of, tensor, with_status
+from saying import say
 
 import ckptool
 from ckptool.cli.main import run

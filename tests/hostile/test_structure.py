@@ -30,12 +30,12 @@ from hostile_files import (
     notes,
     plain,
     report_of,
-    say,
     storage,
     tensor,
     with_record,
     with_status,
 )
+from saying import say
 
 LOADS, REFUSES, EITHER = "loads", "refuses", "either"
 FIRST, OTHER = dumped({"w": TENSOR}), dumped({"other": TENSOR})

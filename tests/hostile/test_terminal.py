@@ -22,11 +22,11 @@ from hostile_files import (
     entries,
     name,
     plain,
-    say,
     storage,
     tensor,
     with_record,
 )
+from saying import say
 
 #: What a name could do: clear the screen, set a title, ring, turn the direction of text, begin a line of its own.
 ACTING = {
