@@ -1,5 +1,40 @@
-"""``python -m ckptool``."""
+"""``python -m ckptool``, and what the command ``ckptool`` calls.
 
-from .cli.main import main
+Importing the command line takes most of the time of a short run. ^C in that time ends it as quietly as later.
+"""
 
-main()
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+__all__ = ["main"]
+
+
+def _quietly(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler  # a shell that runs us in the background ignores it
+    if ours:
+        # An exception in the middle of an import may be swallowed, or come out as another one.
+        signal.signal(signal.SIGINT, _quietly)
+    try:
+        from .cli.main import main as run
+
+        if ours:
+            signal.signal(signal.SIGINT, before)
+        run()
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, _quietly)  # Python takes a while to end, too
+
+
+if __name__ == "__main__":
+    main()

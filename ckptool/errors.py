@@ -5,13 +5,13 @@
     CkptoolError                 exit   what happened
     ├── UnreadableError            3    the input cannot be read as a checkpoint
     │   ├── NotACheckpointError    3    ... because it is something else, which the message names
+    │   ├── ChangedError           3    ... because it changed while it was read; 5 where an output was begun
     │   └── MalformedError         3    ... because its bytes break the format, at a stated place
     │       └── PickleError        3    ... inside a pickle stream
     │           └── TruncatedPickleError  3  ... which ends too early
     ├── RefusedError               4    done as asked it would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
     └── OutputError                5    the output could not be written
-        └── ChangedError           5    ... because the input changed while it was read
 
 Every error carries its facts as fields and is worded late, by ``str()``. ``next`` is the command or
 step that gets the user further; it may be empty. This module knows nothing of click.
@@ -58,7 +58,7 @@ class CkptoolError(Exception):
     ``again`` the same as options of the command that failed, None where it is something else.
     """
 
-    exit_code = 70
+    exit_code: int = 70
 
     def __init__(self, what: str, *, path: str = "", next: str = "", again: Again | None = None) -> None:
         super().__init__(what)
@@ -90,6 +90,11 @@ class NotACheckpointError(UnreadableError):
     def __init__(self, what: str, *, kind: str, path: str = "", next: str = "") -> None:
         super().__init__(what, path=path, next=next)
         self.kind = kind
+
+
+class ChangedError(UnreadableError):
+    """The input changed or shrank while it was being read. ``write`` gives it the code of OutputError, when what it
+    was read for was an output."""
 
 
 class MalformedError(UnreadableError):
@@ -138,7 +143,3 @@ class OutputError(CkptoolError):
     """The output could not be written; what was at its path before is still there."""
 
     exit_code = 5
-
-
-class ChangedError(OutputError):
-    """The input changed or shrank while it was being read."""

@@ -86,7 +86,9 @@ class FileSource:
         except OSError as error:
             raise UnreadableError(f"reading failed at byte {offset:,}: {error.strerror}", path=self.name) from error
         if got < size and offset + size <= self.size:
-            raise ChangedError("the file shrank while it was read", path=self.name, next="try again when it is still")
+            # Files that the kernel makes up (/sys) are shorter than they say from the start.
+            what = f"it ends at byte {offset + got:,} of {self.size:,}: it shrank while it was read"
+            raise ChangedError(what, path=self.name, next="try again when nobody writes to it")
         return b"".join(parts)
 
     def read_into(self, offset: int, buffer: bytearray) -> None:
@@ -95,7 +97,8 @@ class FileSource:
         if done < len(buffer):
             data = self.read(offset + done, len(buffer) - done)
             if len(data) < len(buffer) - done:
-                raise ChangedError("the file shrank while it was read", path=self.name, next="try again")
+                what = "the file shrank while it was read"
+                raise ChangedError(what, path=self.name, next="try again when nobody writes to it")
             buffer[done:] = data
 
     def next_data(self, offset: int) -> int:

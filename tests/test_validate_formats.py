@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import CHECKPOINTS, FIXTURES, MANIFEST, ROOT, by_name
 
 from ckptool import __version__
@@ -281,6 +282,24 @@ def test_github_has_no_command_of_the_old_kind(
     assert run(["validate", "##[add-mask]e.pth", "--format", "github"]) == 3
     told = capsys.readouterr()
     assert [line for line in (told.out + told.err).splitlines() if "##[" in line and not line.startswith("::")] == []
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--tree"], ["keys", "--all"], ["get", "."], ["validate"]])
+@pytest.mark.parametrize("style", ["json", "table", "sarif", "junit", "github", "jsonl", "csv", "markdown", "plain"])
+def test_nothing_of_a_file_is_a_command_of_github(
+    here: Path, style: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    keys = ["##[error]x", "a##[group]", "::error::x", "  ::set-output name=x::y", "x ##[warning] ##[debug]y"]
+    torch.save({key: torch.zeros(2) for key in keys} | {"note": "##[error]::error::"}, "x##[error].pth")
+    forbid = ["--forbid", "*"] if words[0] == "validate" else []
+    run([*words, "x##[error].pth", *forbid, "--format", style])
+    told = capsys.readouterr()
+    for line in (told.out + told.err).splitlines():
+        assert "##[" not in line
+        assert style == "github" or not line.lstrip().startswith("::")
+    if style == "json" and told.out:
+        assert "x##[error].pth" in json.dumps(json.loads(told.out))
 
 
 # -- JSON ---------------------------------------------------------------------------------------------

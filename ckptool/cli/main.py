@@ -185,6 +185,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         say("there is not enough memory for the metadata of this file")
         return 3
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return 128 + signal.SIGINT  # Python 3.11 wraps what ``__set_name__`` raises while a class is made
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
         say(f"a bug in ckptool: {type(error).__name__}: {error}")

@@ -11,14 +11,14 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, Queue
 from typing import Final, TypeAlias
 
-from ..errors import ChangedError
+from ..errors import ChangedError, OutputError
 from ..source import BLOCK, Computed, Files, FileSource, Piece, Plan, Span
 
-__all__ = ["Progress", "produce", "rehearse", "write_all"]
+__all__ = ["Progress", "produce", "rehearse", "write_all", "writing"]
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _CHUNK: Final = 16 << 20
@@ -33,6 +33,16 @@ _FLUSH_FROM: Final = 64 << 20
 _UNABLE: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """An input that changes while an output is made of it is a failure of the output, and exits as one."""
+    try:
+        yield
+    except ChangedError as error:
+        error.exit_code = OutputError.exit_code
+        raise
 
 
 def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:

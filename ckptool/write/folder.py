@@ -10,7 +10,7 @@ from shlex import quote
 
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..source import Files, FileSource, Source, Span
-from .copying import Progress
+from .copying import Progress, writing
 from .exchange import exchange
 from .output import Written, discard, lock, remove_leftovers, sync_folder, temporary_name, write_plan
 
@@ -64,6 +64,7 @@ def _is_ours(path: str) -> bool:
     return not os.path.isdir(path) and (ours or (".index." in name and name.endswith(".json")))
 
 
+@writing()
 def write_files(
     files: Files,
     path: str,

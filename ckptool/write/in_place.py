@@ -16,7 +16,7 @@ from typing import Final
 from ..errors import OutputError, RefusedError
 from ..human import undo_step
 from ..source import BLOCK, Appending, FileSource
-from .copying import write_all
+from .copying import write_all, writing
 
 try:
     import fcntl
@@ -29,6 +29,7 @@ __all__ = ["append", "check_idle", "shorten"]
 _SIGHT: Final = 15 * BLOCK
 
 
+@writing()
 def append(appending: Appending, source: FileSource) -> None:
     """Append a version to the file behind ``source``; readers that have it open or mapped are not disturbed.
 
@@ -64,6 +65,7 @@ def _ends(size: int, end: int) -> Iterator[int]:
     yield end
 
 
+@writing()
 def shorten(source: FileSource, size: int) -> None:
     """Cut the file behind ``source`` to its first ``size`` bytes: the version that ended there is back.
 
@@ -74,6 +76,7 @@ def shorten(source: FileSource, size: int) -> None:
         os.fsync(fd)
 
 
+@writing()
 def check_idle(source: FileSource) -> None:
     """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
     _lock(source.fd, source.name, exclusively=False)

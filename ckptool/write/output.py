@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from ..errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..source import FileSource, Plan, Source
-from .copying import Progress, produce
+from .copying import Progress, produce, writing
 from .verifying import Verifier
 
 try:
@@ -90,6 +90,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     return target
 
 
+@writing()
 def write_plan(
     plan: Plan,
     path: str,

@@ -1,0 +1,111 @@
+"""Exit codes that depend on the moment: inputs that change while they are read, and ^C at any time."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import FIXTURES, ROOT
+
+import ckptool.source
+from ckptool.cli.main import run
+
+READING = (["inspect"], ["keys"], ["stats"], ["validate"], ["hash"], ["get", "conv1.weight"])
+
+
+@pytest.fixture
+def shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that has fewer bytes than it had when it was opened."""
+    path = tmp_path / "model.pth"
+    shutil.copy(FIXTURES / "bare.pth", path)
+    opened = ckptool.source.open_file
+
+    def longer(name: str) -> tuple[int, SimpleNamespace]:
+        fd, status = opened(name)
+        fields = {field: getattr(status, field) for field in dir(status) if field.startswith("st_")}
+        return fd, SimpleNamespace(**fields | {"st_size": status.st_size + 5000})
+
+    monkeypatch.setattr(ckptool.source, "open_file", longer)
+    return path
+
+
+@pytest.mark.parametrize("command", READING, ids=" ".join)
+def test_an_input_that_shrinks_cannot_be_read(
+    command: list[str], shorter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command[0], str(shorter), *command[1:]]) == 3
+    told = capsys.readouterr()
+    assert "it shrank while it was read" in told.err
+    assert "try again" in told.err
+
+
+def test_files_of_the_kernel_are_shorter_than_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("/sys/kernel/uevent_seqnum")
+    if not path.is_file():
+        pytest.skip("no such file")
+    assert run(["inspect", str(path)]) == 3
+
+
+# -- ^C -----------------------------------------------------------------------------------------------
+
+#: Sends itself ^C when a module is looked for.
+AT_IMPORT = """
+import os, signal, sys
+from ckptool.__main__ import main
+
+wanted = sys.argv.pop(1)
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+main()
+"""
+#: Says when it begins.
+STARTING = "import os; from ckptool.__main__ import main; os.write(2, b'.'); main()"
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("module", ["click", "click.core", "ckptool.cli.main", "ckptool.cli.show", "ckptool.opening"])
+def test_interrupted_at_an_import(module: str) -> None:
+    words = [sys.executable, "-c", AT_IMPORT, module, "inspect", str(FIXTURES / "bare.pth")]
+    done = subprocess.run(words, env=environment(), capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_interrupted_at_any_moment() -> None:
+    chance = random.Random(7)
+    codes = set()
+    for _ in range(12):
+        words = [sys.executable, "-c", STARTING, "inspect", str(FIXTURES / "bare.pth")]
+        with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            assert process.stderr.read(1) == b"."
+            time.sleep(chance.uniform(0, 0.15))
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert err == b""
+        codes.add(process.returncode)
+    assert codes <= {0, 130}
+    assert 130 in codes
+
+
+def test_the_module_and_the_command_begin_at_the_same_place() -> None:
+    assert "ckptool = ckptool.__main__:main" in (ROOT / "setup.cfg").read_text()
+    words = [sys.executable, "-m", "ckptool", "--version"]
+    done = subprocess.run(words, env=environment(), capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "ckptool")
