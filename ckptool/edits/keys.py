@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
@@ -72,11 +73,11 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
         raise TargetError("the prefix must be stripped at least once")
 
     def strip(name: str) -> str:
-        left = limit
-        while left and name.startswith(head):
-            name = name[len(head) :]
+        left, at = limit, 0
+        while left and name.startswith(head, at):
+            at += len(head)
             left -= 1
-        return name
+        return name[at:]
 
     return strip
 
@@ -172,9 +173,14 @@ def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Colle
     """The function for paths of modules: with a choice of keys, a module goes where all of its keys go."""
     if not only:
         return rename
-    staying = {name[: at + 1] for name in names if name not in chosen for at, char in enumerate(name) if char == "."}
-    moving = {name[: at + 1] for name in chosen for at, char in enumerate(name) if char == "."}
-    return lambda path: rename(path) if path in moving and path not in staying else path
+    staying = sorted(name for name in names if name not in chosen)
+    moving = sorted(chosen)
+
+    def has(ordered: Sequence[str], path: str) -> bool:
+        at = bisect_left(ordered, path)
+        return at < len(ordered) and ordered[at].startswith(path)
+
+    return lambda path: rename(path) if has(moving, path) and not has(staying, path) else path
 
 
 def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:

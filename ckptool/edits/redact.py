@@ -33,10 +33,10 @@ _WHOLE: Final = re.compile(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
 #: Where the name of a user stands in a path.
 _HOME: Final = re.compile(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
 #: Entries that name a user or a machine.
-_NAMED: Final = re.compile(r"(?:.*[_.-])?(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
+_NAMED: Final = re.compile(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
 #: Top-level entries with the arguments of a training.
 _ARGUMENTS: Final = re.compile(
-    r"(?:.*_)?(?:args?|arguments|argv|opts?|options|cfg|configs?|hparams|hyper_?parameters|hyper_?params|params_dict|cmd"
+    r"(?:\A|_)(?:args?|arguments|argv|opts?|options|cfg|configs?|hparams|hyper_?parameters|hyper_?params|params_dict|cmd"
     r"|command(?:_line)?|namespace)\Z",
     re.I,
 )
@@ -128,7 +128,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, 
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
         if (
-            _ARGUMENTS.match(entry.key)
+            _ARGUMENTS.search(entry.key)
             and only.match(entry.path)
             and not any(within(path, entry.path) for path in inside)
         ):
@@ -157,7 +157,7 @@ def _private(
         last = path.rpartition(".")[2]
         if users is not None and users.search(new):
             new = users.sub("user", new)
-        elif new == text and text and _NAMED.match(last) and text.lower() not in {*_COMMON, "host"}:
+        elif new == text and text and _NAMED.search(last) and text.lower() not in {*_COMMON, "host"}:
             new = "host" if re.search("host|node|machine", last, re.I) else "user"
     return (kind, new) if new != text else None
 

@@ -9,13 +9,16 @@ from shlex import quote
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import listed, shown
-from ..names import EVERY, Globs
+from ..limits import LIMITS
+from ..names import EVERY, Glob, Globs
 from .keys import rename_keys
 from .select import selected
 
 __all__ = ["by_glob", "by_regex", "by_table", "parse_glob", "parse_regex", "parse_table"]
 
 _WILD = re.compile(r"[*?]")
+#: Modules within modules that a table of names moves.
+_DEPTH = 64
 
 
 def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
@@ -28,17 +31,16 @@ def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = Non
     if wild != _WILD.findall(new):
         what = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wild) or 'none'}"
         raise TargetError(what, next="write OLD=NEW such as 'backbone.*=encoder.*'")
-    pattern = re.compile("".join(f"({'.*' if part == '*' else '.'})" if part in ("*", "?") else re.escape(part)
-                                 for part in re.split(r"([*?])", old)), re.DOTALL)  # fmt: skip
+    glob = Glob(old)
     parts = _WILD.split(new)
 
     def rename(name: str) -> str:
-        found = pattern.fullmatch(name)
+        found = glob.wild(name)
         if found is None:
             return name
-        return parts[0] + "".join(text + part for text, part in zip(found.groups(), parts[1:]))
+        return parts[0] + "".join(text + part for text, part in zip(found, parts[1:]))
 
-    return _renamed(checkpoint, rename, lambda name: bool(pattern.fullmatch(name)), f"{old}={new}", key, only)
+    return _renamed(checkpoint, rename, glob.matches, f"{old}={new}", key, only)
 
 
 def by_regex(
@@ -114,7 +116,8 @@ def _of_table(table: Mapping[str, str]) -> Callable[[str], str]:
     modules: dict[str, str] = {}
     for old, new in table.items():
         head, tail = old, new
-        while True:
+        # No module is deeper; the modules that a name of a million segments is in fill the memory.
+        for _ in range(_DEPTH if len(old) <= LIMITS.path_chars else 0):
             head, _, last = head.rpartition(".")
             tail, dot, other = tail.rpartition(".")
             if not head or last != other:

@@ -32,13 +32,10 @@ _RECORD: Final = 256
 
 #: Top-level entries that only training needs, by cause.
 _TRAINING: Final = (
-    ("optimizer", re.compile(r"(?:.*[_\-. ])?[Oo](?:pt|ptim|ptimi[sz]er)s?(?:[_\-. A-Z0-9].*)?\Z")),
-    (
-        "scheduler",
-        re.compile(r"(?:.*_)?(?:lr_?)?sched(?:uler)?s?(?:_.*|\d+)?\Z|lr_.*sched.*\Z", re.I),
-    ),
-    ("EMA", re.compile(r"(?:.*[_\-.])?ema(?:[_\-.\d].*)?\Z", re.I)),
-    ("gradient scaler", re.compile(r"(?:grad_?|amp_?|loss_?)?scaler(?:_.*)?\Z|amp(?:_state.*)?\Z", re.I)),
+    ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
+    ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
+    ("EMA", re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)),
+    ("gradient scaler", re.compile(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
 )
 
 
@@ -281,7 +278,7 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
         items = []  # the keys of a bare state dict are parameters, whatever they are called
     for key, _ in items:
         name = checkpoint.graph.nodes[key]
-        cause = next((cause for cause, form in _TRAINING if isinstance(name, str) and form.match(name)), "")
+        cause = next((cause for cause, form in _TRAINING if isinstance(name, str) and form.search(name)), "")
         if cause and isinstance(name, str):
             causes[name] = cause
     weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}

@@ -17,6 +17,7 @@ from conftest import ROOT as PROJECT
 from hostile_files import (
     ROOT,
     TENSOR,
+    Code,
     End,
     Entry,
     altered,
@@ -24,6 +25,7 @@ from hostile_files import (
     dumped,
     entries,
     legacy,
+    ordered,
     plain,
     put,
     with_record,
@@ -137,6 +139,10 @@ FILES: dict[str, Callable[[], bytes]] = {
         pickled=b"\x80\x02(" + b"".join(f"ca\nb{n}\n)R".encode() for n in range(100_000)) + b"t."
     ),
     "a name of a megabyte": lambda: plain({"x" * 1_000_000: TENSOR}),
+    "a name of a megabyte of optimizers": lambda: plain(
+        {"opt_" * 250_000 + "\n": Code(ordered().raw + b"(" + put("a") + TENSOR.raw + b"u")}
+    ),
+    "a name of a megabyte of models": lambda: plain({"model_" * 160_000 + "\n": {"a": TENSOR}}),
     "a global of a megabyte": lambda: plain(pickled=b"\x80\x02c" + b"x" * 1_000_000 + b"\ny\n)R."),
     "60,000 entries": lambda: many_entries(60_000),
     "60,000 pickles": lambda: archive(
