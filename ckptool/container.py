@@ -33,14 +33,14 @@ EDITED = "edited-in-place"
 #: Of a checkpoint in several files something is missing.
 INCOMPLETE = "incomplete"
 UNEDITABLE = frozenset(
-    (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole")
+    (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole", "item-overlap")
 )
 
 #: What would have taken too long to find out.
 UNCHECKED = "not-checked"
 #: Codes of the problems on whose account nobody knows what torch reads.
 _UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
-AMBIGUOUS = frozenset((*_UNCLEAR, "chunk-overlap", UNCHECKED))
+AMBIGUOUS = frozenset((*_UNCLEAR, "chunk-overlap", "item-twice", UNCHECKED))
 
 
 class Problem(NamedTuple):

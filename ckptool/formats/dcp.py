@@ -12,10 +12,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..building import Builder, contiguous
-from ..container import INCOMPLETE, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -27,7 +27,7 @@ from ..source import Appending, FileSource, FolderSource, Plan, Span
 from ..tensors import TensorReader
 from .dcp_checks import Pieces, is_whole, others, usable_items
 from .dcp_chunks import Chunk, ChunkedSource
-from .dcp_items import Opened, open_item, storage_span, tensor_rows
+from .dcp_items import Opened, item_source, open_item, storage_span, tensor_rows
 from .dcp_metadata import (
     Item,
     Metadata,
@@ -36,6 +36,7 @@ from .dcp_metadata import (
     read_metadata,
 )
 from .dcp_nesting import Nested
+from .pickles_in import pickles_in
 
 __all__ = ["Dcp", "read", "sniff"]
 
@@ -44,6 +45,13 @@ _DATA: Final = ".distcp"
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
 #: A tensor with more bytes than this is hostile: torch counts in int64.
 _TOO_LARGE: Final = 1 << 62
+
+
+class _Looked(NamedTuple):
+    """What a look at every item finds."""
+
+    problems: list[Problem]
+    pickles: list[FoundPickle]
 
 
 class Dcp:
@@ -77,16 +85,21 @@ class Dcp:
         self._sizes: dict[str, int | None] = {}
         #: That of the objects' pickles: what they hold may need it.
         self._protocol = 0
+        self._found_in_items: _Looked | None = None
         #: Storages of objects: the span of each.
         self._grafted: dict[str, Span] = {}
         for text in read.odd:
             self._note("odd-metadata", "error", f".metadata: {text}")
         for pickle in own:
-            for name in foreign_globals(pickle.graph) if pickle.graph else ():
+            foreign, relatives = foreign_globals(pickle.graph) if pickle.graph else ([], [])
+            for name in foreign:
+                what = f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs"
+                self._note("foreign-global", "error", f"{what} it", pickle.where)
+            for name in relatives:
                 what = (
-                    f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs it"
+                    f"{pickle.where} is of {shown(name)}, a class of another library: DCP loads it where that is there"
                 )
-                self._note("foreign-global", "error", what, pickle.where)
+                self._note("foreign-class", "note", what, pickle.where)
         sizes = {name: file.size for name, file in files.items()}
         found = usable_items(read, sizes, self._note, closed)
         #: In the order of the files, so that each is opened once to look at all of them.
@@ -138,16 +151,8 @@ class Dcp:
                 continue
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
-        """Open every item."""
-        found = []
-        for item in self._usable.values():
-            if item.offset is None and item.file in self._bad:
-                continue  # it was looked at, and told with the others of its file
-            try:
-                opened = self._open(item)
-                self._rows(opened, item)
-            except MalformedError as error:
-                found.append(Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at))
+        """Look at every item as at a file of torch.save."""
+        found = list(self._looked().problems)
         used: dict[str, int] = {}
         for item in self.read.items:
             used[item.file] = used.get(item.file, 0) + item.length
@@ -161,24 +166,48 @@ class Dcp:
     def pickles(self) -> Iterator[FoundPickle]:
         """Those of the items, which torch loads with ``weights_only=False`` where they are objects; ``.metadata``
         comes with them where it names more than it should."""
-        yield from self._own
+        return iter((*self._own, *self._looked().pickles))
+
+    def _looked(self) -> _Looked:
+        """What every item holds, and what is odd about it: each is opened once."""
+        if self._found_in_items is not None:
+            return self._found_in_items
+        problems: list[Problem] = []
+        pickles: list[FoundPickle] = []
         alike: dict[object, tuple[str, Graph, int]] = {}
         for item in self._usable.values():
             where = f"{item.place} ({item.name})"
             try:
-                graph = self._open(item).graph
+                opened = self._open(item)
+                self._rows(opened, item)
             except MalformedError as error:
-                yield FoundPickle(where, None, error.what)
+                if item.offset is not None or item.file not in self._bad:  # else it is told with those of its file
+                    problems.append(
+                        Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at)
+                    )
+                inside = list(pickles_in(item_source(item, self.files[item.file])))
+                pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
+                pickles += [] if inside else [FoundPickle(where, None, error.what)]
                 continue
-            if item.offset is None or graph.oddities:
-                yield FoundPickle(where, graph)
+            own = opened.zip
+            for problem in (*own.problems, *own.audit(TensorReader(own.graph).storages)):
+                if problem.level != "note" and len(problems) < LIMITS.listed:
+                    what = f"{item.place} ({item.name}): {problem.message}"
+                    problems.append(problem._replace(message=what, where=item.file, offset=item.at))
+            first, *rest = own.pickles()
+            pickles += [part._replace(where=f"{where}: {part.where}") for part in rest]
+            if item.offset is None or own.graph.oddities or first.rest:
+                pickles.append(first._replace(where=where))
                 continue
             # Tensors by the thousand name and call the same: one speaks for those of its file.
-            mark = (item.file, _named(graph))
-            first, shown_graph, count = alike.get(mark, (where, graph, 0))
-            alike[mark] = (first, shown_graph, count + 1)
-        for first, graph, count in alike.values():
-            yield FoundPickle(first if count == 1 else f"{first} and {counted(count - 1, 'tensor')} like it", graph)
+            mark = (item.file, _named(own.graph))
+            known, graph, count = alike.get(mark, (where, own.graph, 0))
+            alike[mark] = (known, graph, count + 1)
+        for known, graph, count in alike.values():
+            more = "" if count == 1 else f" and {counted(count - 1, 'tensor')} like it"
+            pickles.append(FoundPickle(known + more, graph))
+        self._found_in_items = _Looked(problems, pickles)
+        return self._found_in_items
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
@@ -224,13 +253,17 @@ class Dcp:
             self._note("bad-item", "error", f"{item.place}: {why}{rest}", item.file, item.at)
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
-        return builder.graph(nested.built(builder), self._protocol)
+        root = nested.built(builder)
+        for places, values in nested.sparse:
+            what = f".metadata: a list of {places:,} places has values in {values:,}: its values are listed by number"
+            self._note(UNCHECKED, "warning", f"{what}, the empty places were not made")
+        return builder.graph(root, self._protocol)
 
     # -- items --------------------------------------------------------------------------------------------------
 
     def _open(self, item: Item) -> Opened:
         opened = open_item(item, self.files[item.file])
-        if opened.byteorder == "big" and self.read.listed[item.name].dtype is not None:
+        if opened.zip.byteorder == "big" and self.read.listed[item.name].dtype is not None:
             what = f"{item.name!r}: its numbers are big-endian"
             raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
         return opened
@@ -365,7 +398,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             one = read_metadata(listing.read(0, listing.size), name)
             found.append(one)
             # A million pieces have a large graph: it is kept where something is wrong with it.
-            if one.foreign or listing.size > one.end:
+            if one.foreign or one.relatives or listing.size > one.end:
                 own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
             found[-1] = one._replace(graph=None)
             del one

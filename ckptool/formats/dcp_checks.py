@@ -72,12 +72,13 @@ def usable_items(
             what += ": its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
             note("transformed-item", "error", what, item.file, item.at)
         elif (item.name, item.offset) in usable:
-            what = f"{pieces.words(item)} is listed twice; the first counts"
-            note("item-twice", "warning", what, item.file, item.at)
+            what = f"{pieces.words(item)} is listed twice: torch takes the last, another reader the first"
+            note("item-twice", "error", what, item.file, item.at)
+            usable[item.name, item.offset] = item
         else:
             usable[item.name, item.offset] = item
     _tell_files(read, sizes, closed, found, pieces, note)
-    _look_for_overlaps(usable, note)
+    _take_overlaps(usable, note)
     return usable
 
 
@@ -115,15 +116,18 @@ def _with(items: list[Item], pieces: Pieces) -> str:
     return listed([pieces.words(item) for item in items[:3]], len(items), most=3)
 
 
-def _look_for_overlaps(usable: Mapping[Place, Item], note: Noting) -> None:
-    """Items that claim the same bytes: one of them was put in the place of the other."""
+def _take_overlaps(usable: dict[Place, Item], note: Noting) -> None:
+    """Take out items that claim bytes of another: one of the two was put in the place of the other. What is left takes
+    no longer than the files are large."""
     last: dict[str, Item] = {}
     for item in sorted(usable.values(), key=lambda item: (item.file, item.at)):
         before = last.get(item.file)
         if before is not None and before.at + before.length > item.at:
             what = f"{item.file}: {before.name!r} and {item.name!r} overlap at byte {item.at:,}"
             note("item-overlap", "error", what, item.file, item.at)
-        last[item.file] = item
+            del usable[item.name, item.offset]
+        else:
+            last[item.file] = item
 
 
 def is_whole(

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from ..container import AMBIGUOUS, DAMAGED
 from ..dtypes import Dtype
 from ..elements import contiguous_strides
-from ..errors import MalformedError, PickleError
-from ..limits import LIMITS
-from ..pickles import decode
+from ..errors import MalformedError, PickleError, UnreadableError
 from ..pickles.nodes import Graph
 from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
 from .dcp_chunks import RowSource
 from .dcp_metadata import Item
-from .torch_zip import version_problem
+from .torch_zip import TorchZip, read_records
 
-__all__ = ["Opened", "open_item", "storage_span", "tensor_rows"]
+__all__ = ["Opened", "item_source", "open_item", "storage_span", "tensor_rows"]
 
 
 class Opened(NamedTuple):
-    """An item: its archive, the record of its pickle, and the object in it."""
+    """An item, and the file of torch.save that it is: all that is looked at in one alone is looked at here."""
 
     item: Item
-    archive: Archive
-    record: Record
-    graph: Graph
+    zip: TorchZip
 
     @property
-    def byteorder(self) -> str:
-        """ "little" or "big", as the archive says."""
-        return "big" if self.archive.text("byteorder") == b"big" else "little"
+    def archive(self) -> Archive:
+        """The records of its archive."""
+        return self.zip.archive
+
+    @property
+    def graph(self) -> Graph:
+        """The object in it."""
+        return self.zip.graph
 
 
 #: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
@@ -49,20 +51,23 @@ class _Held(SliceSource):
         return self._data[offset : offset + max(size, 0)]
 
 
+def item_source(item: Item, file: FileSource) -> SliceSource:
+    """The bytes of an item, a small one read already."""
+    if item.length <= _SMALL:
+        return _Held(item, file)
+    return SliceSource(file, item.at, item.length, item.place)
+
+
 def open_item(item: Item, file: FileSource) -> Opened:
-    """Open an item; raises MalformedError, which names it, where it is no archive of torch.save."""
-    held = item.length <= _SMALL
-    source = _Held(item, file) if held else SliceSource(file, item.at, item.length, item.place)
+    """Open an item; raises MalformedError, which names it, where it is no archive of torch.save that torch.load takes
+    and every reader reads alike."""
     try:
-        archive = read_archive(source)
-        record = archive.find("data.pkl")
-        if record is None:
-            raise MalformedError("an archive without data.pkl", where=item.place)
-        unread = version_problem(archive)
-        if unread is not None:
-            raise MalformedError(unread.message, where=item.place)
-        return Opened(item, archive, record, decode(archive.read(record, LIMITS.pickle_bytes), where="data.pkl").graph)
-    except MalformedError as error:
+        opened = Opened(item, read_records(read_archive(item_source(item, file))))
+        for problem in opened.zip.problems:
+            if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
+                raise MalformedError(problem.message, where=item.place)
+        return opened
+    except UnreadableError as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
         what = f"{item.name!r}: no archive of torch.save is where .metadata says ({why})"
         raise MalformedError(what, path=file.name, where=item.place) from error

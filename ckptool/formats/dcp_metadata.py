@@ -13,9 +13,10 @@ from ..dtypes import BY_NAME, Dtype
 from ..errors import MalformedError
 from ..human import counted, shown
 from ..limits import LIMITS
-from ..objects import attributes, callable_name, elements, mapped_name, mapping
+from ..objects import attributes, callable_name, class_name, elements, mapped_name, mapping
 from ..pickles import decode
-from ..pickles.nodes import Call, Global, Graph, Ref
+from ..pickles.nodes import Call, Global, Graph, Ref, children
+from ..pickles.opcodes import NEWOBJ
 
 __all__ = [
     "EXPECTED",
@@ -55,6 +56,16 @@ EXPECTED: Final = _FORMATS.union(
         "collections.OrderedDict",
     )
 )
+#: The fields without which an object of another class is none of these.
+_FIELDS: Final = {
+    "Metadata": frozenset(("state_dict_metadata", "storage_data")),
+    "TensorStorageMetadata": frozenset(("properties", "size", "chunks")),
+    "ChunkStorageMetadata": frozenset(("offsets", "sizes")),
+    "MetadataIndex": frozenset(("fqn",)),
+    "_StorageInfo": frozenset(("relative_path", "offset", "length")),
+}
+#: Numbers of pieces and shapes that are followed, for each node of the pickle.
+_EACH: Final = 4
 #: Steps from the root to a value: no state dict is nested so deep.
 _DEPTH: Final = 200
 _TOO_LARGE: Final = 1 << 62
@@ -94,7 +105,7 @@ class Listed(NamedTuple):
 class Metadata(NamedTuple):
     """``listed`` by name, in the order of the file; ``paths`` say where in the nested object each belongs; ``items`` is
     what the files hold; ``odd`` are remarks on what makes no sense; ``foreign`` are names that torch never writes
-    there. ``graph`` is None once nobody needs it."""
+    there, ``relatives`` classes of other libraries with nothing but fields. ``graph`` is None once nobody needs it."""
 
     graph: Graph | None
     end: int
@@ -104,6 +115,7 @@ class Metadata(NamedTuple):
     version: str
     odd: list[str]
     foreign: list[str]
+    relatives: list[str]
 
 
 def box_text(box: Box) -> str:
@@ -111,12 +123,29 @@ def box_text(box: Box) -> str:
     return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
 
 
-def foreign_globals(graph: Graph) -> list[str]:
-    """The names in a ``.metadata`` that torch does not write there: reading it as torch does imports or calls them."""
-    names = {mapped_name(node) for node in graph.nodes if isinstance(node, Global)}
-    if _GETATTR in names and all(_is_member(graph, node) for node in graph.nodes if isinstance(node, Call)):
-        names.discard(_GETATTR)
-    return sorted(name for name in names if name not in EXPECTED and name.removeprefix("torch.") not in BY_NAME)
+def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
+    """The names in a ``.metadata`` that torch does not write there, which reading it as torch does imports or calls;
+    and of these apart the classes of objects that only have fields: a subclass, as Megatron-core has one."""
+    names = {ref: mapped_name(node) for ref, node in enumerate(graph.nodes) if isinstance(node, Global)}
+    calls = [node for node in graph.nodes if isinstance(node, Call)]
+    known = {_GETATTR} if all(_is_member(graph, node) for node in calls) else set()
+    strange = {
+        ref: name
+        for ref, name in names.items()
+        if name not in EXPECTED and name not in known and name.removeprefix("torch.") not in BY_NAME
+    }
+    if not strange:
+        return [], []
+    used: set[Ref] = {graph.root}
+    for node in graph.nodes:
+        used.update(children(node)[1:] if isinstance(node, Call) and _is_bare(graph, node) else children(node))
+    called = {name for ref, name in strange.items() if ref in used}
+    return sorted(called), sorted(set(strange.values()) - called)
+
+
+def _is_bare(graph: Graph, call: Call) -> bool:
+    """Is it an object that ``__new__`` made of a class alone?"""
+    return call.op == NEWOBJ and graph.nodes[call.args] == ()
 
 
 #: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
@@ -151,13 +180,19 @@ class _Reader:
 
     def metadata(self, end: int) -> Metadata:
         root = self._fields(self.graph.root, "Metadata")
-        if root is None:
-            what = f"it is a pickle, but not of {_MODULE}.Metadata"
+        if root is None or "state_dict_metadata" not in root:
+            what = f"it is a pickle of {class_name(self.graph, self.graph.root)}, not of {_MODULE}.Metadata"
             raise MalformedError(what, where=self.where)
         listed: dict[str, Listed] = {}
+        read: dict[Ref, Listed | None] = {}
+        # Each tensor has pieces of its own; one list of them under a million names would be gone through as often.
+        left = _EACH * len(self.graph.nodes)
         for key, value in self._pairs(root.get("state_dict_metadata")):
-            found = self._listed(value)
-            if found is None:
+            if value not in read:
+                read[value] = self._listed(value)
+            found = read[value]
+            left -= (len(found.chunks) + 1) * (len(found.shape) + 1) if found else 0
+            if found is None or left < 0:
                 self._note(f"what it says of {shown(key)} makes no sense")
             else:
                 listed[key] = found
@@ -178,24 +213,32 @@ class _Reader:
                 items.append(item)
         version = self.graph.nodes[root["version"]] if "version" in root else ""
         version = version if isinstance(version, str) else ""
-        return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign_globals(self.graph))
+        foreign, relatives = foreign_globals(self.graph)
+        for offset, text in self.graph.oddities:
+            self._note(f"at byte {offset:,}: {text}")
+        return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign, relatives)
 
     def _note(self, text: str) -> None:
         if len(self.odd) < LIMITS.listed:
             self.odd.append(text)
 
     def _fields(self, ref: Ref, name: str) -> dict[str, Ref] | None:
-        """The attributes of an object of the class ``name``, None for another one."""
+        """The attributes of an object of the class ``name``, or of another class of that which has its fields; None for
+        anything else."""
         node = self.graph.nodes[ref]
         if not isinstance(node, Call):
             return None
         cls = self._classes.get(node.func)
         if cls is None:
-            cls = self._classes[node.func] = callable_name(self.graph, node.func)
-        if cls.rpartition(".")[2] != name or cls not in EXPECTED:
-            return None
+            cls = self._classes[node.func] = class_name(self.graph, ref)
         nodes = self.graph.nodes
-        return {str(nodes[key]): value for key, value in attributes(self.graph, node)}
+        if cls in EXPECTED:
+            if cls.rpartition(".")[2] != name:
+                return None
+        elif not cls.endswith(name) and not (name in _FIELDS and _is_bare(self.graph, node)):
+            return None
+        found = {str(nodes[key]): value for key, value in attributes(self.graph, node)}
+        return found if cls in EXPECTED or found.keys() >= _FIELDS.get(name, frozenset()) else None
 
     def _pairs(self, ref: Ref | None) -> list[tuple[str, Ref]]:
         """The entries of a dict whose keys are strings; nothing for what is none."""
@@ -301,4 +344,5 @@ def merged_metadata(found: list[Metadata]) -> Metadata:
     listed = {name: value._replace(chunks=tuple(boxes[name])) for name, value in listed.items()}
     words = f"{counted(len(found), 'rank')}, each with its own metadata"
     foreign = [name for one in found for name in one.foreign]
-    return Metadata(None, 0, listed, paths, list(items.values()), words, odd, foreign)
+    relatives = [name for one in found for name in one.relatives]
+    return Metadata(None, 0, listed, paths, list(items.values()), words, odd, foreign, relatives)

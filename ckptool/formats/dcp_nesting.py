@@ -13,21 +13,26 @@ from ..pickles.nodes import Ref
 
 __all__ = ["Nested"]
 
-#: Places of a list that may be empty for each one that is not: no file fills memory with a large number.
+#: Places of lists that may be empty, in all and for each value there is: no file fills memory with a large number.
 _GAPS: Final = 1000
+_GAPS_EACH: Final = 4
 
 Level = dict["str | int", "Level | Ref"]
 
 
 class Nested:
-    """The object as it grows. ``misfits`` are names for which there is no room: another value is in their way."""
+    """The object as it grows. ``misfits`` are names for which there is no room: another value is in their way.
+    ``sparse`` are lists with more empty places than are followed, as (places, values)."""
 
     def __init__(self) -> None:
         self.root: Level = {}
         self.misfits: list[str] = []
+        self.sparse: list[tuple[int, int]] = []
+        self._gaps = _GAPS
 
     def put(self, name: str, path: Iterable[str | int], value: Ref) -> None:
         """Set the value at a path."""
+        self._gaps += _GAPS_EACH
         *way, last = path
         level = self.root
         kinds = [*map(type, way[1:]), type(last)]
@@ -54,6 +59,9 @@ class Nested:
             return builder.mapping((str(step), ref) for step, ref in refs.items())
         by_number = {step: ref for step, ref in refs.items() if isinstance(step, int)}
         most = max(by_number)
-        if most > _GAPS * len(by_number):
+        self._gaps -= most + 1 - len(by_number)
+        if self._gaps < 0:
+            self._gaps += most + 1 - len(by_number)
+            self.sparse.append((most + 1, len(by_number)))
             return builder.mapping((str(step), ref) for step, ref in refs.items())
         return builder.sequence(by_number[n] if n in by_number else builder.constant(None) for n in range(most + 1))

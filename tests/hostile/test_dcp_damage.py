@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from conftest import FIXTURES
-from torch import Size
+from hostile_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
+from test_structure import FAILURES
+from torch import Size, float32
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import ckptool
 from ckptool.errors import MalformedError, RefusedError, UnreadableError
@@ -303,3 +316,117 @@ def test_bytes_changed_at_random_never_end_in_a_bug(folder: Path) -> None:
         (folder / ".metadata").write_bytes(spoilt)
         report = ckptool.validate(folder)
         assert report["status"] in ("valid", "invalid", "unreadable")
+
+
+# -- what torch.load would not take alone, it does not take as an item ------------------------------------------
+
+
+def with_item(folder: Path, data: bytes, object_: bool) -> Path:
+    """A folder with one item of these bytes: an object, or the tensor that ``hostile_files`` puts in."""
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(data)
+    offset = None if object_ else Size((0,))
+    listed: Any = BytesStorageMetadata()
+    if not object_:
+        chunks = [ChunkStorageMetadata(Size((0,)), Size((4,)))]
+        listed = TensorStorageMetadata(TensorProperties(dtype=float32), Size((4,)), chunks)
+    places = {MetadataIndex("item", offset): _StorageInfo("__0_0.distcp", 0, len(data))}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"item": listed}, {"item": ("item",)}, places)))
+    return folder
+
+
+@pytest.mark.parametrize("object_", [True, False])
+@pytest.mark.parametrize("case", by_key(FAILURES))
+def test_an_item_is_looked_at_like_a_file(case: Any, object_: bool, tmp_path: Path) -> None:
+    folder = with_item(tmp_path / "saved", case.data, object_)
+    assert ckptool.validate(folder)["status"] == "invalid"
+
+
+@pytest.mark.parametrize("object_", [True, False])
+def test_a_call_anywhere_in_an_item_is_seen(object_: bool, tmp_path: Path) -> None:
+    good = plain(TENSOR)
+    records = (
+        Entry(f"{ROOT}/extra.pkl", dumped(SYSTEM)),
+        Entry(f"{ROOT}/hidden.pkl", dumped(SYSTEM), unlisted=True),
+        Entry(f"{ROOT}/inner.zip", plain(SYSTEM)),
+    )
+    datas = [archive([*entries(TENSOR).values(), record]) for record in records]
+    datas += [archive(entries(pickled=dumped(TENSOR) + dumped(SYSTEM)).values()), legacy(SYSTEM)]
+    folder = with_item(tmp_path / "good", good, object_)
+    assert ckptool.validate(folder)["status"] == "valid"
+    for number, data in enumerate(datas):
+        folder = with_item(tmp_path / str(number), data, object_)
+        report = ckptool.validate(folder)
+        codes = {note["code"] for check in report["checks"] for note in check["notes"]}
+        assert report["status"] == "invalid" and "dangerous-call" in codes, number
+
+
+def test_metadata_of_a_subclass_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of Megatron-core: ``torch.distributed.checkpoint`` loads it, too, where the class is there."""
+    before = ckptool.keys(folder)
+    module = ModuleType("megatron_like")
+    module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": "megatron_like"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_like", module)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.__class__ = module.MCoreMetadata
+    path.write_bytes(pickle.dumps(metadata))
+    assert ckptool.keys(folder) == before
+    report = ckptool.validate(folder)
+    assert report["status"] == "valid"
+    assert "megatron_like.MCoreMetadata" in str(report["globals"])
+
+
+def test_a_subclass_that_is_called_is_an_alarm(folder: Path) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["x"] = Evil()
+    path.write_bytes(pickle.dumps(metadata))
+    assert "posix.system" in found(folder)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_one_place_listed_twice_is_ambiguous(folder: Path, tmp_path: Path) -> None:
+    """A dict takes the last of two equal keys, another reader of the pickle the first."""
+    data = with_item(tmp_path / "twice", plain(TENSOR), False) / ".metadata"
+    metadata = pickle.loads(data.read_bytes())
+    (index,) = metadata.storage_data
+    other = MetadataIndex("item", Size((0,)), 1)
+    metadata.storage_data[MetadataIndex("item", Size((1,)))] = metadata.storage_data[index]
+    text = pickle.dumps(metadata)
+    assert text.count(b"K\x01\x85") == 1 and other == index
+    data.write_bytes(text.replace(b"K\x01\x85", b"K\x00\x85"))
+    assert "is listed twice" in found(data.parent)
+    refused(data.parent, tmp_path)
+
+
+def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.formats import dcp
+
+    data = plain(TENSOR)
+    folder = with_item(tmp_path / "saved", data, True)
+    names = [f"item{number}" for number in range(300)]
+    places = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, len(data)) for name in names}
+    found = Metadata({name: BytesStorageMetadata() for name in names}, {name: (name,) for name in names}, places)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    opened: list[str] = []
+    real = dcp.open_item
+    monkeypatch.setattr(dcp, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    assert ckptool.validate(folder)["status"] == "invalid"
+    assert len(opened) < 10
+
+
+def test_the_empty_places_of_a_list_are_bounded(tmp_path: Path) -> None:
+    folder = with_item(tmp_path / "saved", plain(TENSOR), True)
+    names = [f"item{number}" for number in range(2000)]
+    paths = {name: ("list", number * 999) for number, name in enumerate(names)}
+    one = TensorStorageMetadata(TensorProperties(dtype=float32), Size((0,)), [])
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(dict.fromkeys(names, one), paths, {})))
+    with ckptool.open(folder) as checkpoint:
+        assert len(checkpoint.graph.nodes) < 100_000
+    assert ckptool.validate(folder)["coverage"] == "partial"
+    refused(folder, tmp_path)
