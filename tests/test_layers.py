@@ -45,6 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 #: Modules of more than 400 lines, and why.
 LONG: dict[str, str] = {
+    "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
 }
 
