@@ -85,7 +85,7 @@ class StoredRecord(NamedTuple):
 
     ``span`` are its bytes as stored, ``size`` its bytes inflated; ``crc`` the CRC-32 of the inflated bytes on
     record: 0 for "not computed", None where the format has none. ``key`` is that of the storage, "" for another
-    record.
+    record; ``part_of`` that of a storage of which the record holds a part.
     """
 
     name: str
@@ -94,6 +94,7 @@ class StoredRecord(NamedTuple):
     crc: int | None
     compressed: bool
     key: str
+    part_of: str = ""
 
 
 class FoundPickle(NamedTuple):
@@ -124,6 +125,7 @@ class Traits(NamedTuple):
     former: str = ""
     in_a_row: bool = False
     sharded: bool = False
+    pieces: bool = False
 
 
 class Container(Protocol):

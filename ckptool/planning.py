@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 from .checkpoint import Checkpoint, Target
 from .container import AMBIGUOUS, CUT, UNEDITABLE
 from .edits.prune import used_storages
+from .elements import holds_rows, tensor_size
 from .errors import Again, MalformedError, RefusedError
 from .formats import hf, hf_ranks
 from .human import argument, salvage_step
@@ -20,7 +21,7 @@ from .pooling import open_pooled
 from .programs import program_of
 from .source import Appending, Claim, Files, FolderSource, Plan, Span
 from .survey import StateDict
-from .tensors import TensorReader
+from .tensors import Tensor, TensorReader
 
 __all__ = ["Companions", "InPlace", "companions", "in_place_of", "makes_folder", "plan_of", "refuse_damage"]
 
@@ -55,8 +56,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
         return _with_companions(checkpoint, _as_it_is(checkpoint)), True
     target = checkpoint.target or _own_target(checkpoint, output)
     planned, exact = _PLANS[target.format](checkpoint, target)
-    if target.format in _WITHOUT_CHECKSUMS:
-        planned = _with_claims(checkpoint, target, planned)
+    planned = _with_claims(checkpoint, target, planned)
     if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
         planned = _with_companions(checkpoint, planned)
     return planned, exact
@@ -101,23 +101,38 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | Files) -> Plan | Fi
 
 
 def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) -> Plan | Files:
-    """An output whose format has no checksums, with those of its input: this is the last time to look at them."""
-    if checkpoint.traits.unsummed:
+    """An output with the checksums of its input that it does not carry on, because its format has none, or because it
+    gets new ones: this is the last time to look at them."""
+    every = target.format in _WITHOUT_CHECKSUMS
+    if checkpoint.traits.unsummed or not (every or target.format == "dcp" or checkpoint.traits.pieces):
         return planned
     found = checkpoint.survey
     names: dict[str, str] = {}
+    carried = set() if every else set(found.reader.storages)
     for entry in found.tensors:
-        for part in found.reader.parts(entry.tensor) if not target.key or found.within(entry, target.key) else ():
+        parts = found.reader.parts(entry.tensor) if not target.key or found.within(entry, target.key) else ()
+        for part in parts:
             names.setdefault(part.storage, entry.path)
-    claims = tuple(
-        Claim(record.span, record.size, record.compressed, record.crc, f"the storage of {names[record.key]}")
-        for record in checkpoint.container.records()
-        if record.key in names and record.crc
-    )
+            # An item of DCP has the elements of one tensor, which may be a part of a storage.
+            if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
+                carried.discard(part.storage)
+    claims = []
+    for record in checkpoint.container.records():
+        key = record.key or record.part_of
+        if key in names and record.crc and (record.part_of or key not in carried):
+            where = f"the storage of {names[key]}"
+            claims.append(Claim(record.span, record.size, record.compressed, record.crc, where))
     if isinstance(planned, Plan):
-        return planned._replace(claims=claims)
+        return planned._replace(claims=tuple(claims))
     (name, first), *others = planned.files
-    return Files(((name, first._replace(claims=claims)), *others))
+    return Files(((name, first._replace(claims=tuple(claims))), *others))
+
+
+def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Are its elements all the bytes of its storage as they are?"""
+    plain = checkpoint.container.byteorder == "little" and not tensor.dtype.startswith("complex")
+    whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
+    return plain and whole and holds_rows(tensor)
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:

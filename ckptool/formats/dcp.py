@@ -58,7 +58,7 @@ class Dcp:
     """A DCP folder; ``metadata`` are facts about it for people."""
 
     format = "dcp"
-    traits = Traits(loads="converted", written="dcp")
+    traits = Traits(loads="converted", written="dcp", pieces=True)
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()
@@ -140,13 +140,15 @@ class Dcp:
                 alone = offset is not None and len(self.read.listed[name].chunks) == 1
                 # A storage that is one record, row by row, is known by its key.
                 whole = self.stored(keys[name]).span if alone and name in keys else None
-                for record in opened.archive.records:
-                    span = opened.archive.payload(record)
-                    there = Span(self.files[item.file], item.at + span.offset, span.size)
-                    crc = record.crc if record.size else None
+                for record in opened.zip.records():
+                    span = Span(self.files[item.file], item.at + record.span.offset, record.span.size)
                     label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
-                    key = keys[name] if there == whole and record.size else ""
-                    yield StoredRecord(label, there, record.size, crc, record.method != 0, key)
+                    key = part = ""
+                    if offset is None:
+                        key = _storage_key(item, record.key) if record.key else ""
+                    elif record.key and record.size:
+                        key, part = (keys.get(name, ""), "") if span == whole else ("", keys.get(name, ""))
+                    yield record._replace(name=label, span=span, key=key, part_of=part)
             except MalformedError:
                 continue
 
@@ -319,7 +321,7 @@ class Dcp:
         changes: dict[int, Node] = {}
         added: list[Node] = []
         for ref, storage in reader.uses():
-            key = f"{opened.item.name}, storage {storage.key}"
+            key = _storage_key(opened.item, storage.key)
             if key not in self._grafted:
                 try:
                     span, _ = storage_span(opened, storage.key)
@@ -334,6 +336,11 @@ class Dcp:
             added.append(key)
         self._protocol = max(self._protocol, opened.graph.style.protocol)
         return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
+
+
+def _storage_key(item: Item, key: str) -> str:
+    """What the storage of an object is called in the whole."""
+    return f"{item.name}, storage {key}"
 
 
 def _named(graph: Graph) -> frozenset[tuple[str, bool]]:
