@@ -14,6 +14,8 @@ __all__ = [
     "DAMAGED",
     "EDITED",
     "INCOMPLETE",
+    "ODD_MEMBER",
+    "TWO_FORMATS",
     "UNCHECKED",
     "UNEDITABLE",
     "Body",
@@ -40,7 +42,10 @@ UNEDITABLE = frozenset(
 UNCHECKED = "not-checked"
 #: Codes of the problems on whose account nobody knows what torch reads.
 _UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
-AMBIGUOUS = frozenset((*_UNCLEAR, "chunk-overlap", "item-twice", UNCHECKED))
+#: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
+TWO_FORMATS = "two-formats"
+ODD_MEMBER = "odd-member"
+AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", UNCHECKED))
 
 
 class Problem(NamedTuple):
@@ -177,8 +182,8 @@ class Container(Protocol):
         ...
 
     @property
-    def problems(self) -> Sequence[Problem]:
-        """What is wrong or odd about the container."""
+    def problems(self) -> list[Problem]:
+        """What is wrong or odd about the container; what opens it may add to that."""
         ...
 
     def stored_size(self, key: str) -> int | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Final, NamedTuple
 
-from ..container import Container
+from ..container import TWO_FORMATS, Container, Problem
 from ..source import FolderSource, Source
+from ..tars import is_header
 from . import identify, torch_legacy, torch_zip, zip_archives
 
 __all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
@@ -23,7 +24,7 @@ class Format(NamedTuple):
     read: Callable[[Source], Container]
 
 
-# Most files are in one of the first two formats: the others are imported when a file may be one of theirs.
+# Most files are zips or legacy files: the other formats are imported when a file may be one of theirs.
 
 
 def _tar() -> ModuleType:
@@ -56,6 +57,14 @@ def _hf() -> ModuleType:
     return hf
 
 
+_TAR: Final = "torch-tar"
+#: Only tar has no mark at its beginning, so that a file may be of that format and another one.
+_TWINS: Final = (
+    "it is a tar archive and a file of the format {} at once: torch.load and other readers take it for either"
+)
+
+#: In the order in which torch.load asks (torch/serialization.py, ``load`` and ``_legacy_load``): zip by four bytes, tar
+#: by Python's tarfile, then the pickles of the legacy format. It takes safetensors by the name of the file.
 FORMATS: Final[tuple[Format, ...]] = (
     Format(
         "torch-zip",
@@ -64,16 +73,16 @@ FORMATS: Final[tuple[Format, ...]] = (
         zip_archives.read,
     ),
     Format(
+        _TAR,
+        "the tar format of torch 0.1",
+        lambda head, source: is_header(head[:512]) and _tar().sniff(head, source),
+        lambda source: _tar().read(source),
+    ),
+    Format(
         "torch-legacy",
         "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included",
         torch_legacy.sniff,
         torch_legacy.read,
-    ),
-    Format(
-        "torch-tar",
-        "the tar format of torch 0.1",
-        lambda head, source: _tar().sniff(head, source),
-        lambda source: _tar().read(source),
     ),
     Format(
         "safetensors",
@@ -144,7 +153,11 @@ def read_container(source: Source) -> Container:
     Raises NotACheckpointError, which names what the file is, and MalformedError for a damaged checkpoint.
     """
     head = source.read(0, _HEAD)
-    for known in FORMATS:
-        if known.sniff(head, source):
-            return known.read(source)
-    raise identify.explain(head, source)
+    known = next((known for known in FORMATS if known.sniff(head, source)), None)
+    if known is None:
+        raise identify.explain(head, source)
+    container = known.read(source)
+    if is_header(head[:512]):
+        twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]
+        container.problems.extend(Problem(TWO_FORMATS, "error", _TWINS.format(name), True) for name in twins)
+    return container

@@ -7,7 +7,8 @@ not list, in an archive within an archive, and in the bytes that another pickle 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Final, cast
 
 from ..container import FoundPickle
@@ -16,16 +17,18 @@ from ..limits import LIMITS
 from ..pickles import Decoded, decode
 from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
 from ..source import BytesSource, SliceSource, Source
+from ..tars import is_header, members
 from ..zips import LOCAL, Archive, Record, audit, read_archive, signatures
 
-__all__ = ["bare_pickles", "decode_at", "nested_pickles", "pickles_in", "zip_pickles"]
+__all__ = ["bare_pickles", "decode_at", "nested_pickles", "pickles_in", "tar_pickles", "zip_pickles"]
 
 #: Pickles within pickles are followed so deep; a longer chain is not a checkpoint.
 _DEPTH: Final = 8
 #: Bytes of a stretch that is only supposed to be a pickle.
 _GUESS: Final = 64 << 20
 _HEADER: Final = b"PK\x03\x04"
-_TAR_BLOCKS: Final = 10_000
+#: Bytes behind the end of a tar archive that are looked at: tar fills up to 10,240 with zeros.
+_TAR_REST: Final = 1 << 16
 
 
 def decode_at(source: Source, begin: int, *, where: str, most: int = _GUESS) -> Decoded:
@@ -55,8 +58,8 @@ def pickles_in(source: Source, depth: int = 0) -> Iterator[FoundPickle]:
             yield from _unlisted(source, signatures(source, 0, source.size), "", depth)
         else:
             yield from zip_pickles(archive, None, audit(archive).hidden, depth=depth)
-    elif head[257:262] == b"ustar" or (len(head) == 512 and head[:1] > b" " and head[156:157] in b"\x000"):
-        yield from _tar(source, depth)
+    if is_header(head):
+        yield from tar_pickles(source, depth)
     if head[:4] != _HEADER:
         yield from bare_pickles(source, 0, "", depth)
 
@@ -193,24 +196,27 @@ def _inflated(source: Source) -> bytes:
         return b""
 
 
-def _tar(source: Source, depth: int) -> Iterator[FoundPickle]:
-    """The pickles in a tar archive: torch 0.1 has one called 'pickle', and more with storages and tensors."""
+def tar_pickles(source: Source, depth: int = 0, known: Collection[int] = ()) -> Iterator[FoundPickle]:
+    """The pickles in the members of a tar archive, whatever they are called, but those that begin at ``known``."""
     at = 0
-    for _ in range(_TAR_BLOCKS):
-        block = source.read(at, 512)
-        digits = block[124:136].strip(b" \0")
-        if len(block) < 512 or not block[:1].strip(b"\0") or not digits.isdigit():
-            return
-        size = int(digits, 8) if not digits.strip(b"01234567") else 0
-        name = block[:100].rstrip(b"\0").decode("utf-8", "replace")
-        inner = SliceSource(source, at + 512, size, name)
-        if size:
-            head = inner.read(0, 2)
-            if head[:1] == b"\x80" and head[1:] <= b"\x05":
-                yield from bare_pickles(inner, 0, name, depth)
-            elif head == b"PK" and depth < _DEPTH:
-                yield from _content(inner, name, False, depth)
-        at += 512 + -(-size // 512) * 512
+    with suppress(MalformedError):  # what stands before the damage is there
+        for member in members(source):
+            at = member.end
+            size = min(member.size, source.size - member.begin)
+            if size <= 0 or member.begin in known:
+                continue
+            inner = SliceSource(source, member.begin, size, member.name)
+            if inner.read(0, 4) == _HEADER and depth < _DEPTH:
+                yield from _content(inner, member.name, False, depth)
+            else:
+                yield from bare_pickles(inner, 0, member.name, depth)
+    rest = source.read(at, _TAR_REST)
+    blank = len(rest) - len(rest.lstrip(b"\0"))
+    if blank < len(rest) and depth < _DEPTH:
+        header = at + blank // 512 * 512
+        at = header if is_header(source.read(header, 512)) else at + blank
+        for found in pickles_in(SliceSource(source, at, source.size - at, source.name), depth + 1):
+            yield found._replace(where=f"behind the archive: {found.where}")
 
 
 def nested_pickles(graph: Graph, where: str, depth: int = 0) -> Iterator[FoundPickle]:

@@ -16,8 +16,9 @@ from ..objects import elements
 from ..pickles import Decoded, decode
 from ..pickles.nodes import Node, Persistent
 from ..source import Appending, Plan, Source, Span, merged
+from ..tars import is_header
 from ..tensors import TensorReader
-from .pickles_in import bare_pickles, nested_pickles
+from .pickles_in import bare_pickles, nested_pickles, tar_pickles
 
 __all__ = ["MAGIC", "VERSION", "TorchLegacy", "read", "sniff"]
 
@@ -79,6 +80,8 @@ class TorchLegacy:
             yield from nested_pickles(graph, _PARTS[number])
         if self.tail < self.source.size:
             yield from bare_pickles(self.source, self.tail, "behind the last storage")
+        if is_header(self.source.read(0, 512)):
+            yield from tar_pickles(self.source)  # torch asks for a tar archive first
 
     def plan(self, pickle: bytes | None) -> Plan:
         source = self.source

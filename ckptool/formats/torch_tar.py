@@ -6,12 +6,13 @@ Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). Nobody
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from posixpath import normpath
 from struct import unpack
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import ODD_MEMBER, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import Dtype, storage_dtype
 from ..errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ..human import counted, shown
@@ -20,22 +21,23 @@ from ..objects import elements
 from ..pickles import Decoded, decode, encode
 from ..pickles.nodes import Global, Graph, List, Node, Persistent, Ref
 from ..source import Appending, Plan, Source, Span, merged
-from ..tars import Member, is_header, members
+from ..tars import Member, members, resolved
 from ..tensors import extent
-from .pickles_in import nested_pickles
+from .pickles_in import bare_pickles, nested_pickles, tar_pickles
 from .tar_graph import redirected, started
 
 __all__ = ["TorchTar", "read", "sniff"]
 
-_OBJECT, _STORAGES, _TENSORS, _SYSTEM = "pickle", "storages", "tensors", "sys_info"
+_OBJECT, _STORAGES, _TENSORS = "pickle", "storages", "tensors"
 #: Read at once for the pickle of a storage or a tensor: a key, a location and a class.
 _SMALL: Final = 512
 #: Bytes of such a pickle, and of the system info, at most.
 _MODEST: Final = 1 << 16
-#: Members that are looked at to tell the format: torch wrote four.
-_SNIFFED: Final = 16
-#: Modules of the classes of storages.
-_MODULES: Final = ("torch", "torch.cuda", "torch.storage")
+#: Zeros that an archive is filled up with at its end, at most: GNU tar has records of 10,240 bytes, others larger ones.
+_PADDING: Final = 1 << 20
+#: Modules of the classes of storages, and the dtypes of those that torch 0.1 had.
+_MODULES: Final = ("torch", "torch.cuda")
+_DTYPES: Final = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
 
 
 class _Storage(NamedTuple):
@@ -78,20 +80,31 @@ class TorchTar:
     byteorder = "little"
     writer = "torch 0.1"
 
-    def __init__(self, source: Source, found: Mapping[str, Member]) -> None:
+    def __init__(self, source: Source, found: Mapping[str, Member], odd: Sequence[Problem]) -> None:
         self.source = source
+        self._known = {found[_OBJECT].begin}
         self.problems: list[Problem] = [
-            Problem("torch-tar", "note", "it is in the tar format of torch 0.1, which needs weights_only=False", True)
+            Problem("torch-tar", "note", "it is in the tar format of torch 0.1, which needs weights_only=False", True),
+            *odd,
         ]
         self._storages: dict[int, _Storage] = {}
         self._parts: dict[int, _Part] = {}
         self._tensors: dict[int, _Tensor] = {}
-        _Reader(source, found[_STORAGES]).storages(self._storages, self._parts)
-        _Reader(source, found[_TENSORS]).tensors(self._parts, self._tensors)
+        for name in (_STORAGES, _TENSORS):
+            small = _Reader(source, found[name])
+            if name == _STORAGES:
+                small.storages(self._storages, self._parts)
+            else:
+                small.tensors(self._parts, self._tensors)
+            if small.at == small.end:
+                self._known.add(found[name].begin)
+            else:
+                what = f"{small.end - small.at:,} bytes in the member {name!r} behind what torch reads of it"
+                self.problems.append(Problem("trailing-bytes", "warning", what, offset=small.at))
         reader = _Reader(source, found[_OBJECT], LIMITS.pickle_bytes)
         self._object = reader.pickle(LIMITS.pickle_bytes)
         self._rest = reader.end - reader.at
-        self.others = [_Reader(source, found[_SYSTEM]).pickle(_MODEST)]
+        self.others: list[Graph] = []  # nobody loads 'sys_info'
         self.graph = self._whole()
         for offset, text in self._object.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
@@ -123,8 +136,8 @@ class TorchTar:
         # Those of storages and tensors hold numbers, strings and known classes: nothing else was let in.
         yield FoundPickle(_OBJECT, self._object, "", self._rest)
         yield from nested_pickles(self._object, _OBJECT)
-        yield FoundPickle(_SYSTEM, self.others[0])
-        yield from nested_pickles(self.others[0], _SYSTEM)
+        yield from tar_pickles(self.source, known=self._known)
+        yield from bare_pickles(self.source, 0, "from the first byte")  # of a file that is of two formats at once
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
@@ -145,7 +158,7 @@ class TorchTar:
             if not isinstance(node, Persistent):
                 continue
             pid = graph.nodes[node.pid]
-            if isinstance(pid, tuple) and pid:
+            if isinstance(pid, tuple) and len(pid) == 3 and isinstance(graph.nodes[pid[0]], Global):
                 places[ref] = pid[0]  # (class, file, source): torch takes the class
                 continue
             key = _number(pid)
@@ -251,18 +264,24 @@ class _Reader:
     def broken(self, what: str) -> None:
         raise MalformedError(what, where=self.name, offset=self.at, path=self.source.name)
 
+    def once(self, key: int, known: Mapping[int, object]) -> None:
+        """Storages, views and tensors have their numbers from one series: torch keeps them in one dict."""
+        if key in known:
+            self.broken(f"the number {key} for two things")
+
     def storages(self, storages: dict[int, _Storage], parts: dict[int, _Part]) -> None:
         """Every storage with its bytes, then the list of views of them."""
         for _ in range(self.number()):
             key, location, cls = self._three()
             known = isinstance(cls, Global) and cls.module in _MODULES
             dtype = storage_dtype(cls.name) if isinstance(cls, Global) and known else None
-            if dtype is None or dtype.name in ("unknown", "untyped") or type(location) is not str:
+            if dtype is None or dtype.name not in _DTYPES or type(location) is not str:
                 self.broken("a storage of a class that torch 0.1 did not have")
                 continue
             (count,) = unpack("<q", self.bytes(8))
             if count < 0 or self.at + count * dtype.itemsize > self.end:
                 self.broken(f"storage {key} of {count:,} elements does not fit into the member")
+            self.once(key, parts)
             storages[key] = _Storage(dtype, location, count, self.at)
             parts[key] = _Part(key, 0, count)
             self.at += count * dtype.itemsize
@@ -272,6 +291,7 @@ class _Reader:
             if whole is None or offset < 0 or numel < 0 or offset + numel > whole.numel:
                 self.broken(f"view {view} reaches beyond its storage, or has none")
                 continue
+            self.once(view, parts)
             parts[view] = _Part(whole.root, whole.offset + offset, numel)
 
     def _views(self) -> list[tuple[int, int, int, int]]:
@@ -301,6 +321,8 @@ class _Reader:
             shape, strides = numbers[:dimensions], numbers[dimensions:-1]
             if min(*shape, *strides, 0, 0) < 0:
                 self.broken(f"tensor {key} with a negative size or stride")
+            self.once(key, parts)
+            self.once(key, tensors)
             tensors[key] = _Tensor(part, shape, strides, numbers[-1])
 
     def _three(self) -> tuple[int, Node, Node]:
@@ -313,28 +335,59 @@ class _Reader:
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """A tar archive with the members that torch 0.1 wrote."""
-    return is_header(head[:512]) and {_SYSTEM, _OBJECT, _STORAGES} <= set(_first(source))
+    """A tar archive with members that torch 0.1 wrote; head is that of one."""
+    found, _ = _listed(source)
+    return {_OBJECT, _STORAGES} <= {member.name for member in found}
 
 
-def _first(source: Source) -> dict[str, Member]:
-    """The first members, by name; of two with one name the last counts, as in Python's tarfile."""
-    found: dict[str, Member] = {}
+def _listed(source: Source) -> tuple[list[Member], MalformedError | None]:
+    """The members up to the end of the archive, or up to what is damaged in it."""
+    found: list[Member] = []
     try:
-        for number, member in enumerate(members(source)):
-            if number >= _SNIFFED:
-                break
-            if member.plain:
-                found[member.name] = member
-    except MalformedError:
-        pass  # what is damaged behind the four is no matter
-    return found
+        found.extend(members(source))
+    except MalformedError as error:
+        return found, error
+    return found, None
 
 
 def read(source: Source) -> TorchTar:
     """Read the members; raises MalformedError with the entry that breaks the format."""
-    found = _first(source)
-    if _TENSORS not in found:
-        what = "it looks like the tar format of torch 0.1 but has no member 'tensors': torch does not load it either"
+    found, error = _listed(source)
+    chosen = {name: resolved(found, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
+    there = {name: member for name, member in chosen.items() if member is not None}
+    missing = [name for name in chosen if name not in there]
+    if missing:
+        what = (
+            f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}: torch does not load it either"
+        )
         raise NotACheckpointError(what, kind="torch-tar", path=source.name, next="get it from who wrote it")
-    return TorchTar(source, found)
+    if found[-1].end > source.size:
+        what = "the file is cut: it ends within its last member"
+        raise MalformedError(what, path=source.name, next="get a whole copy of the file")
+    return TorchTar(source, there, [*_odd(found, there), *_behind(source, found[-1].end, error)])
+
+
+def _odd(found: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Problem]:
+    """Where programs would take other members, or other bytes, than tarfile does."""
+    for name, member in chosen.items():
+        named = [other for other in found if normpath(other.name) == name]
+        if len(named) > 1:
+            what = f"{len(named)} members are called {name!r}: torch takes the last one, other programs may not"
+            yield Problem("duplicate-record", "error", what, where=name, offset=member.begin)
+        elif not member.plain or named != [member]:
+            what = f"the member {name!r} is a link, or a file with holes: programs differ about what they read for it"
+            yield Problem(ODD_MEMBER, "error", what, where=name, offset=member.begin)
+    odd = [member for member in found if member.odd]
+    for member in odd[: LIMITS.listed]:
+        what = f"{member.odd}, at the member {shown(member.name)}: programs differ about what that means"
+        yield Problem(ODD_MEMBER, "error", what, where=member.name, offset=member.begin)
+
+
+def _behind(source: Source, end: int, error: MalformedError | None) -> Iterator[Problem]:
+    """What follows the last member, where there should be zeros."""
+    if error is not None:
+        what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
+        yield Problem(ODD_MEMBER, "error", what, offset=end)
+    elif source.size - end > _PADDING or any(source.read(end, _PADDING)):
+        what = f"{source.size - end:,} bytes behind the end of the archive"
+        yield Problem("trailing-bytes", "warning", what, offset=end)
