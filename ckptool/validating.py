@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Any, Final
 
 from .archives import open_any
+from .beside import look_beside
 from .checkpoint import Checkpoint
 from .checks.expectations import expectations
 from .checks.policy import Policy
@@ -97,7 +98,13 @@ def _checked(
     for source in checkpoint.sources:
         if isinstance(source, FileSource):
             source.check_unchanged()
+    beside = look_beside(checkpoint.source, torch) if isinstance(checkpoint.source, FolderSource) else None
+    if beside is not None:
+        checks += beside.checks
+        named = [*found.globals, *beside.globals]
+        found = found._replace(pickles=[*found.pickles, *beside.pickles], globals=named)
     report = _summed(checks, found, policy, torch, "")
+    report["files"] = beside.as_json() if beside is not None else []
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
         folder = isinstance(checkpoint.source, FolderSource)
@@ -216,6 +223,7 @@ def _summed(checks: list[Check], found: Safety, policy: Policy, torch: str, stat
         "pickles": [pickle.where for pickle in found.pickles],
         "globals": [item._asdict() for item in found.globals[: LIMITS.listed]],
         "globals_in_all": len(found.globals),
+        "files": [],
         "error": None,
         "next": "",
     }

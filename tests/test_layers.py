@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"entry_json", "entry_text", "getting", "listing", "planning", "report", "searching", "tree"}),
     frozenset({"opening"}),
     frozenset({"runtime"}),
-    frozenset({"comparing", "loading", "matching", "values"}),
+    frozenset({"beside", "comparing", "loading", "matching", "values"}),
     frozenset({"converting", "measuring", "salvaging", "sanitizing", "validating"}),
     frozenset({"steps"}),
     frozenset({"api"}),

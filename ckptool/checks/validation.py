@@ -128,7 +128,8 @@ def validation(
     checks += _shards(checkpoint)
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
-        found = Safety([], [], verdict, [Check("pickles", "safety", PASS, "there is none: nothing in it can be run")])
+        where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
+        found = Safety([], [], verdict, [Check("pickles", "safety", PASS, f"there is none{where} can be run")])
         each = "as one file: " if checkpoint.traits.loads == "converted" else ""
         takes = f"{each}safetensors.torch.load_file takes it, {_by_torch(verdict)}"
         loads = Check("weights-only", "safety", PASS, takes)
