@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from .checks.named_globals import NamedGlobal, named_globals
-from .checks.validation import FAIL, NOT_POSSIBLE, Check, Note, judged, safety, validation
+from .checks.validation import NOT_POSSIBLE, Check, Note, judged, safety, validation
 from .container import AMBIGUOUS, FoundPickle
 from .errors import CkptoolError, MalformedError, UnreadableError
 from .formats.pickles_in import pickles_in
@@ -75,17 +75,16 @@ def look_beside(source: FolderSource, torch: str) -> Beside:
     files += _links(top)
     pickles = [pickle for item in files for pickle in item.pickles]
     checks = []
-    looked = [item for item in files if item.looked]
-    if looked:
-        good = f"{counted(len(looked), 'other file')} looked at: nothing in them that is run or odd"
-        checks.append(judged("beside", "safety", [note for item in looked for note in item.notes], good))
+    notes = [note for item in files for note in item.notes]
+    looked = sum(item.looked for item in files)
+    if looked or notes:
+        good = f"{counted(looked, 'other file')} looked at: nothing in them that is run or odd"
+        checks.append(judged("beside", "safety", notes, good))
     passed = [item for item in files if not item.looked]
     if passed:
-        notes = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.why}", item.name) for item in passed)
+        unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.why}", item.name) for item in passed)
         names = listed([f"{item.name} ({item.why})" for item in passed], most=5)
-        status = FAIL if any(note.level == "error" for item in passed for note in item.notes) else NOT_POSSIBLE
-        bad = tuple(note for item in passed for note in item.notes)
-        checks.append(Check("unread files", "safety", status, f"not looked at: {names}", (*bad, *notes)))
+        checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
     return Beside(files, checks, pickles, named_globals(pickles, torch))
 
 

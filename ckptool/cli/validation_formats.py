@@ -35,7 +35,7 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     # Why a file is no checkpoint stands on stderr as a whole.
     told = (check for check in report["checks"] if check["name"] != "readable")
     for check in told:
-        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and check["status"] in _BAD:
+        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_told(check):
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
             lines += [f"  {note['level']}: {clean(note['message'])}" for note in notes]
@@ -47,6 +47,11 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
         rest = report["globals_in_all"] - len(report["globals"])
         lines += [f"and {rest:,} more"] if rest else []
     return [*lines, "", _coverage(report), *_strict(report), *_next(report)]
+
+
+def _is_told(check: dict[str, Any]) -> bool:
+    """Is there something to say of it: it is bad, or could not be made for reasons that are named one by one?"""
+    return check["status"] in _BAD or (check["status"] == "not possible" and bool(check["notes"]))
 
 
 def _next(report: dict[str, Any]) -> list[str]:
@@ -83,7 +88,7 @@ def short_lines(report: dict[str, Any]) -> list[str]:
     if report["status"] == "unreadable":
         return [_head(report)]
     lines = [_head(report) + _partial(report), *(f"  {line}" for line in _strict(report))]
-    bad = (check for check in report["checks"] if check["status"] in _BAD)
+    bad = (check for check in report["checks"] if _is_told(check))
     lines += [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
     return lines + _next(report)
 
@@ -97,7 +102,7 @@ def _finds(report: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
         if check["status"] in _BAD and check["group"] == "expectations":
             # One says what was expected and all that was found instead.
             yield check["name"], "error", check["message"], -1
-        elif check["status"] in _BAD:
+        elif _is_told(check):
             for note in check["notes"]:
                 yield check["name"], note["level"], note["message"], note["offset"]
         elif check["status"] == "not possible" and report["strict"]:
