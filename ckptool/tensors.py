@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .dtypes import BY_NAME, Dtype, storage_dtype
 from .limits import LIMITS
 from .objects import callable_name, device_text, mapped_name, mapping
-from .pickles.nodes import Call, Global, Graph, Persistent, Ref
+from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .rank_parts import held_values
 
 __all__ = ["Storage", "Tensor", "TensorReader", "extent"]
@@ -98,7 +98,8 @@ class TensorReader:
         #: Keys whose persistent ids disagree.
         self.disagreeing: set[str] = set()
         self._depth = 0
-        self._has_views = False
+        #: The views of legacy storages by their keys: of two with one key torch takes the first one.
+        self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
         for ref, node in enumerate(graph.nodes):
             if type(node) is Persistent:
                 self._read_storage(ref, node)
@@ -150,7 +151,6 @@ class TensorReader:
         if (kind != "storage" and kind != b"storage") or not 5 <= len(pid) <= 6:
             return
         cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
-        self._has_views |= len(pid) == 6
         if type(cls) is not Global or type(numel) is not int or not 0 <= numel < _TOO_LARGE:
             return
         if type(key) is not str and (type(key) is not int or abs(key) >= _TOO_LARGE):
@@ -171,14 +171,24 @@ class TensorReader:
                 # Torch does not cache empty storages: each mention stands for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         self._uses[ref] = known
+        view = nodes[pid[5]] if len(pid) == 6 else None
+        if type(view) is tuple and len(view) == 3:
+            word = nodes[view[0]]
+            if type(word) is str or type(word) is int:
+                self._views.setdefault((type(word), word), view)
 
-    def _view(self, ref: Ref) -> tuple[int, int | None]:
-        """Where a legacy view begins in elements, and its size; -1 for one that is none."""
+    def view(self, ref: Ref) -> tuple[int, int | None]:
+        """Where the view of a storage begins that a legacy id stands for, and its size, both in elements.
+
+        (0, None) for a whole storage, -1 for a view that is none.
+        """
         node = self.graph.nodes[ref]
         pid = self.graph.nodes[node.pid] if isinstance(node, Persistent) else ()
         view = self.graph.nodes[pid[5]] if type(pid) is tuple and len(pid) == 6 else None
         if type(view) is not tuple or len(view) != 3:
             return 0, None
+        word = self.graph.nodes[view[0]]
+        view = self._views.get((type(word), word), view) if type(word) is str or type(word) is int else view
         offset, size = self.graph.nodes[view[1]], self.graph.nodes[view[2]]
         if type(offset) is not int or type(size) is not int or offset < 0 or max(offset, size) >= _TOO_LARGE:
             return -1, None
@@ -259,7 +269,7 @@ class TensorReader:
         dtype = dtype or ("uint8" if storage.dtype.name == "untyped" else None)  # torch takes it for that, too
         kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
         size = -(-prod(shape) // kind.packed) * kind.itemsize
-        base, most = self._view(args[0]) if self._has_views else (0, None)
+        base, most = self.view(args[0]) if self._views else (0, None)
         if base < 0 or (most is not None and offset + extent(shape, stride) > most):
             return None
         return Tensor(

@@ -30,6 +30,8 @@ class Flaw(NamedTuple):
 
 #: Formats with persistent ids that stand for something else than storages.
 _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
+#: Parts of the id of a storage (``persistent_load`` in ``_load``); the reader of legacy files looks at its own.
+_ID_PARTS: Final = {"torch-zip": 5}
 
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
@@ -67,6 +69,11 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             storage = reader.storage(ref)
             if storage is not None and storage.dtype.name == "unknown":
                 what = f"the storage class {shown(storage.cls)} is none of torch's"
+                flaws.append(Flaw("geometry", "", what, True, ref))
+            pid = nodes[node.pid]
+            count = len(pid) if type(pid) is tuple else 0
+            if storage is not None and count != _ID_PARTS.get(checkpoint.format, count):
+                what = f"a storage is described by {count} values, of which torch takes {_ID_PARTS[checkpoint.format]}"
                 flaws.append(Flaw("geometry", "", what, True, ref))
             known = _OTHER_IDS.get(checkpoint.format)
             if storage is None and (known is None or (known == "module" and ref not in reader.modules)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
+from ..errors import RefusedError
+from ..pickles.nodes import Global, Graph, Node, Persistent, Ref, children
+from ..tensors import TensorReader
 
 __all__ = ["without_views"]
 
@@ -11,12 +13,13 @@ def without_views(graph: Graph) -> Graph:
     """The graph with persistent ids of storages alone, of five elements: the zip format knows no others.
 
     A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
-    from there (torch/serialization.py, ``_legacy_load``).
+    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view that is held by itself:
+    no other format has storages that are parts of others.
     """
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
     added: list[Node] = []
-    bases: dict[Ref, int] = {}
+    views: set[Ref] = set()
     for ref, node in enumerate(nodes):
         pid = nodes[node.pid] if type(node) is Persistent else None
         if type(node) is not Persistent or type(pid) is not tuple:
@@ -29,16 +32,26 @@ def without_views(graph: Graph) -> Graph:
             continue
         if len(pid) != 6:
             continue
-        view = nodes[pid[5]]
-        offset = nodes[view[1]] if type(view) is tuple and len(view) == 3 else 0
-        if type(offset) is int and offset:
-            bases[ref] = offset
+        if nodes[pid[5]] is not None:
+            views.add(ref)
         changes[node.pid] = pid[:5]
-    for node in nodes if bases else ():
-        args = nodes[node.args] if type(node) is Call else ()
-        if type(node) is Call and type(args) is tuple and len(args) > 3 and args[0] in bases:
-            own = nodes[args[1]]
-            if type(nodes[node.func]) is Global and type(own) is int:
-                changes[node.args] = (args[0], len(nodes) + len(added), *args[2:])
-                added.append(own + bases[args[0]])
+    if views:
+        changes |= _moved(graph, views, added)
     return graph.edited(changes, added) if changes else graph
+
+
+def _moved(graph: Graph, views: set[Ref], added: list[Node]) -> dict[Ref, Node]:
+    """The arguments of tensors over views, with offsets that count from the beginning of the storage."""
+    reader, nodes = TensorReader(graph), graph.nodes
+    changes: dict[Ref, Node] = {}
+    for ref, node in enumerate(nodes):
+        # Also the arguments that _rebuild_from_type_v2 takes beside the function.
+        if type(node) is tuple and len(node) > 3 and node[0] in views and type(own := nodes[node[1]]) is int:
+            begin, _ = reader.view(node[0])
+            changes[ref] = (node[0], len(nodes) + len(added), *node[2:])
+            added.append(own + begin)
+    for ref in graph.reachable():
+        for place, child in enumerate(children(nodes[ref])):
+            if child in views and not (place == 0 and ref in changes):
+                raise RefusedError("it holds a view of a storage by itself, which no other format has")
+    return changes
