@@ -47,6 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 LONG: dict[str, str] = {
     "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
+    "ckptool/tensors.py": "one class: what torch makes of the ids and calls of a pickle",
 }
 
 

@@ -158,7 +158,7 @@ def files(draw: st.DrawFn) -> bytes:
     return legacy(tensors, keys, bodies) + draw(st.sampled_from((b"", b"", b"more", b"\0" * 600)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(files())
 def test_what_is_valid_torch_loads_with_the_same_values(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("legacy") / "f.pth"
@@ -166,7 +166,7 @@ def test_what_is_valid_torch_loads_with_the_same_values(tmp_path_factory: pytest
     agree(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(files())
 def test_converted_it_has_the_values_that_torch_loads(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("legacy") / "f.pth"
