@@ -4,7 +4,7 @@ at. A program that is given the folder loads from there what it likes: an optimi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -70,15 +70,15 @@ class Beside(NamedTuple):
 
 def look_beside(source: FolderSource, torch: str) -> Beside:
     """Look at every file of a folder, and of the folders in it, that is no part of the checkpoint there."""
-    top, own = _place(source)
-    files = [look(os.path.join(top, name), name, torch) for name in files_beside(top, own)]
+    top = os.path.dirname(source.files[0].name) or os.curdir
+    files = [look(os.path.join(top, name), name, torch) for name in files_beside(top, source.parts)]
     files += _links(top)
     pickles = [pickle for item in files for pickle in item.pickles]
     checks = []
     notes = [note for item in files for note in item.notes]
     looked = sum(item.looked for item in files)
     if looked or notes:
-        good = f"{counted(looked, 'other file')} looked at: nothing in them that is run or odd"
+        good = f"{counted(looked, 'other file')} looked at: nothing that is run or odd"
         checks.append(judged("beside", "safety", notes, good))
     passed = [item for item in files if not item.looked]
     if passed:
@@ -88,19 +88,13 @@ def look_beside(source: FolderSource, torch: str) -> Beside:
     return Beside(files, checks, pickles, named_globals(pickles, torch))
 
 
-def _place(source: FolderSource) -> tuple[str, set[str]]:
-    """The folder, and the names of the files in it that are the checkpoint."""
-    top = os.path.dirname(source.files[0].name) or os.curdir
-    return top, {os.path.basename(file.name) for file in source.files}
-
-
-def files_beside(top: str, own: set[str]) -> Iterator[str]:
+def files_beside(top: str, own: Collection[str]) -> Iterator[str]:
     """The files in a folder but those of the checkpoint, hidden folders and links to folders left out."""
     found = _walk(top, own)
     yield from islice(found, LIMITS.listed)
 
 
-def _walk(top: str, own: set[str]) -> Iterator[str]:
+def _walk(top: str, own: Collection[str]) -> Iterator[str]:
     for base, folders, files in os.walk(top):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inner = os.path.relpath(base, top)

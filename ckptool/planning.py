@@ -11,19 +11,19 @@ from .checkpoint import Checkpoint, Target
 from .container import AMBIGUOUS, CUT, UNEDITABLE
 from .edits.prune import used_storages
 from .elements import holds_rows, tensor_size
-from .errors import Again, MalformedError, RefusedError
-from .formats import hf, hf_ranks
+from .errors import Again, CkptoolError, MalformedError, RefusedError
+from .formats import hf, hf_ranks, read_folder
 from .human import argument, salvage_step
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
 from .pooling import open_pooled
 from .programs import program_of
-from .source import Appending, Claim, Files, FolderSource, Plan, Span
+from .source import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
 from .survey import StateDict
 from .tensors import Tensor, TensorReader
 
-__all__ = ["Companions", "InPlace", "companions", "in_place_of", "makes_folder", "plan_of", "refuse_damage"]
+__all__ = ["Companions", "InPlace", "companions", "in_place_of", "makes_folder", "parts_of", "plan_of", "refuse_damage"]
 
 #: What the names of outputs that hold one format end with.
 _TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
@@ -37,12 +37,14 @@ _WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
 _WEIGHTS: Final = (hf.HfFolder, hf_ranks.HfRanks)
 
 
-def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
+def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
     """The output file or folder of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
 
     ``output`` is its name where that is known. Raises MalformedError for a damaged file, RefusedError where something
     would be lost, or the name says another format.
     """
+    if not follow_links:
+        _refuse_links(checkpoint)
     folder = checkpoint.traits.sharded
     if checkpoint.target is not None:
         _check_target(checkpoint.target, output)
@@ -53,12 +55,12 @@ def plan_of(checkpoint: Checkpoint, output: str = "") -> _Planned:
     if edited or checkpoint.changes:
         refuse_damage(checkpoint)
     if not edited:
-        return _with_companions(checkpoint, _as_it_is(checkpoint)), True
+        return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
     target = checkpoint.target or _own_target(checkpoint, output)
     planned, exact = _PLANS[target.format](checkpoint, target)
     planned = _with_claims(checkpoint, target, planned)
     if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
-        planned = _with_companions(checkpoint, planned)
+        planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 
 
@@ -69,12 +71,26 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     return isinstance(checkpoint.source, FolderSource)
 
 
+def parts_of(folder: str) -> frozenset[str]:
+    """The names of the files that are the checkpoint in a folder: those that its index or ``.metadata`` names. Nothing
+    where it cannot be read."""
+    try:
+        found = read_folder(folder)
+    except CkptoolError:
+        return frozenset()
+    if found is None:
+        return frozenset()
+    found[0].close()
+    return found[0].parts
+
+
 class Companions(NamedTuple):
     """Names of files of a folder that are no part of the checkpoint: those that go along with what is written, as they
-    are, and those that do not."""
+    are, those that do not, and of these the links out of the folder that would have."""
 
     copied: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
 
 def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
@@ -82,20 +98,32 @@ def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
     source = checkpoint.source
     if not isinstance(source, FolderSource):
         return Companions()
-    beside = [os.path.basename(path) for path in source.beside]
+    beside = [os.path.basename(path) for path in (*source.beside, *source.links)]
     there = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
     copied = tuple(name for name in beside if name in there)
     own = {os.path.basename(file.name) for file in source.files}
     rest = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
-    return Companions(copied, tuple(sorted(rest.difference(copied))))
+    links = {os.path.basename(path) for path in source.links} if isinstance(planned, Files) else set()
+    return Companions(copied, tuple(sorted(rest.difference(copied) - links)), tuple(sorted(links.difference(copied))))
 
 
-def _with_companions(checkpoint: Checkpoint, planned: Plan | Files) -> Plan | Files:
+def _refuse_links(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError for a part of a folder that is a link out of it: a repository may bring one to any file."""
+    files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
+    link = next((file.name for file in files if leads_out(file.name)), "")
+    if link:
+        what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
+        step = "if its content may go into the output, add --follow-links"
+        raise RefusedError(what, path=checkpoint.path, next=step)
+
+
+def _with_companions(checkpoint: Checkpoint, planned: Plan | Files, follow_links: bool) -> Plan | Files:
     """A folder that is written, with the files beside the tensors of the folder that was read."""
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, Files):
         return planned
     there = {name for name, _ in planned.files}
-    beside = [path for path in checkpoint.source.beside if os.path.basename(path) not in there and os.path.isfile(path)]
+    every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
+    beside = [path for path in every if os.path.basename(path) not in there and os.path.isfile(path)]
     more = [(os.path.basename(path), open_pooled(path)) for path in beside]
     return Files((*planned.files, *((name, Plan((Span(file, 0, file.size),))) for name, file in more)))
 

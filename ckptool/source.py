@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "SliceSource",
     "Source",
     "Span",
+    "leads_out",
     "merged",
     "open_file",
     "open_source",
@@ -141,14 +142,36 @@ class FileSource:
         self.close()
 
 
+def leads_out(path: str) -> bool:
+    """Is it a link to a file that is not in its folder? The cache of huggingface_hub is a folder of links into
+    ``../../blobs``, which it filled itself."""
+    if not os.path.islink(path):
+        return False
+    folder = os.path.realpath(os.path.dirname(path))
+    target = os.path.dirname(os.path.realpath(path))
+    above, name = os.path.split(os.path.dirname(folder))
+    blobs = os.path.join(above, "blobs") if name == "snapshots" else folder
+    return target not in (folder, blobs) and not target.startswith(os.path.join(folder, ""))
+
+
 class FolderSource:
     """A folder of files that are one checkpoint: its size is the sum of theirs. It has no bytes of its own.
-    ``beside`` are the paths of other files that belong to it: an edit of the folder takes them along."""
+    ``beside`` are the paths of other files that belong to it: an edit of the folder takes them along. ``links`` are
+    such that are links out of the folder: nothing is known of what they lead to. ``parts`` are the names of the files
+    that are the checkpoint, but for ``strays``, which nothing in it names."""
 
-    def __init__(self, name: str, files: Sequence[FileSource], beside: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[FileSource],
+        beside: Sequence[str] = (),
+        strays: Collection[str] = (),
+    ) -> None:
         self.name = name
         self.files = tuple(files)
-        self.beside = tuple(beside)
+        self.links = tuple(path for path in beside if leads_out(path))
+        self.beside = tuple(path for path in beside if path not in self.links)
+        self.parts = frozenset(os.path.basename(file.name) for file in files) - {*strays}
         self.size = sum(file.size for file in files)
 
     def read(self, offset: int, size: int) -> bytes:

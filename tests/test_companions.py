@@ -98,7 +98,8 @@ def test_a_link_is_followed(folder: Path, tmp_path: Path) -> None:
     """The cache of huggingface_hub is a folder of links."""
     blobs = tmp_path / "blobs"
     folder.rename(blobs)
-    folder.mkdir()
+    folder = tmp_path / "snapshots" / "0123"
+    folder.mkdir(parents=True)
     for file in blobs.iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
@@ -118,3 +119,60 @@ def test_a_dcp_folder_keeps_what_frameworks_put_there(tmp_path: Path) -> None:
         ckptool.save(ckptool.convert(checkpoint, "torch", allow=["all"]), tmp_path / "one.pth")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"meta.pt", "common.pt", "metadata.json", "notes.txt", ".metadata"} <= names
+
+
+@pytest.mark.parametrize("way", ["../secret", "/etc/hostname", "sub/../../secret"])
+def test_a_link_out_of_the_folder_is_followed_on_demand(
+    way: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cloned repository may bring a link to any file."""
+    (tmp_path / "secret").write_text("top secret")
+    (folder / "sub").mkdir()
+    (folder / "added_tokens.txt").symlink_to(way)
+    (folder / "same.txt").symlink_to("merges.txt")
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "out")]) == 0
+    assert "links out of the folder, not followed: added_tokens.txt" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "added_tokens.txt").exists()
+    assert (tmp_path / "out" / "same.txt").read_bytes() == ALONG["merges.txt"]
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "more"), "--follow-links", "-q"]) == 0
+    assert (tmp_path / "more" / "added_tokens.txt").is_file() and not (
+        tmp_path / "more" / "added_tokens.txt"
+    ).is_symlink()
+
+
+def test_weights_that_are_a_link_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    shard = next(iter(folder.glob("*.safetensors")))
+    shard.rename(tmp_path / "private.safetensors")
+    shard.symlink_to(tmp_path / "private.safetensors")
+    assert ckptool.validate(folder)["valid"]
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "-q"]) == 4
+    assert not (tmp_path / "out").exists()
+    assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "-q", "--follow-links"]) == 0
+
+
+@pytest.mark.parametrize("there", [["epoch_1.pth", "ema.pt"], ["model.bin"], ["x.safetensors", "y.safetensors"]])
+def test_force_replaces_no_other_checkpoints(
+    there: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "runs"
+    out.mkdir()
+    for name in there:
+        torch.save({}, out / name)
+    assert run(["strip-module", str(folder), "-o", str(out), "--force", "-q"]) == 4
+    assert "would be lost" in capsys.readouterr().err and sorted(path.name for path in out.iterdir()) == sorted(there)
+
+
+def test_force_replaces_what_an_index_names_and_nothing_beside_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(["strip-module", str(folder), "-o", str(out), "-q"]) == 0
+    (out / "pytorch_model.bin").write_bytes(b"others")
+    assert run(["strip-module", str(folder), "-o", str(out), "--force", "-q"]) == 4
+    (out / "pytorch_model.bin").unlink()
+    assert run(["strip-module", str(folder), "-o", str(out), "--force", "-q"]) == 0
+
+
+def test_force_replaces_a_dcp_folder_but_no_stray_file_in_it(folder: Path, tmp_path: Path) -> None:
+    how = ["convert", str(folder), "--to-format", "dcp", "-o", str(tmp_path / "out"), "--allow-loss", "all", "-q"]
+    assert run(how) == 0 and run([*how, "--force"]) == 0
+    (tmp_path / "out" / "__7_0.distcp").write_bytes(b"of another save")
+    assert run([*how, "--force"]) == 4

@@ -76,7 +76,7 @@ def test_an_old_folder_is_replaced_on_demand_alone(
     with pytest.raises(RefusedError, match="exists"):
         write_files(plan_of(NEW), str(out), ())
     assert content_of(out) == OLD
-    write_files(plan_of(NEW), str(out), (), force=True)
+    write_files(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
     assert content_of(out) == NEW and os.listdir(tmp_path) == ["out"] and out.stat().st_mode & 0o777 == 0o750
 
 
@@ -85,7 +85,7 @@ def test_a_folder_of_other_things_is_never_replaced(other: str, tmp_path: Path) 
     out = folder_of(OLD, tmp_path / "out")
     (out / other).mkdir() if other == "sub" else (out / other).write_bytes(b"mine")
     with pytest.raises(RefusedError, match=other):
-        write_files(plan_of(NEW), str(out), (), force=True)
+        write_files(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
     assert set(os.listdir(out)) == {*OLD, other} and os.listdir(tmp_path) == ["out"]
 
 
@@ -95,7 +95,7 @@ def test_a_folder_of_other_things_is_never_replaced(other: str, tmp_path: Path) 
 def test_a_failure_leaves_what_was(at: int, force: bool, error: BaseException, tmp_path: Path) -> None:
     out = folder_of(OLD, tmp_path / "out") if force else tmp_path / "out"
     with pytest.raises(OutputError if isinstance(error, OSError) else type(error)) as caught:
-        write_files(failing(at, error), str(out), (), force=force)
+        write_files(failing(at, error), str(out), (), force=force, parts=lambda path: OLD)
     assert os.listdir(tmp_path) == (["out"] if force else [])
     assert not force or content_of(out) == OLD
     if isinstance(error, OSError):
@@ -125,10 +125,16 @@ def test_the_next_run_takes_away_what_a_killed_one_left(force: bool, tmp_path: P
 
     pid = os.fork()
     if not pid:
-        write_files(Files((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks),))))), str(out), (), force=force)  # type: ignore[arg-type]
+        write_files(
+            Files((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks),))))),
+            str(out),
+            (),
+            force=force,
+            parts=lambda path: OLD,
+        )  # type: ignore[arg-type]
     os.waitpid(pid, 0)
     assert len(os.listdir(tmp_path)) == 1 + force
-    write_files(plan_of(NEW), str(out), (), force=force)
+    write_files(plan_of(NEW), str(out), (), force=force, parts=lambda path: OLD)
     assert content_of(out) == NEW and os.listdir(tmp_path) == ["out"]
 
 
@@ -148,7 +154,9 @@ def test_an_input_in_the_folder_is_not_overwritten(tmp_path: Path) -> None:
     out = folder_of(OLD, tmp_path / "out")
     source = open_source(str(out / "pytorch_model.bin"))
     with pytest.raises(RefusedError, match="folder of an input"):
-        write_files(Files((("x.bin", Plan((Span(source, 0, 3),))),)), str(out), (source,), force=True)
+        write_files(
+            Files((("x.bin", Plan((Span(source, 0, 3),))),)), str(out), (source,), force=True, parts=lambda path: OLD
+        )
     source.close()
     assert content_of(out) == OLD
 

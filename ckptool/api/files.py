@@ -23,15 +23,21 @@ Path = str | os.PathLike[str]
 
 
 def save(
-    checkpoint: Checkpoint, path: Path, *, force: bool = False, progress: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    force: bool = False,
+    follow_links: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> Written:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
     An unedited one is copied byte for byte. The output appears whole or not at all, with the mode of the
-    input, or with ``force`` that of the file it replaces. ``progress`` is called with numbers of bytes.
+    input, or with ``force`` that of the file it replaces. Of a folder, links to files outside of it are
+    written with ``follow_links`` only. ``progress`` is called with numbers of bytes.
     Raises RefusedError when the output exists or is the input, OutputError when it cannot be written.
     """
-    from ..planning import plan_of
+    from ..planning import parts_of, plan_of
     from ..source import Files
     from ..write import check_output, write_files, write_plan
 
@@ -40,9 +46,9 @@ def save(
     if not os.path.isdir(name):
         # What cannot be written is said before the work, not after.
         check_output(name, checkpoint.sources, force=force)
-    plan, _ = plan_of(checkpoint, name)
+    plan, _ = plan_of(checkpoint, name, follow_links=follow_links)
     if isinstance(plan, Files):
-        return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
+        return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress, parts=parts_of)
     return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
 
 

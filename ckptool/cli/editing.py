@@ -16,7 +16,7 @@ from ..checkpoint import Checkpoint, file_mode
 from ..container import EDITED
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, listed, undo_step
-from ..planning import companions, makes_folder, plan_of
+from ..planning import companions, makes_folder, parts_of, plan_of
 from ..source import Files, FileSource, FolderSource, Plan
 from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
 from .options import worst
@@ -65,6 +65,7 @@ def edit_all(
     quiet: bool,
     no_progress: bool,
     in_place: bool = False,
+    follow_links: bool = False,
 ) -> int:
     """Edit every input; each output is written, or each failure said, before the worst code is returned."""
     if in_place and (output is not None or out_dir is not None or force):
@@ -75,7 +76,7 @@ def edit_all(
     for path, target in zip(paths, targets):
         bar = not (quiet or no_progress) and watched()
         try:
-            how = _How(force, dry_run, in_place, bar)
+            how = _How(force, dry_run, in_place, bar, follow_links)
             report = _edit_one(job, path, target, how)
         except CkptoolError as error:
             if len(paths) == 1:  # of several some are done
@@ -131,6 +132,7 @@ class _How(NamedTuple):
     dry_run: bool
     in_place: bool
     bar: bool
+    follow_links: bool
 
 
 def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
-    plan, exact = plan_of(edited, target or "")
+    plan, exact = plan_of(edited, target or "", follow_links=how.follow_links)
     if target is not None and not how.dry_run:
         target = _write(edited, plan, target, force=how.force, bar=how.bar)
     elif edited.later:
@@ -225,7 +227,8 @@ def _write(edited: Checkpoint, plan: Plan | Files, target: str, *, force: bool, 
     sources, mode = edited.sources, file_mode(edited.source)
     with progress_bar(plan.size, os.path.basename(target), bar) as moving:
         if isinstance(plan, Files):
-            return write_files(plan, target, sources, force=force, mode=mode, progress=moving).path
+            written = write_files(plan, target, sources, force=force, mode=mode, progress=moving, parts=parts_of)
+            return written.path
         return write_plan(plan, target, sources, force=force, mode=mode, progress=moving).path
 
 
@@ -273,6 +276,9 @@ def account(report: dict[str, Any]) -> list[str]:
         lines.append(f"  copied as they are: {clean(listed(report['copied']))}")
     if report.get("not_copied"):
         lines.append(f"  note: not copied: {clean(listed(report['not_copied']))}")
+    if report.get("links"):
+        lines.append(f"  note: links out of the folder, not followed: {clean(listed(report['links']))}")
+        lines.append("  -> with what they lead to: --follow-links")
     if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
     for path in report["left_alone"]:

@@ -73,7 +73,7 @@ def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
 
 def _writing(how: dict[str, Any]) -> dict[str, Any]:
     """The options of every command that writes."""
-    names = ("output", "out_dir", "force", "dry_run", "style", "quiet", "no_progress", "in_place")
+    names = ("output", "out_dir", "force", "follow_links", "dry_run", "style", "quiet", "no_progress", "in_place")
     return {name: how[name] for name in names}
 
 

@@ -419,7 +419,8 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             container._note("unfinished-save", "warning", what)
-        return FolderSource(path, opened, [os.path.join(path, name) for name in beside]), container
+        strays = files.keys() - {item.file for item in container.read.items}
+        return FolderSource(path, opened, [os.path.join(path, name) for name in beside], strays), container
     except BaseException as error:
         for source in opened:
             source.close()

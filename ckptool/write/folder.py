@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from shlex import quote
 
@@ -20,8 +20,8 @@ __all__ = ["check_folder", "write_files"]
 def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """The real path of the folder to write; raises as ``check_output`` does.
 
-    With ``force`` an existing folder is replaced; ``write_files`` does so only if there is nothing in it but a
-    checkpoint, and files that the new one has as well: nobody loses a folder of other things to a slip of the hand.
+    With ``force`` an existing folder is replaced; ``write_files`` does so only if there is nothing in it but the parts
+    of one checkpoint, and files that the new one has as well: a slip of the hand loses no folder of other things.
     """
     if not path or "\0" in path:
         raise OutputError("it is no name of a folder", path=repr(path))
@@ -40,8 +40,8 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
 
 
 def _check_what_is_there(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
-    """Raise RefusedError for what a folder at ``target`` must not take the place of; ``names`` are the files of the new
-    one, where these are known."""
+    """Raise RefusedError for what a folder at ``target`` must not take the place of; ``names`` are the files that may
+    go, where these are known."""
     if not os.path.lexists(target):
         return
     if not os.path.isdir(target):
@@ -51,17 +51,17 @@ def _check_what_is_there(target: str, path: str, force: bool, names: Collection[
     there = os.listdir(target)
     if there and not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
-    strange = [name for name in there if not _is_ours(os.path.join(target, name)) and name not in (names or ())]
-    if strange and names is not None:
-        what = f"the folder holds {strange[0]!r}, which is no part of a checkpoint, and would be lost"
+    if names is None:
+        return
+    lost = sorted(name for name in there if name not in names or os.path.isdir(os.path.join(target, name)))
+    if lost:
+        more = f" and {len(lost) - 1:,} more" if lost[1:] else ""
+        what = f"the folder holds {lost[0]!r}{more}, which is no part of the checkpoint in it, and would be lost"
         raise RefusedError(what, path=path, next="choose another name")
 
 
-def _is_ours(path: str) -> bool:
-    name = os.path.basename(path)
-    ours = name.endswith((".metadata", ".distcp", ".safetensors", ".bin", ".pt", ".pth", ".index.json"))
-    # An index of a variant: model.safetensors.index.fp16.json.
-    return not os.path.isdir(path) and (ours or (".index." in name and name.endswith(".json")))
+def _nothing(path: str) -> Collection[str]:
+    return ()
 
 
 @writing()
@@ -73,10 +73,15 @@ def write_files(
     force: bool = False,
     mode: int = 0o644,
     progress: Progress | None = None,
+    parts: Callable[[str], Collection[str]] = _nothing,
 ) -> Written:
-    """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does."""
+    """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does.
+
+    ``parts`` says which files of a folder are the checkpoint that is replaced; another one in it is never lost.
+    """
     target = check_folder(path, sources, force=force)
     names = [file for file, _ in files.files]
+    names += parts(target) if force else ()
     _check_what_is_there(target, path, force, names)
     parent, name = os.path.split(target)
     remove_leftovers(parent, name)
