@@ -104,9 +104,7 @@ def writing(command: Command) -> Command:
                 "--out-dir", type=click.Path(), metavar="DIR", help="A folder for the outputs of several inputs."
             ),
             click.option("--force", is_flag=True, help="Replace an existing output."),
-            click.option(
-                "--follow-links", is_flag=True, help="Of a folder, also write what links in it have outside of it."
-            ),
+            click.option("--follow-links", is_flag=True, help="Also write what links out of a folder lead to."),
             click.option("--dry-run", is_flag=True, help="Only say what would change, and the output's size."),
             format_option(),
             click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
