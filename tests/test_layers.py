@@ -46,6 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 #: Modules of more than 400 lines, and why.
 LONG: dict[str, str] = {
     "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
+    "ckptool/source.py": "all that bytes are read from, and what plans say of them",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
     "ckptool/tensors.py": "one class: what torch makes of the ids and calls of a pickle",
 }
