@@ -7,10 +7,11 @@ same bytes for equal tensors. No torch is needed for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import Final, Literal
+from zlib import crc32
 
 from .checkpoint import Checkpoint
 from .container import Body
@@ -19,18 +20,22 @@ from .errors import MalformedError
 from .human import salvage_step
 from .limits import LIMITS
 from .source import Computed, Span
-from .tensors import Tensor, extent
+from .tensors import Storage, Tensor, extent
 from .zips import contents
 
 __all__ = [
+    "added_storages",
     "contiguous_strides",
     "dtype_of",
     "elements",
     "holds_rows",
+    "loaded_bytes",
+    "number_width",
     "reblocked",
     "stored_bytes",
     "swapped",
     "tensor_size",
+    "turned_width",
     "unordered",
     "whole_chunks",
 ]
@@ -165,14 +170,62 @@ def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def swapped(data: bytes, dtype: Dtype) -> bytes:
-    """The other byte order; a complex number is two."""
-    width = dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
+def swapped(data: bytes, width: int) -> bytes:
+    """Numbers of ``width`` bytes in the other byte order."""
     if width == 1:
         return data
     numbers = array(_CODES[width], data)
     numbers.byteswap()
     return numbers.tobytes()
+
+
+def number_width(dtype: Dtype) -> int:
+    """The bytes of the numbers of a storage class that torch turns round; a complex number is two.
+
+    1 where it turns none: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
+    ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
+    """
+    return dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
+
+
+def turned_width(checkpoint: Checkpoint, key: str) -> int:
+    """The bytes of the numbers of a storage that are in the other order in the file than torch has them on a
+    little-endian machine; 1 where none are."""
+    if checkpoint.container.byteorder != "big":
+        return 1
+    storage = checkpoint.survey.reader.storages.get(key)
+    return 1 if storage is None else number_width(storage.dtype)
+
+
+def loaded_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
+    """The bytes of a storage as torch has them in memory on a little-endian machine; else like ``stored_bytes``."""
+    width = turned_width(checkpoint, key)
+    if width == 1:
+        yield from stored_bytes(checkpoint, key, begin, size)
+        return
+    body = checkpoint.body(key)
+    left = (0 if body is None else body.size - begin) if size is None else size
+    first = begin - begin % width
+    for data in whole_chunks(
+        stored_bytes(checkpoint, key, first, begin + left + -(begin + left) % width - first), width
+    ):
+        part = swapped(data, width)[begin - first :][:left]
+        yield part
+        left -= len(part)
+        first = begin
+
+
+def added_storages(
+    checkpoint: Checkpoint, made: Mapping[str, bytes], storages: Mapping[str, Storage]
+) -> dict[str, Body]:
+    """New storages by their keys, from their bytes on a little-endian machine: in the byte order of the file."""
+    big = checkpoint.container.byteorder == "big"
+    bodies = {}
+    for key, data in made.items():
+        if big and key in storages:
+            data = swapped(data, number_width(storages[key].dtype))
+        bodies[key] = Body(data, len(data), crc32(data))
+    return bodies
 
 
 def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
@@ -193,12 +246,9 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
     width = dtype.itemsize
     if dtype.packed > 1 or holds_rows(tensor):
         begin = tensor.offset // dtype.packed * width
-        chunks = whole_chunks(stored_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width)
+        yield from whole_chunks(loaded_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width)
     else:
-        chunks = _gathered(checkpoint, tensor, width)
-    if checkpoint.container.byteorder == "big":
-        chunks = (swapped(data, dtype) for data in chunks)
-    yield from chunks
+        yield from _gathered(checkpoint, tensor, width)
 
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[bytes]:
@@ -215,7 +265,7 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[by
     if size <= _WINDOW or first > _WINDOW or not in_stretches:
         whole = memoryview(bytearray(size))
         at = 0
-        for data in stored_bytes(checkpoint, tensor.storage, origin, size):
+        for data in loaded_bytes(checkpoint, tensor.storage, origin, size):
             whole[at : at + len(data)] = data
             at += len(data)
         for at, shape in blocks:
@@ -223,7 +273,7 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[by
         return
     for at, shape in blocks:
         wanted = extent(shape, stride) * width
-        data = b"".join(stored_bytes(checkpoint, tensor.storage, origin + at * width, wanted))
+        data = b"".join(loaded_bytes(checkpoint, tensor.storage, origin + at * width, wanted))
         yield _rows(data, shape, stride, width)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..elements import dtype_of, elements, holds_rows, reblocked, tensor_size
+from ..elements import dtype_of, elements, holds_rows, reblocked, tensor_size, turned_width
 from ..source import FileSource, Span
 from ..tensors import Tensor
 from ..threads import BLOCK
@@ -38,7 +38,7 @@ def raw_of(checkpoint: Checkpoint, tensor: Tensor) -> Raw | None:
     dtype = dtype_of(tensor)
     if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or holds_rows(tensor)):
         return None
-    if dtype.itemsize > 1 and checkpoint.container.byteorder == "big":
+    if turned_width(checkpoint, tensor.storage) > 1:
         return None
     body = checkpoint.body(tensor.storage)
     if body is None or body.compressed or not isinstance(body.piece, Span):

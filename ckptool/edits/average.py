@@ -11,7 +11,7 @@ from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..container import Body
 from ..dtypes import BY_NAME, DTYPES, Dtype
-from ..elements import reblocked, stored_bytes, swapped
+from ..elements import loaded_bytes, reblocked, swapped, turned_width
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
@@ -179,11 +179,11 @@ def _averaging(
     factors: Sequence[float],
     wide: str,
 ) -> Callable[[], Iterator[bytes]]:
-    big = [checkpoint.container.byteorder == "big" for checkpoint in checkpoints]
+    width = turned_width(checkpoints[0], keys[0])
 
     def chunks() -> Iterator[bytes]:
         streams = [
-            reblocked(stored_bytes(checkpoint, key, 0, nbytes), _STEP - _STEP % dtype.itemsize)
+            reblocked(loaded_bytes(checkpoint, key, 0, nbytes), _STEP - _STEP % dtype.itemsize)
             for checkpoint, key in zip(checkpoints, keys)
         ]
         while True:
@@ -192,8 +192,6 @@ def _averaging(
                 return
             if len({len(part) for part in parts}) > 1:
                 raise MalformedError("a storage ends too early", path=checkpoints[0].path)
-            little = [swapped(part, dtype) if swap else part for part, swap in zip(parts, big)]
-            made = averager(little, factors, dtype.name, wide)
-            yield swapped(made, dtype) if big[0] else made
+            yield swapped(averager(parts, factors, dtype.name, wide), width)
 
     return chunks

@@ -9,7 +9,7 @@ from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..container import Body
 from ..dtypes import BY_NAME, DTYPES, Dtype
-from ..elements import stored_bytes, swapped, whole_chunks
+from ..elements import loaded_bytes, number_width, swapped, whole_chunks
 from ..errors import CkptoolError, RefusedError, TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
@@ -235,19 +235,19 @@ class _Tally:
 def _casting(
     checkpoint: Checkpoint, key: str, numel: int, source: Dtype, target: Dtype, caster: Caster, tally: _Tally
 ) -> Callable[[], Iterator[bytes]]:
-    big = checkpoint.container.byteorder == "big"
+    width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
 
     def chunks() -> Iterator[bytes]:
         tally.found[key] = 0
-        for data in whole_chunks(stored_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
+        for data in whole_chunks(loaded_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
             try:
-                made, overflowed = caster(swapped(data, source) if big else data, source.name, target.name)
+                made, overflowed = caster(data, source.name, target.name)
             except CkptoolError as error:
                 error.path = error.path or checkpoint.path
                 raise
             if overflowed:
                 tally.add(key, target, overflowed)
-            yield swapped(made, target) if big else made
+            yield swapped(made, width)
 
     return chunks
 

@@ -8,7 +8,7 @@ from shlex import quote
 from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..container import Body
-from ..elements import stored_bytes, swapped, whole_chunks
+from ..elements import number_width, stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
 from ..names import EVERY, Globs
@@ -258,12 +258,12 @@ class _Graft:
         if self.foreign.container.byteorder == self.checkpoint.container.byteorder:
             return body if key in self.foreign.added else body._replace(crc=self._crcs.get(key))
         dtype = self.foreign.survey.reader.storages[key].dtype
-        if dtype.name in ("untyped", "unknown"):
-            what = f"storage {key!r} has another byte order, and no dtype of its own"
+        if dtype.name == "unknown":
+            what = f"storage {key!r} has another byte order, and a dtype that is not known"
             raise RefusedError(what, path=self.foreign.path)
-        foreign = self.foreign
+        foreign, width = self.foreign, number_width(dtype)
 
         def chunks() -> Iterator[bytes]:
-            return (swapped(data, dtype) for data in whole_chunks(stored_bytes(foreign, key), dtype.itemsize))
+            return (swapped(data, width) for data in whole_chunks(stored_bytes(foreign, key), width))
 
         return Body(Computed(body.size, chunks), body.size)

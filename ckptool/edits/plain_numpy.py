@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..checkpoint import Checkpoint
-from ..container import Body
+from ..elements import added_storages
 from ..objects import callable_name
 from ..pickles.nodes import Call
+from ..tensors import TensorReader
 from .plain.case import Case, Plain
 from .plain.numpy_values import ARRAYS, BUFFERS, SCALARS, array, numpy_scalar
 from .rewrite import Rewrite
@@ -34,5 +35,5 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
             rewrite.changed[ref] = verdict.node
     if not rewrite.changed or checkpoint.survey.reader.storages.keys() & storages.keys():
         return checkpoint
-    made = {key: Body(data, len(data)) for key, data in storages.items()}
-    return checkpoint.changed(rewrite.done(), (), made)
+    done = rewrite.done()
+    return checkpoint.changed(done, (), added_storages(checkpoint, storages, TensorReader(done).storages))

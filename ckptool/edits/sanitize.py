@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Final
-from zlib import crc32
 
 from ..changes import Change
 from ..checkpoint import Checkpoint
-from ..container import CUT, DAMAGED, Body
+from ..container import CUT, DAMAGED
+from ..elements import added_storages
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, salvage_step
 from ..objects import callable_name, elements
@@ -83,7 +83,7 @@ def sanitize(
         protocol = checkpoint.graph.style.protocol
         what = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
         changes.insert(0, Change("protocol", "", 1, 0, what))
-    made = {key: Body(data, len(data), crc32(data)) for key, data in walk.storages.items()}
+    made = added_storages(checkpoint, walk.storages, after)
     return checkpoint.changed(graph, changes, made, anew=anew)
 
 

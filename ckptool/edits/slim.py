@@ -11,7 +11,17 @@ from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..container import Body
 from ..dtypes import BY_NAME, Dtype
-from ..elements import contiguous_strides, dtype_of, elements, holds_rows, stored_bytes, swapped, tensor_size
+from ..elements import (
+    contiguous_strides,
+    dtype_of,
+    elements,
+    holds_rows,
+    stored_bytes,
+    swapped,
+    tensor_size,
+    turned_width,
+    whole_chunks,
+)
 from ..errors import TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
@@ -159,12 +169,11 @@ def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
 
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
-    dtype, size = dtype_of(tensor), tensor_size(tensor)
-    assert dtype is not None
+    size, width = tensor_size(tensor), turned_width(checkpoint, tensor.storage)
 
     def chunks() -> Iterator[bytes]:
-        for data in elements(checkpoint, tensor):
-            yield swapped(data, dtype) if checkpoint.container.byteorder == "big" else data
+        for data in whole_chunks(elements(checkpoint, tensor), width):
+            yield swapped(data, width)
 
     return Body(Computed(size, chunks), size)
 

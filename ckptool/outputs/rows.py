@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from ..checkpoint import Checkpoint
-from ..elements import dtype_of, elements, holds_rows, tensor_size
+from ..elements import dtype_of, elements, holds_rows, tensor_size, turned_width
 from ..errors import RefusedError
 from ..human import salvage_step
 from ..objects import callable_name, mapping
@@ -66,7 +66,7 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
     if body is None or tensor.location == "meta" or (in_rows and begin + size > body.size):
         what = f"the bytes of {where} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    swapped = checkpoint.container.byteorder == "big" and dtype.itemsize > 1
+    swapped = turned_width(checkpoint, tensor.storage) > 1
     negated, conjugated = lazy_bits(checkpoint, ref)
     if negated or conjugated:
         return Computed(size, partial(resolved, checkpoint, Reading(tensor, "elements", negated, conjugated)))

@@ -15,7 +15,7 @@ from ..building import Builder
 from ..checkpoint import Checkpoint
 from ..edits.prune import fallen, prune, used_storages
 from ..edits.rewrite import Rewrite
-from ..elements import stored_bytes, swapped, whole_chunks
+from ..elements import loaded_bytes, turned_width
 from ..errors import RefusedError
 from ..formats.torch_legacy import MAGIC, VERSION
 from ..human import salvage_step, shown
@@ -140,14 +140,7 @@ def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
     if body is None or body.size != storage.nbytes or storage.location == "meta":
         what = f"the bytes of storage {shown(storage.key)} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    chunks = partial(stored_bytes, checkpoint, storage.key)
-    if checkpoint.container.byteorder == "big" and storage.dtype.itemsize > 1:
-        yield Computed(body.size, lambda: (swapped(part, storage.dtype) for part in _whole(chunks(), storage)))
-    elif body.compressed:
-        yield Computed(body.size, chunks)
+    if body.compressed or turned_width(checkpoint, storage.key) > 1:
+        yield Computed(body.size, partial(loaded_bytes, checkpoint, storage.key))
     else:
         yield body.piece
-
-
-def _whole(chunks: Iterator[bytes], storage: Storage) -> Iterator[bytes]:
-    return whole_chunks(chunks, storage.dtype.itemsize)
