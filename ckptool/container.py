@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from .pickles.nodes import Graph
 from .source import Appending, Piece, Plan, Span
@@ -21,10 +21,12 @@ __all__ = [
     "Body",
     "Container",
     "FoundPickle",
+    "Manifest",
     "Problem",
     "StoredBytes",
     "StoredRecord",
     "Traits",
+    "of_records",
 ]
 
 #: Problems on whose account no edit is written: it would carry the damage over under a good name.
@@ -100,6 +102,10 @@ class StoredRecord(NamedTuple):
     compressed: bool
     key: str
     part_of: str = ""
+
+
+#: What is stored by its name, with all that the metadata say of it: two files that hold the same have equal ones.
+Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 class FoundPickle(NamedTuple):
@@ -198,6 +204,13 @@ class Container(Protocol):
         """Everything stored, in the order of the file; raises MalformedError where a record cannot be found."""
         ...
 
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        """What is stored beside the object. With ``checked`` it is looked at where it should be.
+
+        Raises MalformedError where it is not there.
+        """
+        ...
+
     def audit(self, keys: Collection[str]) -> Sequence[Problem]:
         """What a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
         ...
@@ -217,3 +230,8 @@ class Container(Protocol):
         Raises RefusedError where the format has no room for that.
         """
         ...
+
+
+def of_records(container: Container, *, checked: bool = False) -> Manifest:
+    """The manifest of a format that has nothing shorter than its records."""
+    return {record.name: (record.size, record.crc, record.compressed) for record in container.records()}

@@ -11,7 +11,8 @@
     │           └── TruncatedPickleError  3  ... which ends too early
     ├── RefusedError               4    done as asked it would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
-    └── OutputError                5    the output could not be written
+    ├── OutputError                5    the output could not be written
+    └── ReadBackError             70    what was written does not read as it must: a bug in ckptool, and no output
 
 Every error carries its facts as fields and is worded late, by ``str()``. ``next`` is the command or
 step that gets the user further; it may be empty. This module knows nothing of click.
@@ -30,6 +31,7 @@ __all__ = [
     "NotACheckpointError",
     "OutputError",
     "PickleError",
+    "ReadBackError",
     "RefusedError",
     "TargetError",
     "TruncatedPickleError",
@@ -143,3 +145,17 @@ class OutputError(CkptoolError):
     """The output could not be written; what was at its path before is still there."""
 
     exit_code = 5
+
+
+class ReadBackError(CkptoolError):
+    """What was staged does not read as the edit promised, so it was thrown away: a bug in ckptool.
+
+    ``promised`` and ``read`` say where the two differ; ``report`` are the lines of a report to its authors, complete
+    once the error has passed whoever knows what was edited. They name tensors and versions, and no paths.
+    """
+
+    def __init__(self, what: str, *, promised: str = "", read: str = "", path: str = "", next: str = "") -> None:
+        super().__init__(what, path=path, next=next)
+        self.promised = promised
+        self.read = read
+        self.report: tuple[str, ...] = ()

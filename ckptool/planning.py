@@ -23,7 +23,18 @@ from .source import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
 from .survey import StateDict
 from .tensors import Tensor, TensorReader
 
-__all__ = ["Companions", "InPlace", "companions", "in_place_of", "makes_folder", "parts_of", "plan_of", "refuse_damage"]
+__all__ = [
+    "Companions",
+    "InPlace",
+    "companions",
+    "in_place_of",
+    "makes_folder",
+    "parts_of",
+    "plan_of",
+    "refuse_damage",
+    "state_dict_of",
+    "target_of",
+]
 
 #: What the names of outputs that hold one format end with.
 _TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
@@ -45,23 +56,28 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     """
     if not follow_links:
         _refuse_links(checkpoint)
-    folder = checkpoint.traits.sharded
     if checkpoint.target is not None:
         _check_target(checkpoint.target, output)
     elif checkpoint.edited or isinstance(checkpoint.source, FolderSource):
         _check_name(checkpoint, output)
-    # A folder that is not edited is written anew where one file is to be made of it.
-    edited = checkpoint.edited or (folder and not makes_folder(checkpoint, output))
-    if edited or checkpoint.changes:
+    target = target_of(checkpoint, output)
+    if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
-    if not edited:
+    if target is None:
         return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
-    target = checkpoint.target or _own_target(checkpoint, output)
     planned, exact = _PLANS[target.format](checkpoint, target)
     planned = _with_claims(checkpoint, target, planned)
     if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
+
+
+def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
+    """What is written under a name; None where that is the input as it is."""
+    # A folder that is not edited is written anew where one file is to be made of it.
+    if not checkpoint.edited and not (checkpoint.traits.sharded and not makes_folder(checkpoint, output)):
+        return None
+    return checkpoint.target or _own_target(checkpoint, output)
 
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
@@ -269,12 +285,17 @@ def _dcp(checkpoint: Checkpoint, target: Target) -> _Planned:
 
 def _whole(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
     """The state dict that goes into an output of one alone; raises RefusedError where there is none."""
-    found = next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+    found = state_dict_of(checkpoint, target)
     if found is None:
         raise RefusedError(
             f"{output} holds tensors by their names and nothing else", path=checkpoint.path, next=_way_out(checkpoint)
         )
     return found
+
+
+def state_dict_of(checkpoint: Checkpoint, target: Target) -> StateDict | None:
+    """The state dict that goes into an output of one alone."""
+    return next((item for item in checkpoint.state_dicts if item.path == target.key), None)
 
 
 def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:

@@ -32,8 +32,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
     frozenset({"outputs"}),
     frozenset({"entry_json", "entry_text", "getting", "listing", "planning", "report", "searching", "tree"}),
-    frozenset({"opening"}),
-    frozenset({"runtime"}),
+    frozenset({"opening", "readback"}),
+    frozenset({"runtime", "saving"}),
     frozenset({"beside", "comparing", "loading", "matching", "values"}),
     frozenset({"converting", "measuring", "salvaging", "sanitizing", "validating"}),
     frozenset({"steps"}),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import Checkpoint, file_mode
+from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..locations import MapLocation
 from ..objects import parse_path
@@ -34,22 +35,18 @@ def save(
 
     An unedited one is copied byte for byte. The output appears whole or not at all, with the mode of the
     input, or with ``force`` that of the file it replaces. Of a folder, links to files outside of it are
-    written with ``follow_links`` only. ``progress`` is called with numbers of bytes.
-    Raises RefusedError when the output exists or is the input, OutputError when it cannot be written.
+    written with ``follow_links`` only. Before it takes its name it is read back: its structure,
+    names, shapes, dtypes, sizes and sharing must be those of the checkpoint. ``progress`` is called with numbers of
+    bytes. Raises RefusedError when the output exists or is the input, OutputError when it cannot be written,
+    ReadBackError where it does not read as it must.
     """
-    from ..planning import parts_of, plan_of
-    from ..source import Files
-    from ..write import check_output, write_files, write_plan
+    from ..saving import save as saved
+    from ..write import Written
 
-    name = os.fspath(path)
-    mode = file_mode(checkpoint.source)
-    if not os.path.isdir(name):
-        # What cannot be written is said before the work, not after.
-        check_output(name, checkpoint.sources, force=force)
-    plan, _ = plan_of(checkpoint, name, follow_links=follow_links)
-    if isinstance(plan, Files):
-        return write_files(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress, parts=parts_of)
-    return write_plan(plan, name, checkpoint.sources, force=force, mode=mode, progress=progress)
+    found = saved(
+        checkpoint, os.fspath(path), force=force, follow_links=follow_links, watch=lambda size: nullcontext(progress)
+    )
+    return Written(found.path, found.planned.size)
 
 
 def load(

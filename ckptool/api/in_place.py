@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
-from ..human import argument, counted, cut
+from ..human import argument, counted
 from ..source import FileSource, SliceSource, open_source
 from ..zips import Version, note_at, read_archive, versions
 
-__all__ = ["history", "in_place", "save_in_place", "undo"]
-
-if TYPE_CHECKING:
-    from ..planning import InPlace
+__all__ = ["history", "save_in_place", "undo"]
 
 Path = str | os.PathLike[str]
-
-#: Characters of what was done that a version keeps.
-_WORDS = 300
 
 
 def save_in_place(checkpoint: Checkpoint) -> int:
@@ -28,34 +22,13 @@ def save_in_place(checkpoint: Checkpoint) -> int:
 
     Takes milliseconds whatever the size, is crash-safe at every instant, and ``undo`` takes it back. Returns the number
     of bytes appended, 0 where nothing changed. Raises RefusedError for legacy files and for edits that make new bytes
-    of tensors (cast, slim, average), OutputError when it cannot be written, and then the file is what it was.
+    of tensors (cast, slim, average), OutputError when it cannot be written, ReadBackError where it would not read as it
+    must, and then the file is what it was.
     """
-    from ..write import append
+    from ..saving import save_in_place as saved
 
-    appending = in_place(checkpoint).appending
-    if appending is None:
-        return 0
-    assert isinstance(checkpoint.source, FileSource)
-    append(appending, checkpoint.source)
-    return appending.size - appending.at
-
-
-def in_place(checkpoint: Checkpoint, command: str = "") -> InPlace:
-    """What ``save_in_place`` appends."""
-    from ..planning import in_place_of
-    from ..write import check_idle
-
-    if not isinstance(checkpoint.source, FileSource):
-        raise RefusedError("only a file can be edited in place", path=checkpoint.path, next="write a new file with -o")
-    words = "; ".join(change.words for change in checkpoint.changes)
-    edit = cut(f"{command}: {words}" if command else words, _WORDS)
-    # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    try:
-        return in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
-    except RefusedError:
-        check_idle(checkpoint.source)  # what looks unfinished may be under way
-        raise
+    appending = saved(checkpoint).appending
+    return 0 if appending is None else appending.size - appending.at
 
 
 def history(path: Path) -> dict[str, Any]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import click
 
 from .. import api
-from ..api.in_place import in_place
 from ..archives import file_name
 from ..changes import Change
-from ..checkpoint import Checkpoint, file_mode
+from ..checkpoint import Checkpoint
 from ..container import EDITED
 from ..errors import CkptoolError, OutputError, RefusedError
 from ..human import counted, human_bytes, listed, undo_step
-from ..planning import companions, makes_folder, parts_of, plan_of
-from ..source import Files, FileSource, FolderSource, Plan
-from ..write import append, check_folder, check_output, rehearse, write_files, write_plan
+from ..planning import companions, makes_folder
+from ..saving import preview, save, save_in_place
+from ..source import Files, FileSource
+from ..write import check_folder, check_output
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
 from .retyping import retype
@@ -186,31 +187,28 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
-    plan, exact = plan_of(edited, target or "", follow_links=how.follow_links)
     if target is not None and not how.dry_run:
-        target = _write(edited, plan, target, force=how.force, bar=how.bar)
-    elif edited.later:
-        rehearse(plan)
-    beside = companions(edited, plan)
+        label = os.path.basename(target)
+        links = how.follow_links
+        bar = partial(progress_bar, label=label, wanted=how.bar)
+        found = save(edited, target, force=how.force, follow_links=links, watch=bar)
+        target = found.path
+    else:
+        found = preview(edited, target or "", follow_links=how.follow_links)
+    beside = companions(edited, found.planned)
     others = {name: names for name, names in beside._asdict().items() if names}
     # Of the checkpoint, as of the input.
-    size = plan.size
-    if isinstance(plan, Files):
-        size -= sum(part.size for name, part in plan.files if name in beside.copied)
-    return {"output": target, "output_bytes": size, "exact": exact, **others}
+    size = found.planned.size
+    if isinstance(found.planned, Files):
+        size -= sum(part.size for name, part in found.planned.files if name in beside.copied)
+    return {"output": target, "output_bytes": size, "exact": found.exact, **others}
 
 
 def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
     """Append the edit to its own file, and say what came of it."""
+    found = save_in_place(edited, job.command, dry_run=how.dry_run)
     source = edited.source
-    if not isinstance(source, FileSource):
-        what = (
-            f"a {'folder' if isinstance(source, FolderSource) else 'file within an archive'} cannot be edited in place"
-        )
-        raise RefusedError(what, path=edited.path, next="write a new one with -o")
-    found = in_place(edited, job.command)
-    if found.appending is not None and not how.dry_run:
-        append(found.appending, source)
+    assert isinstance(source, FileSource)
     size = found.appending.size if found.appending else source.size
     outcome = {"output": source.name, "output_bytes": size, "exact": found.exact}
     return outcome | {"names": source.links, "unused_bytes": found.unused_bytes}
@@ -220,16 +218,6 @@ def _refuse_inputs(job: Job, target: str) -> None:
     for path in job.inputs:
         if os.path.exists(target) and os.path.exists(path) and os.path.samefile(target, path):
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
-
-
-def _write(edited: Checkpoint, plan: Plan | Files, target: str, *, force: bool, bar: bool) -> str:
-    """Write the output and return its name, which its content may have decided."""
-    sources, mode = edited.sources, file_mode(edited.source)
-    with progress_bar(plan.size, os.path.basename(target), bar) as moving:
-        if isinstance(plan, Files):
-            written = write_files(plan, target, sources, force=force, mode=mode, progress=moving, parts=parts_of)
-            return written.path
-        return write_plan(plan, target, sources, force=force, mode=mode, progress=moving).path
 
 
 def _head(report: dict[str, Any]) -> str:

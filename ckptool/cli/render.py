@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import CkptoolError
+from .. import __version__
+from ..errors import CkptoolError, ReadBackError
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -232,6 +233,17 @@ def say_error(error: CkptoolError) -> None:
     say(str(error))
     if error.next:
         tell(f"  -> {error.next}")
+    for line in report_lines(error):
+        tell(f"     {line}")
+
+
+def report_lines(error: CkptoolError) -> list[str]:
+    """What to send where the error is a bug of ckptool."""
+    if not isinstance(error, ReadBackError):
+        return []
+    typed = click.get_current_context(silent=True)
+    command = typed.info_name if typed is not None else None
+    return [f"ckptool {__version__} {command or ''}".rstrip(), *error.report]
 
 
 def say(text: str) -> None:
@@ -271,4 +283,5 @@ def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
     """The report on an input that cannot be read or edited, so that JSON has an object for each input."""
     found: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
     kind = getattr(error, "kind", None)
-    return found | ({"format": kind} if kind else {})
+    lines = report_lines(error)
+    return found | ({"format": kind} if kind else {}) | ({"report": lines} if lines else {})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
 from ..errors import MalformedError, PickleError, UnreadableError
 from ..human import human_bytes
 from ..limits import LIMITS
@@ -84,6 +84,8 @@ class Rescued:
             assert stored.span is not None
             name = f"{self.root}/data/{key}"
             yield StoredRecord(name, stored.span, stored.size, self.crcs[key], stored.compressed, key)
+
+    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..building import Builder, contiguous
-from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -151,6 +151,13 @@ class Dcp:
                     yield record._replace(name=label, span=span, key=key, part_of=part)
             except MalformedError:
                 continue
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        """The items; ``checked`` opens each."""
+        for item in self._usable.values() if checked else ():
+            self._rows(self._open(item), item)
+        listed = self.read.listed.items()
+        return {name: (value.dtype.name if value.dtype else "", tuple(value.shape)) for name, value in listed}
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         """Look at every item as at a file of torch.save."""

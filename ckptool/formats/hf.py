@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..container import INCOMPLETE, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, Container, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown
 from ..objects import mapping
@@ -280,6 +280,13 @@ class HfFolder:
             for record in shard.container.records():
                 key = f"{number}/{record.key}" if record.key else ""
                 yield record._replace(name=f"{shard.name}: {record.name}", key=key)
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        """The tensors of each file, whose own metadata say where their bytes are."""
+        if checked:
+            for shard in self.shards:
+                shard.container.manifest(checked=True)
+        return {f"{shard.name}: {name}": (held.size,) for shard in self.shards for name, held in shard.tensors}
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         found = []

@@ -15,7 +15,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor, contiguous
-from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import INCOMPLETE, UNCHECKED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
 from ..dtypes import Dtype
 from ..errors import CkptoolError, MalformedError, RefusedError
 from ..human import counted, listed, shown
@@ -201,6 +201,8 @@ class HfRanks:
             for record in shard.records():
                 key = record.name if len(self._parts[record.name]) == 1 else ""
                 yield record._replace(name=f"{name}: {record.name}", key=key)
+
+    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..building import Builder
-from ..container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
@@ -114,6 +114,8 @@ class ProgramArchive(Program):
             span = self.archive.payload(record)
             key = keys.get(record.name, "")
             yield StoredRecord(record.name, span, record.size, crc, record.method != 0, key)
+
+    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         known = {problem.code for problem in self.problems}

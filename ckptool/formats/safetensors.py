@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..building import Builder, PlainTensor, contiguous
-from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..dtypes import BY_SAFETENSORS
 from ..errors import MalformedError, RefusedError
 from ..pickles import encode
@@ -99,6 +99,9 @@ class Safetensors:
                 continue
             size = entry.end - entry.begin
             yield StoredRecord(entry.name, Span(self.source, entry.begin, size), size, None, False, key)
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

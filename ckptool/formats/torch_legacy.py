@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from ..container import CUT, DAMAGED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import CUT, DAMAGED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ..human import counted, human_bytes
 from ..limits import LIMITS
@@ -75,6 +75,9 @@ class TorchLegacy:
         for key, stored in self._places.items():
             if stored.span is not None:
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        return {key: (place.size,) for key, place in self._places.items()}
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

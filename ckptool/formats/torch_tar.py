@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..container import ODD_MEMBER, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import ODD_MEMBER, FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
 from ..dtypes import Dtype, storage_dtype
 from ..errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ..human import counted, shown
@@ -128,6 +128,8 @@ class TorchTar:
         for key, storage in sorted(self._storages.items(), key=lambda item: item[1].begin):
             span = Span(self.source, storage.begin, storage.nbytes)
             yield StoredRecord(f"storage {key}", span, storage.nbytes, None, False, str(key))
+
+    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

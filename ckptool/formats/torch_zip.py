@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from ..container import DAMAGED, EDITED, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import DAMAGED, EDITED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -98,6 +98,13 @@ class TorchZip:
             # An empty record has the checksum 0 and nothing to check.
             crc = record.crc if record.size else None
             yield StoredRecord(record.name, self.archive.payload(record), record.size, crc, record.method != 0, key)
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        if checked:
+            self.archive.check_places()
+        found = {record.name: (record.size, record.crc, record.method) for record in self.archive.records}
+        found.pop(self.record.name, None)
+        return found
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         archive = self.archive

@@ -29,7 +29,7 @@ from .proof import prove
 from .rows import rows
 from .torch_zip import renumbered, storage_contents
 
-__all__ = ["losses", "plan"]
+__all__ = ["leaves", "losses", "plan"]
 
 _FILE: Final = "__0_0.distcp"
 _ROOT: Final = "archive"
@@ -154,6 +154,11 @@ class _Walk:
             raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
         inner = None if self.reader.tensor(ref) else mapping(self.graph, ref)
         return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
+
+
+def leaves(checkpoint: Checkpoint) -> list[Leaf]:
+    """What becomes items. Raises RefusedError where two would have one name, or a folder cannot hold it."""
+    return _Walk(checkpoint).leaves
 
 
 def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:

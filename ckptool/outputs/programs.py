@@ -18,7 +18,7 @@ from ..source import Appending, Plan
 from ..zips import Archive, Content, appended, fresh, rewritten
 from .proof import prove
 
-__all__ = ["append", "plan"]
+__all__ = ["append", "edited_pickles", "plan"]
 
 #: What is done by an edit of the pickles alone; the program names everything else, too.
 _TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
@@ -98,6 +98,13 @@ def _contents(checkpoint: Checkpoint, container: TorchScript) -> _Contents:
             prove(graph, data, "edited", checkpoint.path)
         pickles[part.record.name] = data
     return _Contents(pickles, exact)
+
+
+def edited_pickles(checkpoint: Checkpoint, program: Program) -> dict[str, Graph]:
+    """The pickles that an edit changed as graphs, by the names of their records."""
+    container = _editable(checkpoint, program)
+    found = {part.record.name: _edited(checkpoint.graph, container.graph, part) for part in container.parts}
+    return {name: graph for name, graph in found.items() if graph is not None}
 
 
 class _Places(dict[Ref, Ref]):

@@ -26,7 +26,7 @@ from ..tensors import Tensor
 from .losses import Loss
 from .rows import is_more, rows
 
-__all__ = ["Chosen", "Tied", "chosen_tensors", "losses", "outside", "plan", "plan_chosen"]
+__all__ = ["Chosen", "Tied", "chosen_tensors", "listed", "losses", "outside", "plan", "plan_chosen"]
 
 Tied = Literal["", "keep-first", "clone"]
 
@@ -119,6 +119,9 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     at = 0
     for named, piece in _arranged(checkpoint, chosen, in_order):
         name, tensor = named.name, named.tensor
+        if name in header:
+            what = f"two tensors would be called {shown(name)}, and the header holds one of a name"
+            raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
         size = tensor_size(tensor)
         if name == "__metadata__":
             raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
@@ -237,6 +240,11 @@ def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) ->
 
 def _place(named: Named) -> tuple[int, bytes]:
     return -_RANK[_dtype(named.tensor)], named.name.encode("utf-8", "surrogatepass")
+
+
+def listed(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """The dtype and the shape of a tensor as the header has them."""
+    return _dtype(tensor), tuple(_shape(tensor))
 
 
 def _dtype(tensor: Tensor) -> str:

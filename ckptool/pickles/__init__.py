@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .compare import difference
+from .compare import Outside, difference
 from .decode import Decoded, decode
 from .encode import encode
 
-__all__ = ["Decoded", "decode", "difference", "encode"]
+__all__ = ["Decoded", "Outside", "decode", "difference", "encode"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from .nodes import (
     CONSTANTS,
@@ -20,41 +21,77 @@ from .nodes import (
     children,
 )
 
-__all__ = ["difference"]
+__all__ = ["Outside", "difference"]
+
+#: What decides whether two persistent ids mean the same: of the references in both, those that must be equal. Raises
+#: ValueError with words where they do not.
+Outside: TypeAlias = Callable[[Sequence[Ref], Sequence[Ref]], tuple[Sequence[Ref], Sequence[Ref]]]
 
 
-def difference(a: Graph, b: Graph, *, texts_by_value: bool = False) -> str:
+def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Outside | None = None) -> str:
     """Where two graphs differ, in words; "" when they are equal.
 
     Equal means: a one-to-one map between the nodes that the roots lead to, under which every node has
     the same type, value and order of children. Numbers, None and ``()`` have no identity. How a node
     was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
-    ``texts_by_value`` strings have no identity either.
+    ``texts_by_value`` strings have no identity either. ``outside`` compares persistent ids that are tuples.
     """
-    forward: dict[Ref, Ref] = {}
-    backward: dict[Ref, Ref] = {}
-    work = [(a.root, b.root)]
-    while work:
-        left, right = work.pop()
-        node, twin = a.nodes[left], b.nodes[right]
-        if type(node) is not type(twin):
+    ours, theirs = a.nodes, b.nodes
+    forward, backward = [-1] * len(ours), [-1] * len(theirs)
+    lefts, rights = [a.root], [b.root]
+    constants = (*CONSTANTS, str) if texts_by_value else CONSTANTS
+    # Some hundred thousand nodes are compared before an output is put in place: the frequent kinds need no call.
+    while lefts:
+        left, right = lefts.pop(), rights.pop()
+        known = forward[left]
+        if known == right:
+            continue
+        node, twin = ours[left], theirs[right]
+        kind = type(node)
+        if kind is not type(twin):
             return f"{_name(node)} became {_name(twin)}"
-        if isinstance(node, CONSTANTS) or node == () or (texts_by_value and type(node) is str):
+        if kind in constants or node == ():
             if not _same_constant(node, twin):
-                return f"{node!r} became {twin!r}"
+                return f"{_shown(node)} became {_shown(twin)}"
+            forward[left] = right
             continue
-        known = forward.get(left)
-        if known is not None or right in backward:
-            if known != right or backward.get(right) != left:
-                return f"{_name(node)} is shared in one of them and not in the other"
-            continue
+        if known >= 0 or backward[right] >= 0:
+            return f"{_name(node)} is shared in one of them and not in the other"
         forward[left], backward[right] = right, left
-        if not _same_head(node, twin):
-            return f"{_name(node)} became {_name(twin)}"
-        ours, theirs = _compared(node), _compared(twin)
-        if len(ours) != len(theirs):
-            return f"{_name(node)} holds {len(ours)} values, then {len(theirs)}"
-        work.extend(zip(ours, theirs))
+        if kind is str:
+            if node != twin:
+                return f"{_name(node)} became {_name(twin)}"
+        elif type(node) is tuple and type(twin) is tuple:
+            if len(node) != len(twin):
+                return f"{_name(node)} holds {len(node)} values, then {len(twin)}"
+            lefts += node
+            rights += twin
+        elif (
+            type(node) is Call
+            and type(twin) is Call
+            and node.filling is None is twin.filling
+            and node.kwargs < 0
+            and twin.kwargs < 0
+        ):
+            if node.op != twin.op:
+                return f"{_name(node)} became {_name(twin)}"
+            lefts += (node.func, node.args)
+            rights += (twin.func, twin.args)
+        else:
+            if not _same_head(node, twin):
+                return f"{_name(node)} became {_name(twin)}"
+            here, there = _compared(node), _compared(twin)
+            if outside is not None and type(node) is Persistent and type(twin) is Persistent:
+                one, other = ours[node.pid], theirs[twin.pid]
+                if type(one) is tuple and type(other) is tuple and node.filling is None is twin.filling:
+                    try:
+                        here, there = outside(one, other)
+                    except ValueError as error:
+                        return str(error)
+            if len(here) != len(there):
+                return f"{_name(node)} holds {len(here)} values, then {len(there)}"
+            lefts += here
+            rights += there
     return ""
 
 
@@ -92,6 +129,11 @@ def _shape(node: Instance) -> tuple[int, int, int]:
 def _compared(node: Node) -> Sequence[Ref]:
     """The children that count. A global is its name, from wherever that was taken."""
     return children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
+
+
+def _shown(node: Node) -> str:
+    """A constant, or a string that has no identity."""
+    return _name(node) if isinstance(node, str) else repr(node)
 
 
 def _name(node: Node) -> str:

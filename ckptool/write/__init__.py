@@ -10,11 +10,13 @@ from .copying import rehearse
 from .folder import check_folder, write_files
 from .in_place import append, check_idle, shorten
 from .output import HASH, Written, check_output, write_plan
+from .staged import as_planned
 
 __all__ = [
     "HASH",
     "Written",
     "append",
+    "as_planned",
     "check_folder",
     "check_idle",
     "check_output",

@@ -13,6 +13,7 @@ from ..source import Files, FileSource, Source, Span
 from .copying import Progress, writing
 from .exchange import exchange
 from .output import Written, discard, lock, remove_leftovers, sync_folder, temporary_name, write_plan
+from .staged import FolderCheck
 
 __all__ = ["check_folder", "write_files"]
 
@@ -74,10 +75,12 @@ def write_files(
     mode: int = 0o644,
     progress: Progress | None = None,
     parts: Callable[[str], Collection[str]] = _nothing,
+    check: FolderCheck | None = None,
 ) -> Written:
     """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does.
 
     ``parts`` says which files of a folder are the checkpoint that is replaced; another one in it is never lost.
+    ``check`` is given the path of the folder that is about to take the name; each file must be what its plan says.
     """
     target = check_folder(path, sources, force=force)
     names = [file for file, _ in files.files]
@@ -99,6 +102,8 @@ def write_files(
             if isinstance(source, FileSource):
                 source.check_unchanged()
         sync_folder(temporary)
+        if check is not None:
+            check(temporary)
         # What came there while this was written must not be lost, either.
         _check_what_is_there(target, path, force, names)
         if os.path.isdir(target):

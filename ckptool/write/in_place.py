@@ -15,8 +15,9 @@ from typing import Final
 
 from ..errors import OutputError, RefusedError
 from ..human import undo_step
-from ..source import BLOCK, Appending, FileSource
+from ..source import BLOCK, Appending, FileSource, Source, open_source
 from .copying import write_all, writing
+from .staged import Check
 
 try:
     import fcntl
@@ -29,12 +30,34 @@ __all__ = ["append", "check_idle", "shorten"]
 _SIGHT: Final = 15 * BLOCK
 
 
+class _Finished:
+    """A file as it will be when its last bytes are ``ending``; see ``Source``."""
+
+    def __init__(self, file: FileSource, ending: bytes) -> None:
+        self.name, self.size = file.name, file.size
+        self._file, self._ending = file, ending
+        self._at = file.size - len(ending)
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self._file.read(offset, size)
+        if not data or offset + len(data) <= self._at:
+            return data
+        kept = data[: max(self._at - offset, 0)]
+        begin = max(offset - self._at, 0)
+        return kept + self._ending[begin : begin + len(data) - len(kept)]
+
+    def close(self) -> None:
+        self._file.close()
+
+
 @writing()
-def append(appending: Appending, source: FileSource) -> None:
+def append(appending: Appending, source: FileSource, check: Check | None = None) -> None:
     """Append a version to the file behind ``source``; readers that have it open or mapped are not disturbed.
 
-    Raises OutputError when it cannot be written, RefusedError when another process edits it, ChangedError when it
-    changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
+    ``check`` is given the file as it will be after the last step, before that is done; it raises ReadBackError where
+    that is not what it must be. Raises OutputError when it cannot be written, RefusedError when another process edits
+    it, ChangedError when it changed since it was read. Whatever happens, the file is the former version, byte for byte,
+    or the new one.
     """
     with _opened(source) as fd:
         done = False
@@ -45,12 +68,22 @@ def append(appending: Appending, source: FileSource) -> None:
                 os.fsync(fd)
             _put(fd, appending.at, appending.body)
             os.fsync(fd)
+            if check is not None:
+                _read_back(appending, source.name, check)
             done = True
             _put(fd, end - len(appending.ending), appending.ending)
             os.fsync(fd)
         except BaseException:
             _take_back(fd, appending.at, source.name, done)
             raise
+
+
+def _read_back(appending: Appending, path: str, check: Check) -> None:
+    staged: Source = _Finished(open_source(path), appending.ending)
+    try:
+        check(staged)
+    finally:
+        staged.close()
 
 
 def _ends(size: int, end: int) -> Iterator[int]:

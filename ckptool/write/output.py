@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from ..errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..source import FileSource, Plan, Source
 from .copying import Progress, produce, writing
+from .staged import Check, Synced, as_planned
 from .verifying import Verifier
 
 try:
@@ -99,13 +100,15 @@ def write_plan(
     force: bool = False,
     mode: int = 0o644,
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Written:
     """Run a plan. ``mode`` is for a new file; one that is replaced keeps its own.
 
     ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form in which
     ``torch.hub.load_state_dict_from_url(check_hash=True)`` expects it. ``progress`` is called with the number of bytes
-    of each step. Raises RefusedError and OutputError as ``check_output`` does, OutputError when the disk is full or
-    fails, ChangedError when an input changed.
+    of each step. ``check`` is given what is about to take the name, and raises ReadBackError where that is not what it
+    must be; without one it must be what the plan says. Raises RefusedError and OutputError as ``check_output`` does,
+    OutputError when the disk is full or fails, ChangedError when an input changed.
     """
     target = check_output(path, sources, force=force)
     if force and os.path.exists(target):
@@ -115,7 +118,7 @@ def write_plan(
     temporary = temporary_name(folder, name)
     try:
         # From the first moment on: a signal may come as soon as the file is there.
-        _fill(plan, _opened(temporary), mode, sources, progress)
+        _fill(plan, _opened(temporary), path, mode, sources, progress, check or as_planned(plan))
         if HASH in name:
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
@@ -151,23 +154,37 @@ def _leftover_stem(name: str) -> str:
 
 def _opened(path: str) -> int:
     """A new file beside the output, locked as long as it is open."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
     lock(fd)  # on a filesystem without locks another run may take the file for a leftover, and fail
     return fd
 
 
-def _fill(plan: Plan, fd: int, mode: int, sources: Sequence[Source], progress: Progress | None) -> None:
+def _fill(
+    plan: Plan,
+    fd: int,
+    path: str,
+    mode: int,
+    sources: Sequence[Source],
+    progress: Progress | None,
+    check: Check,
+) -> None:
+    """Write the pieces to a new file and read them back; ``path`` is its name to be."""
     try:
         with Verifier(plan.claims) as verifier:
             produce(plan, fd, progress)
             verifier.finish()
-        if hasattr(os, "fchmod"):
-            os.fchmod(fd, mode & 0o777)
-        for source in sources:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
-        os.fsync(fd)
+        staged = FileSource(path, os.dup(fd), os.fstat(fd))
+        try:
+            if hasattr(os, "fchmod"):
+                os.fchmod(fd, mode & 0o777)
+            for source in sources:
+                if isinstance(source, FileSource):
+                    source.check_unchanged()
+            with Synced(fd, plan.size):
+                check(staged)
+        finally:
+            staged.close()
     finally:
         os.close(fd)
 
