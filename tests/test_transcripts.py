@@ -253,7 +253,8 @@ def test_every_error_class_has_a_transcript() -> None:
         value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
     }
     # ChangedError needs somebody who writes to the input at the right moment: see test_write.py.
-    assert classes - said == {errors.CkptoolError, errors.ChangedError}
+    # ReadBackError needs a bug: see test_readback.py.
+    assert classes - said == {errors.CkptoolError, errors.ChangedError, errors.ReadBackError}
 
 
 def test_json_in_transcripts_parses_and_names_its_schema() -> None:
