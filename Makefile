@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GENERATED := README.md docs/commands.md docs/performance.md
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture check docs bench fixtures clean
+.PHONY: help demo test torture fuzz check docs bench fixtures clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(READY) ## Run the tests
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (half an hour; needs strace)
 	$(BIN)/python tests/torture/run.py
+
+fuzz: $(READY) ## Mutated files in front of ckptool and the real readers (ten minutes; FUZZ=1h, FUZZ='--kind tar --files 1000')
+	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff check .

@@ -11,21 +11,21 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["mutated"]
+__all__ = ["WIDE", "bytewise", "mutated", "pickled"]
 
 #: Numbers at which something overflows, ends, or is taken for "unknown".
 _EXTREME = (0, 1, 2, 45, 0x7F, 0x80, 0xFF, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
-_WIDE = (*_EXTREME, 1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+WIDE = (*_EXTREME, 1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _NASTY_NAMES = (b"", b"/", b"../../x", b"archive/data.pkl", b"ARCHIVE/DATA.PKL", b"\xff\xfe", b"a\x1b[2J", b"x" * 300)
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
     """The bytes after one to four mutations of a kind that fits their format."""
-    ways: list[Callable[[bytes, random.Random], bytes]] = [_bytewise]
+    ways: list[Callable[[bytes, random.Random], bytes]] = [bytewise]
     if data[:4] == b"PK\x03\x04":
-        ways = [_bytewise, _zip_fields, _zip_fields, *[_zip_pickle] * 5]
+        ways = [bytewise, _zip_fields, _zip_fields, *[_zip_pickle] * 5]
     elif data[:1] == b"\x80":
-        ways = [_bytewise, _legacy_pickle, _legacy_pickle]
+        ways = [bytewise, _legacy_pickle, _legacy_pickle]
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         data = chance.choice(ways)(data, chance)[: 1 << 20]
     return data
@@ -34,7 +34,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 # -- bytes ------------------------------------------------------------------------------------------------
 
 
-def _bytewise(data: bytes, chance: random.Random) -> bytes:
+def bytewise(data: bytes, chance: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 3, 20))):
         at = chance.randrange(len(changed) + 1)
@@ -51,7 +51,7 @@ def _bytewise(data: bytes, chance: random.Random) -> bytes:
             changed[at:at] = changed[begin : begin + size]
         elif way in (4, 9):
             width, form = chance.choice(((1, "<B"), (2, "<H"), (4, "<I"), (8, "<Q")))
-            changed[at : at + width] = struct.pack(form, chance.choice(_WIDE) & (1 << 8 * width) - 1)
+            changed[at : at + width] = struct.pack(form, chance.choice(WIDE) & (1 << 8 * width) - 1)
         elif way == 5:
             changed[at : at + size] = bytes(min(size, len(changed) - at))
         else:
@@ -153,10 +153,10 @@ def _opcodes(data: bytes) -> tuple[list[_Op], bytes]:
     return ops, data[ends[-1] :]
 
 
-def _pickled(data: bytes, chance: random.Random) -> bytes:
+def pickled(data: bytes, chance: random.Random) -> bytes:
     ops, rest = _opcodes(data)
     if not ops:
-        return _bytewise(data, chance)
+        return bytewise(data, chance)
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         at = chance.randrange(len(ops))
         way = chance.randrange(12)
@@ -189,7 +189,7 @@ def _argued(op: _Op, chance: random.Random) -> _Op:
         text = chance.choice((b"cuda:1", b"cpu", b"module.", b"", b"FloatStorage", b"storage", b"\xe2\x80\xae", b"0"))
         return _Op(op.name, b"c" + text + b"\n" + text + b"\n" if op.name == "GLOBAL" else _text(text))
     if width in (1, 2, 4, 8):
-        value = chance.choice(_WIDE) & (1 << 8 * width) - 1
+        value = chance.choice(WIDE) & (1 << 8 * width) - 1
         return _Op(op.name, op.raw[:1] + value.to_bytes(width, "little"))
     raw = bytearray(op.raw)
     raw[chance.randrange(len(raw))] = chance.randrange(256)
@@ -204,11 +204,11 @@ def _legacy_pickle(data: bytes, chance: random.Random) -> bytes:
         try:
             end = max((at or 0) + 1 for _, _, at in pickletools.genops(rest))
         except Exception:  # as above
-            return _bytewise(data, chance)
+            return bytewise(data, chance)
         parts.append(rest[:end])
         rest = rest[end:]
     number = chance.choice((0, 1, 2, 3, 3, 3, 3, 4, 4))
-    parts[number] = _pickled(parts[number], chance)
+    parts[number] = pickled(parts[number], chance)
     return b"".join(parts) + rest
 
 
@@ -237,9 +237,9 @@ def _zip_pickle(data: bytes, chance: random.Random) -> bytes:
     """Another data.pkl, under a right checksum: nothing but its opcodes is wrong."""
     entries = _entries(data)
     if not entries:
-        return _bytewise(data, chance)
+        return bytewise(data, chance)
     changed = [
-        entry._replace(content=_pickled(entry.content, chance)) if entry.name.endswith(b"data.pkl") else entry
+        entry._replace(content=pickled(entry.content, chance)) if entry.name.endswith(b"data.pkl") else entry
         for entry in entries
     ]
     return _archive(changed, random.Random(0), 0)
@@ -249,7 +249,7 @@ def _zip_fields(data: bytes, chance: random.Random) -> bytes:
     """Fields of headers, directory and end records that say something else; records that come and go."""
     entries = _entries(data)
     if not entries:
-        return _bytewise(data, chance)
+        return bytewise(data, chance)
     for _ in range(chance.choice((0, 0, 1, 2))):
         at = chance.randrange(len(entries))
         way = chance.randrange(5)
@@ -271,7 +271,7 @@ def _archive(entries: list[_Entry], chance: random.Random, rate: float) -> bytes
 
     def field(value: int, width: int) -> bytes:
         if rate and chance.random() < rate:
-            value = chance.choice(_WIDE)
+            value = chance.choice(WIDE)
         return (value & (1 << 8 * width) - 1).to_bytes(width, "little")
 
     out, directory = bytearray(), bytearray()

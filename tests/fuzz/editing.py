@@ -1,0 +1,217 @@
+"""Edits of ckptool on an input, and the same done naively on what torch loads."""
+
+from __future__ import annotations
+
+import os
+import random
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import oracle
+from torture.compare import same, same_values, stripped, tensors
+
+import ckptool
+from ckptool.checkpoint import Checkpoint
+from ckptool.objects import parse_path
+
+from .asking import guarded
+from .finds import EDIT, Find
+from .reading import comparable, error_text, load
+
+__all__ = ["EDITS", "Edit", "edited"]
+
+
+class Edit(NamedTuple):
+    """``make`` gives the edited checkpoint, ``right`` says what is wrong about what torch makes of the output, "" for
+    nothing. ``damage`` says what may become of an input that torch refuses: "stays" in the output (or the edit is
+    refused), "framing" may be mended around the same bytes, "reading" may be another in the other format where the
+    input was not called valid, "any" may go with what is left out."""
+
+    name: str
+    make: Callable[[Checkpoint], Checkpoint]
+    right: Callable[[Any, Any, Checkpoint], str]
+    suffix: str = ".pth"
+    damage: str = "stays"
+
+
+def _alike(before: Any, after: Any, checkpoint: Checkpoint) -> str:
+    told = oracle.difference(before, after)
+    if "storage" in told and checkpoint.container.format == "torch-legacy" and same(before, after):
+        return ""  # a view of a storage, which only the legacy format has
+    return told
+
+
+def _stripped(before: Any, after: Any, checkpoint: Checkpoint) -> str:
+    # A key may make a mapping one that is no state dict for ckptool; it then stays as it is.
+    if same(after, stripped(before)) or same(after, before):
+        return ""
+    return "" if same_values(after, before) and _renamed(before, after, "module.") else "keys or values differ"
+
+
+def _added(before: Any, after: Any, _: Checkpoint) -> str:
+    return "" if same_values(after, before) and _renamed(after, before, "fuzz.") else "keys or values differ"
+
+
+def _renamed(long: Any, short: Any, prefix: str) -> bool:
+    """Whether keys differ in nothing but a prefix that one side has."""
+    if isinstance(long, Mapping) and isinstance(short, Mapping):
+        if len(long) != len(short):
+            return False
+        return all(
+            (a == b or (isinstance(a, str) and a.removeprefix(prefix) == b)) and _renamed(long[a], short[b], prefix)
+            for a, b in zip(long, short)
+        )
+    if isinstance(long, list | tuple) and isinstance(short, list | tuple):
+        return len(long) == len(short) and all(_renamed(a, b, prefix) for a, b in zip(long, short))
+    return True
+
+
+def _dropped(before: Any, after: Any, checkpoint: Checkpoint) -> str:
+    name = _first_key(checkpoint)
+    old, new = tensors(before), tensors(after)
+    for path, tensor in new.items():
+        if path not in old:
+            return "a tensor that was not there"
+        if not same(old[path], tensor):
+            return "another tensor"
+    gone = [path for path in old if path not in new]
+    if any(not path.endswith(f"/{name}") and "/state/" not in path for path in gone):
+        return "more is dropped than was asked for"
+    return ""
+
+
+def _first_key(checkpoint: Checkpoint) -> str:
+    for entry in checkpoint.survey.tensors:
+        if entry.state_dict >= 0 and entry.key.replace(".", "").replace("_", "").isalnum() and entry.key.isascii():
+            return entry.key
+    raise ckptool.errors.RefusedError("no key to drop")
+
+
+def _kept(before: Any, after: Any, _: Checkpoint) -> str:
+    """After sanitize: every tensor is where it was, or in a mapping that an object became."""
+    old, new = tensors(before), tensors(after)
+    for path, tensor in old.items():
+        if path not in new:
+            return "a tensor is missing"
+        if not same(tensor.detach().requires_grad_(False), new[path].detach().requires_grad_(False)):
+            return "another tensor"
+    return ""
+
+
+def _as_safetensors(before: Any, after: Any, checkpoint: Checkpoint) -> str:
+    chosen = [
+        item for item in checkpoint.survey.state_dicts if item.confidence == "high"
+    ] or checkpoint.survey.state_dicts
+    steps = parse_path(chosen[0].path) if chosen else []
+    state = before
+    try:
+        for step in steps:
+            state = state[step]
+    except (KeyError, IndexError, TypeError):
+        return ""
+    if not isinstance(state, Mapping):
+        return ""
+    wanted = {key: value for key, value in state.items() if hasattr(value, "untyped_storage")}
+    for name, tensor in after.items():
+        if name not in wanted:
+            return "a tensor that was not there"
+        old = wanted[name].detach().resolve_conj().resolve_neg()
+        if old.shape != tensor.shape or not same(old.contiguous().requires_grad_(False), tensor):
+            return "another tensor"
+    return "" if len(after) == len(wanted) else "a tensor is missing"
+
+
+EDITS: tuple[Edit, ...] = (
+    Edit("save", lambda c: c, _alike),
+    Edit("strip-module", lambda c: ckptool.strip_prefix(c), _stripped),
+    Edit("add-module", lambda c: ckptool.add_prefix(c, "fuzz."), _added),
+    Edit("remap", lambda c: ckptool.remap_devices(c, "cpu"), _alike),
+    Edit("repack", lambda c: ckptool.repack(c), _alike, damage="framing"),
+    Edit("rename", lambda c: ckptool.rename(c, glob=("*", "fuzz.*")), _added),
+    Edit("drop", lambda c: ckptool.drop(c, [_first_key(c)]), _dropped, damage="any"),
+    Edit(
+        "convert-legacy",
+        lambda c: ckptool.convert(c, "legacy"),
+        lambda a, b, _: "" if same(a, b) else "another object",
+        ".pt",
+        damage="reading",
+    ),
+    Edit(
+        "convert-safetensors",
+        lambda c: ckptool.convert(c, "safetensors", tied="clone"),
+        _as_safetensors,
+        ".safetensors",
+        damage="any",
+    ),
+    Edit("sanitize", lambda c: ckptool.sanitize(c), _kept, damage="any"),
+)
+
+
+def edited(
+    path: str, folder: str, before: Any, refusal: str, valid: bool, chance: random.Random, most: int
+) -> list[Find]:
+    """What is wrong with the outputs of some edits; ``before`` is what torch loads, ``refusal`` why it does not."""
+    finds = []
+    for edit in chance.sample(EDITS, min(most, len(EDITS))):
+        told = _one(edit, path, folder, before, refusal, valid)
+        if told:
+            finds.append(Find(EDIT, f"{edit.name} ends with 0", told))
+    return finds
+
+
+def _one(edit: Edit, path: str, folder: str, before: Any, refusal: str, valid: bool) -> str:
+    out = os.path.join(folder, "out" + edit.suffix)
+    Path(out).unlink(missing_ok=True)
+    try:
+        with guarded(edit.name), ckptool.open(path) as checkpoint:
+            ckptool.save(edit.make(checkpoint), out, force=True)
+    except ckptool.CkptoolError:
+        return ""
+    try:
+        after = _loaded(out)
+    except Exception as error:
+        return "" if refusal else f"the input loads, the output does not: {error_text(error)}"
+    if refusal:
+        # Damage that is gone although nobody repaired it.
+        told = f"the input does not load, the output does: {refusal}"
+        if edit.damage == "any" or (edit.damage == "reading" and not valid):
+            return ""
+        return "" if edit.damage == "framing" and not valid and _same_records(path, out) else told
+    if not comparable(before):
+        return ""
+    with ckptool.open(path) as checkpoint:
+        wrong = edit.right(before, after, checkpoint)
+    if not wrong or not same(before, load(path)):  # torch gives out memory that was never written to
+        return ""
+    return f"the output holds something else: {wrong}"
+
+
+def _same_records(path: str, out: str) -> bool:
+    """Whether the output has the storages of the input, byte for byte under right checksums, as zipfile reads both."""
+    data = Path(path).read_bytes()
+    try:
+        if data[:2] != b"PK":
+            with zipfile.ZipFile(out) as new:
+                return all(new.read(name) in data for name in new.namelist() if "/data/" in name)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(out) as new:
+            there = {_below_root(name): name for name in old.namelist()}
+            names = [name for name in new.namelist() if "/data/" in name]
+            return all(new.read(name) == old.read(there[_below_root(name)]) for name in names)
+    except (KeyError, zipfile.BadZipFile, NotImplementedError, ValueError, zlib.error, EOFError, OSError, RuntimeError):
+        return False
+
+
+def _below_root(name: str) -> str:
+    root, _, rest = name.partition("/")
+    return rest if root != "data" else name
+
+
+def _loaded(out: str) -> Any:
+    if out.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(out)
+    return load(out)

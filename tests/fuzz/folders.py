@@ -1,0 +1,189 @@
+"""Mutations of folders: Hugging Face (index, shards, what is beside them) and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+from torture.mutate import bytewise
+
+from .headers import mutated_json, mutated_safetensors
+from .pickles import mutated_pickle
+from .terms import const, dumps, loads, walk
+from .zips import mutated_zip
+
+__all__ = ["mutated_dcp", "mutated_hf"]
+
+Files = dict[str, bytes]
+
+
+def mutated_hf(files: Files, chance: random.Random) -> Files:
+    """A folder with an index after one mutation: of the index, of one shard, of the names of files."""
+    files = dict(files)
+    index = next((name for name in files if name.endswith(".index.json")), "")
+    shards = sorted(name for name in files if name.endswith((".safetensors", ".bin")))
+    way = chance.random()
+    if way < 0.4 and index:
+        files[index] = _index(files[index], shards, chance)
+    elif way < 0.8 and shards:
+        name = chance.choice(shards)
+        inner = mutated_zip if name.endswith(".bin") else mutated_safetensors
+        files[name] = inner(files[name], chance)
+    elif shards:
+        _named(files, shards, index, chance)
+    return files
+
+
+def _index(data: bytes, shards: list[str], chance: random.Random) -> bytes:
+    try:
+        table = json.loads(data)
+        found = table["weight_map"]
+        names = sorted(found)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return mutated_json(data, chance)
+    if chance.random() < 0.15 or not names or not isinstance(found, dict):
+        return mutated_json(data, chance)
+    name = chance.choice(names)
+    way = chance.randrange(12)
+    if way == 0:
+        del found[name]
+    elif way == 1:
+        found["new.weight"] = chance.choice(shards or ["x"])
+    elif way == 2:
+        found[name] = chance.choice(shards or ["x"])
+    elif way == 3:
+        odd = (
+            "",
+            "../x.safetensors",
+            "/dev/zero",
+            "./" + str(found[name]),
+            "a/b.safetensors",
+            str(found[name]).upper(),
+            None,
+            1,
+            ["x"],
+            "x\x00y",
+        )
+        found[name] = chance.choice(odd)
+    elif way == 4:
+        found[name.upper()] = found.pop(name)
+    elif way == 5:
+        table["metadata"] = chance.choice(
+            ({}, {"total_size": 1}, {"total_size": "x"}, None, [], {"total_size": -1}, {"total_size": 1e9})
+        )
+    elif way == 6:
+        table.pop("metadata", None)
+    elif way == 7:
+        table["weight_map"] = chance.choice(({}, None, [], "x", list(found.items())))
+    elif way == 8:
+        table["extra"] = chance.choice((None, {"a": 1}))
+    elif way == 9:  # the same name twice
+        text = json.dumps(table)
+        twin = json.dumps(name) + ": " + json.dumps(chance.choice(shards or ["x"]))
+        return text.replace('"weight_map": {', '"weight_map": {' + twin + ", ", 1).encode()
+    elif way == 10:
+        table["weight_map"] = dict(chance.sample(list(found.items()), len(found)))
+    else:
+        found[name], other = found[chance.choice(names)], found[name]
+        found[chance.choice(names)] = other
+    return json.dumps(table).encode()
+
+
+def _named(files: Files, shards: list[str], index: str, chance: random.Random) -> None:
+    name = chance.choice(shards)
+    way = chance.randrange(8)
+    if way == 0:
+        del files[name]
+    elif way == 1:
+        files[name + ".bak"] = files.pop(name)
+    elif way == 2:
+        other = chance.choice(shards)
+        files[name], files[other] = files[other], files[name]
+    elif way == 3:
+        ending = name.rpartition(".")[2]
+        files[f"{chance.choice(('model', 'pytorch_model', 'adapter_model', 'model-00009-of-00009'))}.{ending}"] = files[
+            name
+        ]
+    elif way == 4:
+        files[name] = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123\n"
+    elif way == 5 and index:
+        del files[index]
+    elif way == 6:
+        files[
+            chance.choice(
+                ("config.json", "pytorch_model.bin", "model.safetensors.index.json", "README.md", "training_args.bin")
+            )
+        ] = chance.choice((b"", b"{}", b"\x80\x02N.", files[name]))
+    else:
+        files[name] = files[name] + b"\x00"
+
+
+def mutated_dcp(files: Files, chance: random.Random) -> Files:
+    """A folder of DCP after one mutation: of .metadata, of an item, of the names of files."""
+    files = dict(files)
+    parts = sorted(name for name in files if name.endswith(".distcp"))
+    way = chance.random()
+    if way < 0.55 and ".metadata" in files:
+        change: Callable[[bytes, random.Random], bytes] = _metadata if chance.random() < 0.6 else mutated_pickle
+        files[".metadata"] = change(files[".metadata"], chance)
+    elif way < 0.9 and parts:
+        name = chance.choice(parts)
+        files[name] = _items(files[name], chance)
+    elif parts:
+        name, other = chance.choice(parts), chance.choice(parts)
+        how = chance.randrange(6)
+        if how == 0:
+            del files[name]
+        elif how == 1:
+            files[name], files[other] = files[other], files[name]
+        elif how == 2:
+            files["__9_0.distcp"] = files[name]
+        elif how == 3:
+            files[name] += b"x"
+        elif how == 4:
+            files.pop(".metadata", None)
+        else:
+            files[chance.choice((".metadata.bak", "x.pt", "model.safetensors", "__0_0.distcp.tmp"))] = files[name]
+    return files
+
+
+def _metadata(data: bytes, chance: random.Random) -> bytes:
+    """A number or a text of .metadata: sizes, offsets, lengths, paths, dtypes, names."""
+    try:
+        root, end = loads(data)
+        protocol = data[1] if data[:1] == b"\x80" else 0
+        terms = [term for term in walk(root) if term.op == "const" and term.value is not None]
+        term = chance.choice(terms)
+        value = term.value
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            term.value = chance.choice((True, False, None, 0))
+        elif isinstance(value, int):
+            term.value = chance.choice(
+                (value + 1, value - 1, 0, 1, 2, -1, value * 2, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63)
+            )
+        else:
+            texts = [t.value for t in terms if isinstance(t.value, str)]
+            term.value = chance.choice((*texts, "", value + "x", "../x", "/dev/null", value.upper(), "0"))
+        if chance.random() < 0.15:
+            for other in terms:
+                if other.value == value and type(other.value) is type(value):
+                    other.value = const(term.value).value
+        return dumps(root, protocol) + data[end:]
+    except (ValueError, RecursionError, IndexError):
+        return mutated_pickle(data, chance)
+
+
+def _items(data: bytes, chance: random.Random) -> bytes:
+    """One of the archives in a file of DCP, as long as before where that can be."""
+    begins = [0]
+    while (at := data.find(b"PK\x05\x06", begins[-1])) >= 0:
+        begins.append(at + 22)
+    if len(begins) < 2 or chance.random() < 0.2:
+        return bytewise(data, chance)
+    at = chance.randrange(len(begins) - 1)
+    item = data[begins[at] : begins[at + 1]]
+    new = mutated_zip(item, chance)
+    if chance.random() < 0.7:  # what follows stays in its place
+        new = new[: len(item)].ljust(len(item), b"\x00")
+    return data[: begins[at]] + new + data[begins[at + 1] :]

@@ -1,0 +1,136 @@
+"""What torch and others read: objects to compare, and where they differ from what ckptool reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .asking import Entry
+
+__all__ = ["comparable", "content", "difference", "error_text", "load", "walked"]
+
+Steps = tuple[Any, ...]
+_OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def load(path: str, *, weights_only: bool = True, mmap: bool | None = None) -> Any:
+    """As people call it, on a machine without a GPU."""
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+
+
+def error_text(error: BaseException) -> str:
+    """The sentence of an error of torch in which the cause is; the rest is advice."""
+    text = str(error)
+    if "WeightsUnpickler error:" in text:
+        text = "WeightsUnpickler error: " + text.partition("WeightsUnpickler error:")[2]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    if first.endswith("WeightsUnpickler error:") and len(lines) > 1:
+        first = f"{first} {lines[1]}"
+    return f"{type(error).__name__}: {first[:300]}"
+
+
+def walked(value: Any, most: int = 2000) -> list[tuple[Steps, torch.Tensor]]:
+    """Every tensor in mappings, lists and tuples; of a container at several places, the first place."""
+    found: list[tuple[Steps, torch.Tensor]] = []
+    work: list[tuple[Steps, Any]] = [((), value)]
+    seen: set[int] = set()
+    while work and len(found) < most:
+        steps, inner = work.pop()
+        if isinstance(inner, torch.Tensor):
+            found.append((steps, inner))
+            continue
+        if not isinstance(inner, Mapping | list | tuple) or id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        parts = inner.items() if isinstance(inner, Mapping) else enumerate(inner)
+        work += [((*steps, key), part) for key, part in reversed(list(parts))]
+    return found
+
+
+def comparable(value: Any) -> bool:
+    """Whether all tensors are torch's own: what subclasses do when they are looked at is theirs."""
+    return all(type(tensor) in _OWN and not tensor.is_nested for _, tensor in walked(value))
+
+
+def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:
+    """Where ckptool reads something else than what was loaded, "" for nowhere."""
+    places = walked(loaded)
+    if len(entries) >= 64 or len(places) >= 2000:
+        return ""
+    if len(places) > len(entries):
+        return f"ckptool lists {len(entries)} tensors, there are {len(places)}"
+    by_steps = {_plain(steps): tensor for steps, tensor in places}
+    known = {entry.steps: entry for entry in entries if entry.steps is not None}
+    for steps, tensor in places:
+        if _plain(steps) is None:
+            continue
+        entry = known.get(_plain(steps))  # type: ignore[arg-type]
+        if entry is None:
+            return "a tensor that is loaded is not listed" if names else ""
+        told = _unlike(entry, tensor)
+        if told:
+            return told
+    first: dict[str, int] = {}
+    back: dict[int, str] = {}
+    for entry in entries:
+        tensor = by_steps.get(entry.steps)  # type: ignore[arg-type]
+        if tensor is None or not _has_storage(tensor) or not entry.storage:
+            continue
+        # Where the storage begins if the tensor's offset is what ckptool says: torch's own offset counts from the view
+        # in legacy files with views.
+        address = tensor.data_ptr() - entry.offset * tensor.element_size()
+        if tensor.storage_offset() == entry.offset and address != tensor.untyped_storage().data_ptr():
+            continue  # an empty tensor
+        if (
+            first.setdefault(entry.storage, address) != address
+            or back.setdefault(address, entry.storage) != entry.storage
+        ):
+            return "a storage is shared in one of them only"
+    return ""
+
+
+def _plain(steps: Steps) -> tuple[str | int, ...] | None:
+    """Steps that a path can spell without a type beside them."""
+    return steps if all(type(step) in (str, int) for step in steps) else None
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+        return False
+    return type(tensor) in _OWN and bool(tensor.untyped_storage().nbytes())
+
+
+def _unlike(entry: Entry, tensor: torch.Tensor) -> str:
+    if tensor.is_nested or type(tensor) not in _OWN:
+        return ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if entry.dtype != dtype:
+        return f"dtype: ckptool {entry.dtype}, loaded {dtype}"
+    if tuple(entry.shape) != tuple(tensor.shape):
+        return f"shape: ckptool {entry.shape}, loaded {tuple(tensor.shape)}"
+    if entry.requires_grad != tensor.requires_grad:
+        return f"requires_grad: ckptool {entry.requires_grad}, loaded {tensor.requires_grad}"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return ""
+    if tensor.numel() and tuple(entry.stride) != tuple(tensor.stride()):
+        return f"stride: ckptool {entry.stride}, loaded {tensor.stride()}"
+    if entry.content is not None and tensor.numel() <= 1 << 16 and entry.content != content(tensor):
+        return "values differ"
+    return ""
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    """Its elements in row-major order, as bytes: NaNs are compared, too."""
+    plain = tensor.detach()
+    # As they are stored: what conjugates or negates comes later.
+    plain = plain.conj() if plain.is_conj() else plain
+    plain = torch._neg_view(plain) if plain.is_neg() else plain
+    plain = plain.contiguous().reshape(-1)
+    if not plain.numel():
+        return b""
+    return (
+        bytes(plain.view(torch.uint8).tolist()) if plain.dtype != torch.bool else bytes(plain.to(torch.uint8).tolist())
+    )
