@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,8 +246,6 @@ def test_a_zip_behind_a_legacy_file_is_ambiguous(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [4, 6, 7])
 def test_ids_of_other_lengths_in_a_zip(count: int, tmp_path: Path) -> None:
-    import zipfile
-
     torch.save({"a": torch.arange(8.0)}, tmp_path / "seed.pth")
     made = Id((*storage("0").parts[:5], None, None)[:count])
     path = tmp_path / "f.pth"
@@ -256,3 +255,78 @@ def test_ids_of_other_lengths_in_a_zip(count: int, tmp_path: Path) -> None:
             out.writestr(info.filename, dumped({"a": _Call(Tensor(made, (4,)))}) if pickled else seed.read(info))
     assert by_torch(path) is None
     assert not takes(path)
+
+
+# -- strings of Python 2 -----------------------------------------------------------------------------------
+
+
+def _strings(path: Path, values: list[tuple[str, bytes]], zipped: bool) -> None:
+    """A checkpoint of a dict with these strings as its keys and values, by the opcodes of Python 2."""
+    spelled = []
+    for code, data in values:
+        if code == "U":
+            spelled.append(b"U%c%b" % (len(data), data))
+        elif code == "T":
+            spelled.append(b"T" + struct.pack("<i", len(data)) + data)
+        else:
+            spelled.append(b"S%b\n" % repr(data)[1:].encode())
+    body = b"\x80\x02}(" + b"".join(word + b"K\x01" for word in spelled) + b"X\x04\0\0\0list]("
+    body += b"".join(spelled) + b"eu."
+    if not zipped:
+        path.write_bytes(dumped(MAGIC) + dumped(1001) + dumped({}) + body + dumped([]))
+        return
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as seed:
+        parts = {info.filename: seed.read(info) for info in seed.infolist()}
+    with zipfile.ZipFile(path, "w") as out:
+        for name, data in parts.items():
+            out.writestr(name, body if name.endswith("data.pkl") else data)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+_BYTES = st.one_of(st.text(max_size=4).map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(max_size=5))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("UUUTS"), _BYTES),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda item: item[1].decode("latin-1"),
+    ),
+    st.booleans(),
+)
+def test_strings_of_python_2(
+    tmp_path_factory: pytest.TempPathFactory, values: list[tuple[str, bytes]], zipped: bool
+) -> None:
+    """Torch decodes them strictly in both modes; ``sanitize`` makes text of what is not UTF-8."""
+    path = tmp_path_factory.mktemp("py2") / "f.pth"
+    _strings(path, values, zipped)
+    assert takes(path) == (by_torch(path) is not None)
+    if by_torch(path, False) is None:
+        assert "UnicodeDecodeError" in str(ckptool.validate(path)["checks"])
+    texts = {_text(data) for _, data in values}
+    if len(texts) < len(values):
+        return  # two keys that would become one
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.sanitize(checkpoint), path.with_name("plain.pth"))
+    assert by_torch(path.with_name("plain.pth")) is not None
+
+
+def test_what_to_do_about_strings_that_are_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "f.pth"
+    _strings(path, [("U", b"caf\xe9")], True)
+    with pytest.raises(UnicodeDecodeError):
+        torch.load(path, weights_only=True)
+    findings = ckptool.inspect(path)["findings"]
+    assert [item["next"] for item in findings if "UnicodeDecodeError" in item["message"]] == [
+        f"ckptool sanitize {path} -o {tmp_path / 'f.loadable.pth'}"
+    ]
+    assert "sanitize" in ckptool.validate(path)["next"]

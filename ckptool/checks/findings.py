@@ -21,7 +21,7 @@ from ..sharding import is_sharded, spread
 from ..source import FolderSource
 from .calls import suspicious_calls
 from .storages import Flaw
-from .weights_only import MISNAMED, Blocker, Verdict
+from .weights_only import MISNAMED, NOT_UTF8, Blocker, Verdict
 
 __all__ = ["Finding", "findings", "rule_words", "suggested_output"]
 
@@ -185,7 +185,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
         found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint)))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
-        mendable = any(rule.rule.startswith("opcode") for rule in rules)
+        mendable = any(rule.rule.startswith("opcode") or rule.rule == NOT_UTF8 for rule in rules)
         found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint) if mendable else ""))
     return found
 

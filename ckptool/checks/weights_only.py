@@ -13,19 +13,24 @@ from typing import Final, NamedTuple
 from ..checkpoint import Checkpoint
 from ..objects import mapped_name
 from ..pickles import opcodes as op
+from ..pickles.literals import not_utf8
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from ..programs import program_of
 from ..source import FolderSource
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-__all__ = ["MISNAMED", "Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
+__all__ = ["MISNAMED", "NOT_UTF8", "Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
 
 #: Whatever a user lists, these stay refused.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
 #: How the rule begins that stops torch.load at safetensors under another name.
 MISNAMED: Final = "safetensors under another name"
+
+#: What stops torch.load in both modes: it decodes them strictly, where the caller names no other encoding
+#: (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in _weights_only_unpickler.py).
+NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeError"
 
 _FLAWS: Final = {
     "missing-storage": "bytes of a storage are missing",
@@ -103,6 +108,9 @@ def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
     broken.update(_broken_rules(graph, torch))
+    undecodable = sum(1 for _ in not_utf8(graph))
+    if undecodable:
+        broken[NOT_UTF8] += undecodable
     return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
 

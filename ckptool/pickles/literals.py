@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import re
 from codecs import raw_unicode_escape_decode
+from collections.abc import Iterator
 from struct import Struct
+from typing import Final
 
 from . import opcodes as op
 from .machine import Machine
-from .nodes import ByteArray, Node
+from .nodes import ByteArray, Graph, Node, Ref
 
 __all__ = [
+    "PYTHON2",
     "binary_float",
     "binary_long",
     "byte_line",
     "byte_string",
+    "not_utf8",
     "raw_bytes",
     "text",
     "text_line",
     "text_number",
 ]
 
+#: The opcodes of ``str`` of Python 2.
+PYTHON2: Final = frozenset((op.STRING, op.BINSTRING, op.SHORT_BINSTRING))
+
 _i32 = Struct("<i").unpack
 _u64 = Struct("<Q").unpack
 _f64 = Struct(">d").unpack
 
+_STRAY = re.compile("[\udc80-\udcff]")
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
 _ESCAPED = {b"\n": b"", b"b": b"\b", b"f": b"\f", b"t": b"\t", b"n": b"\n", b"r": b"\r", b"v": b"\v", b"a": b"\a"}
 _ESCAPED |= {b"\\": b"\\", b"'": b"'", b'"': b'"'}
@@ -119,6 +127,14 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
     if match[2] is not None:
         return bytes((int(match[2], 8) & 0xFF,))
     return _ESCAPED.get(match[3], match[0])
+
+
+def not_utf8(graph: Graph) -> Iterator[Ref]:
+    """The strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
+    for ref, form in graph.style.forms.items():
+        node = graph.nodes[ref] if form in PYTHON2 else None
+        if type(node) is str and not node.isascii() and _STRAY.search(node) is not None:
+            yield ref
 
 
 def raw_bytes(machine: Machine, code: int) -> None:

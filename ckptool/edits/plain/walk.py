@@ -12,6 +12,7 @@ from ...human import counted
 from ...limits import LIMITS
 from ...objects import elements, listed_pairs, mapped_name, spell_key
 from ...pickles import opcodes as op
+from ...pickles.literals import PYTHON2, not_utf8
 from ...pickles.nodes import (
     Buffer,
     ByteArray,
@@ -50,8 +51,6 @@ _RENAMED: Final = {
 }
 #: Largest integer that torch reads: LONG4 is refused.
 _LARGEST: Final = 1 << 2000
-#: The opcodes of Python 2 strings.
-_PYTHON2: Final = frozenset((op.STRING, op.BINSTRING, op.SHORT_BINSTRING))
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 
 
@@ -77,6 +76,7 @@ class Walk:
         self.reader = checkpoint.survey.reader
         self.rewrite = Rewrite(checkpoint.graph)
         self.storages: dict[str, bytes] = {}
+        self.stray = frozenset(not_utf8(checkpoint.graph))
         self.changes: list[Change] = []
         #: What cannot be carried: its path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
@@ -173,8 +173,8 @@ class Walk:
                 encoded = case.call("builtins", "bytearray", rewrite.add(encoded))
             rewrite.changed[step.ref] = encoded
             return None
-        if isinstance(node, str) and self.checkpoint.graph.style.forms.get(step.ref) in _PYTHON2:
-            if any("\udc80" <= char <= "\udcff" for char in node):
+        if isinstance(node, str):
+            if step.ref in self.stray and step.ref not in self.rewrite.changed:
                 return Plain(node.encode("utf-8", "surrogateescape").decode("latin-1"), "str, read as Latin-1")
             return None
         if type(node) is int and abs(node) >= _LARGEST:
@@ -342,7 +342,7 @@ class Walk:
         found = []
         for key, value in zip(pairs[::2], pairs[1::2]):
             name = self.rewrite.node(key)
-            if type(name) is not str or self.checkpoint.graph.style.forms.get(key) in _PYTHON2:
+            if type(name) is not str or self.checkpoint.graph.style.forms.get(key) in PYTHON2:
                 found.append(_Step(key, path))
             found.append(_Step(value, spell_key(path, name)))
         return found
