@@ -7,19 +7,23 @@ import random
 import shutil
 import struct
 import tracemalloc
+import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
+import torch
+from conftest import CHECKPOINTS, CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import MalformedError, NotACheckpointError, UnreadableError
-from ckptool.formats.foreign import KINDS
+from ckptool.formats.foreign import KINDS, marked, named
 from ckptool.formats.gguf import summary
 from ckptool.formats.protobuf import fields
-from ckptool.source import BytesSource
+from ckptool.formats.signatures import SIGNATURES
+from ckptool.source import BytesSource, open_source
 
 #: Written by the libraries themselves, and heads and marks of what none could be had for.
 HANDMADE = [
@@ -228,3 +232,212 @@ def test_every_real_file_is_opened_or_named(path: Path) -> None:
         assert error.next or error.kind == "unknown"
     except MalformedError as error:
         pytest.fail(f"{CORPUS}: {error}")
+
+
+# -- rows of the table, as the formats are documented ------------------------------------------------
+
+
+def _proto(number: int, data: bytes) -> bytes:
+    """A field of bytes in protobuf."""
+    assert len(data) < 128
+    tag = number << 3 | 2
+    return (bytes([tag]) if tag < 128 else bytes([tag & 127 | 128, tag >> 7])) + bytes([len(data)]) + data
+
+
+def _t7(name: str) -> bytes:
+    return struct.pack("<3i", 4, 1, 3) + b"V 1" + struct.pack("<i", len(name)) + name.encode() + bytes(64)
+
+
+def _llama2(shared: bool) -> bytes:
+    dim, hidden, layers, heads, kv_heads, vocabulary, length = 8, 16, 2, 4, 2, 32, 10
+    floats = vocabulary * dim * (1 if shared else 2) + dim + length * (dim // heads)
+    floats += layers * (2 * dim + 2 * dim * dim + 2 * dim * (dim // heads) * kv_heads + 3 * dim * hidden)
+    sizes = (dim, hidden, layers, heads, kv_heads, vocabulary if shared else -vocabulary, length)
+    return struct.pack("<7i", *sizes) + np.ones(floats, "<f4").tobytes()
+
+
+PIECE = struct.pack("<Bf", 0x15, 0.0)
+FLOATS = np.linspace(-1, 1, 40).astype("<f4").tobytes()
+LAYER = _proto(1, b"conv1") + _proto(2, b"Convolution") + _proto(7, FLOATS[:40])
+OLD_LAYER = _proto(2, b"data") + _proto(3, b"conv1") + _proto(4, b"conv1") + b"\x28\x04"
+XGBOOST = bytes(136) + struct.pack("<Q", 15) + b"binary:logistic"
+MINDSPORE = _proto(1, b"conv.weight") + _proto(2, b"\x08\2\x08\3" + _proto(2, b"Float32") + _proto(3, FLOATS[:24]))
+#: (name, content, kind, a word of what is said)
+MARKS = [
+    ("net.caffemodel", _proto(1, b"AlexNet") + _proto(100, LAYER) * 3, "caffe", "Caffe"),
+    ("nameless.caffemodel", _proto(100, LAYER) * 3, "caffe", "Caffe"),
+    ("old.caffemodel", _proto(1, b"AlexNet") + _proto(2, OLD_LAYER) * 3, "caffe", "Caffe"),
+    ("model.t7", _t7("nn.Sequential"), "torch7", "Torch7"),
+    ("tensor.t7", _t7("torch.FloatTensor"), "torch7", "Torch7"),
+    ("table.t7", struct.pack("<5i", 3, 1, 2, 2, 5) + b"epoch" + struct.pack("<id", 1, 3.0), "torch7", "Torch7"),
+    ("list.t7", struct.pack("<4id", 3, 1, 2, 1, 1.0) + _t7("torch.FloatTensor"), "torch7", "Torch7"),
+    ("text.t7", b"4\n1\n3\nV 1\n13\nnn.Sequential\n3\n2\n1\n", "torch7", "Torch7"),
+    ("net.param", b"7767517\n3 3\nInput data 0 1 data\n", "ncnn", "ncnn"),
+    ("net.param.bin", struct.pack("<3i", 7767517, 3, 3) + bytes(40), "ncnn", "ncnn"),
+    ("net.bin", struct.pack("<I", 0x01306B47) + FLOATS, "ncnn", "ncnn"),
+    ("yolo.weights", struct.pack("<3iq", 0, 2, 5, 32013312) + FLOATS, "darknet", "Darknet"),
+    ("old.weights", struct.pack("<4i", 0, 1, 0, 32013312) + FLOATS, "darknet", "Darknet"),
+    ("final.mdl", b"\0B<TransitionModel> <Topology> ", "kaldi", "Kaldi"),
+    ("feats.ark", b"utt-1 \0BFM \4" + struct.pack("<iBi", 3, 4, 4) + FLOATS, "kaldi", "ark"),
+    (
+        "spm.model",
+        _proto(1, _proto(1, b"<unk>") + PIECE + b"\x18\2") + _proto(1, _proto(1, b"a") + PIECE) * 9,
+        "sentencepiece",
+        "SentencePiece",
+    ),
+    ("stories.bin", _llama2(True), "llama2.c", "llama2.c"),
+    ("unshared.bin", _llama2(False), "llama2.c", "llama2.c"),
+    ("v2.bin", struct.pack("<Ii", 0x616B3432, 2) + bytes(300), "llama2.c", "llama2.c"),
+    (
+        "model.bin",
+        struct.pack("<IH", 6, 16) + b"TransformerSpec\0" + struct.pack("<II", 7, 2),
+        "ctranslate2",
+        "CTransl",
+    ),
+    ("model.xml", b'<?xml version="1.0"?>\n<net name="a" version="11">\n<layers>', "openvino", "OpenVINO"),
+    (
+        "model.ubj",
+        b"{L" + struct.pack(">q", 7) + b"learner{L" + struct.pack(">q", 10) + b"attributes",
+        "xgboost",
+        "UBJ",
+    ),
+    ("model.json", b'{"learner":{"attributes":{},"feature_names":[]},"version":[3,2,0]}', "xgboost", "XGBoost"),
+    ("model.model", b"binf" + XGBOOST, "xgboost", "old binary"),
+    ("bare.model", struct.pack("<f", 0.5) + XGBOOST[4:], "xgboost", "old binary"),
+    ("model.txt", b"tree\nversion=v4\nnum_class=1\n", "lightgbm", "LightGBM"),
+    ("model.cbm", b"CBM1" + bytes(40), "catboost", "CatBoost"),
+    ("weight.bin", struct.pack("<II", 1, 2) + bytes(56) + struct.pack("<I", 0xDEADBEEF) + FLOATS, "coreml", "Core ML"),
+    ("ggml-tiny.bin", b"lmgg" + struct.pack("<3i", 51865, 1500, 384) + bytes(40), "whisper.cpp", "whisper.cpp"),
+    ("llama.bin", b"lmgg" + struct.pack("<3i", 32000, 4096, 256) + bytes(40), "ggml", "GGML"),
+    ("lora.bin", b"algg" + bytes(40), "ggml", "LoRA"),
+    ("model.mnn", struct.pack("<I4Hi3I", 12, 8, 12, 4, 8, 8, 0, 0, 0), "mnn", "MNN"),
+    ("model.rknn", b"RKNN\0\0\0\0" + bytes(40), "rknn", "Rockchip"),
+    ("model.bpte", struct.pack("<I", 28) + b"BP08" + bytes(40), "executorch", "bundled"),
+    ("wiki.bin", struct.pack("<2i", 793712314, 12) + bytes(40), "fasttext", "fastText"),
+    ("net.ckpt", _proto(1, MINDSPORE), "mindspore", "MindSpore"),
+    ("net.pdmodel", _proto(1, b"\x08\0\x10" + b"\xff" * 9 + b"\1" + _proto(3, b"x" * 20)), "paddle", "PaddlePaddle"),
+    ("net.pdiparams", bytes(16) + struct.pack("<i", 6) + b"\x08\5\x10\2\x10\3" + FLOATS, "paddle", "PaddlePaddle"),
+    ("net.params", struct.pack("<QQ", 0xF7E58D4F05049CB7, 0) + bytes(40), "tvm", "TVM"),
+    ("old.mat", b"MATLAB 5.0 MAT-file, Platform: GLNXA64" + bytes(90), "matlab", "MATLAB"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
+def test_marks(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    error = refusal(tmp_path / name)
+    assert (error.kind, word in error.what) == (kind, True), error.what
+    assert error.next
+    assert kind in KINDS
+
+
+@pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
+def test_marks_in_part(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> None:
+    path, chance = tmp_path / name, random.Random(len(data))
+    for _ in range(20):
+        at = chance.randrange(len(data))
+        for bad in (data[:at], data[:at] + chance.randbytes(3) + data[at + 3 :]):
+            path.write_bytes(bad)
+            with pytest.raises(UnreadableError):
+                ckptool.open(path)
+
+
+def test_every_row_says_where_its_mark_is_from() -> None:
+    assert [row.what for row in SIGNATURES if not row.source] == []
+    assert [row.what for row in SIGNATURES if not row.magic and row.test is None] == []
+
+
+def test_numbers_without_a_mark_are_told_by_what_is_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(FLOATS)
+    (tmp_path / "b.bin").write_bytes(FLOATS)
+    (tmp_path / "c.bin").write_bytes(FLOATS)
+    (tmp_path / "a.param").write_bytes(b"7767517\n3 3\nInput data 0 1 data\n")
+    (tmp_path / "b.xml").write_bytes(b'<?xml version="1.0"?>\n<net name="a" version="11">\n')
+    assert [refusal(tmp_path / f"{name}.bin").kind for name in "abc"] == ["ncnn", "openvino", "unknown"]
+
+
+@pytest.mark.parametrize("name", ["a.weights", "a.bin", "a.mnn", "a.ark", "a.model"])
+def test_what_has_no_structure_has_no_name(name: str, tmp_path: Path) -> None:
+    chance = random.Random(3)
+    for size in (40, 400, 4000):
+        (tmp_path / name).write_bytes(b"\x9a" + chance.randbytes(size))
+        assert refusal(tmp_path / name).kind == "unknown"
+
+
+@pytest.mark.parametrize("path", [*(item.path for item in CHECKPOINTS), *corpus_files()], ids=lambda path: path.name)
+def test_no_checkpoint_has_a_mark_of_another(path: Path) -> None:
+    if path.is_dir():
+        return
+    with closing(open_source(path)) as source:
+        head = source.read(0, 1024)
+        assert marked(source) is None
+        assert named(head, source) is None
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"epoch": 3, "names": ["a", "b"]}, "written by pickle.dump and not by torch.save"),
+        ({"w": np.zeros(3)}, "with NumPy arrays in it"),
+        ({"w": torch.zeros(3)}, "with tensors in it"),
+        (torch.nn.Linear(2, 3), "pickle.load would call torch.nn.modules.linear.Linear"),
+        ([(1, 2.5), None, True], "written by pickle.dump and not by torch.save"),
+    ],
+    ids=["dict", "arrays", "tensors", "module", "list"],
+)
+def test_bare_pickles_of_every_protocol(protocol: int, value: object, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps(value, protocol))
+    error = refusal(path)
+    assert (error.kind, words in error.what) == ("pickle", True), error.what
+    assert "python -m pickletools" in error.next
+
+
+def test_what_a_bare_pickle_would_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
+    assert "pickle.load would call os.system" in refusal(tmp_path / "a.pkl").what
+
+
+def test_the_mark_of_paddle_at_the_end(tmp_path: Path) -> None:
+    value = {"w": np.zeros(1 << 19, "f4"), "StructuredToParameterName@@": {"w": "w_0"}}
+    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(value, 2))
+    assert refusal(tmp_path / "a.pdparams").kind == "paddle"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (b"[PAD]\n[UNK]\n[CLS]\nthe\n", "text"),
+        (b"[model]\nname = a\n", "text"),
+        (b"(see below)\nabout this file\n", "text"),
+        (b"c is a language\nand so is d\n", "text"),
+        (b"tree\nof life\n", "text"),
+        (b'["a", "b"]', "json"),
+        (b"[1, 2, 3]", "json"),
+        (b'{"a": 1}', "json"),
+        (b"[]", "json"),
+        (b'<?xml version="1.0"?>\n<Error><Message>denied</Message></Error>', "html"),
+    ],
+)
+def test_texts(text: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(text)
+    assert refusal(tmp_path / "vocab.txt").kind == kind
+
+
+def test_archives_of_others(tmp_path: Path) -> None:
+    for records, word in (
+        (("data", "parameter_list", "parameters"), "Stable-Baselines 2"),
+        (("ETRECORD_V0", "exported_program"), "an ETRecord of ExecuTorch"),
+        (("MAR-INF/MANIFEST.json", "model.pt"), "an archive of TorchServe (.mar)"),
+        (("configuration.json", "coefficients.bin"), "Deeplearning4j"),
+    ):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+            for name in records:
+                file.writestr(name, "x")
+        assert word in refusal(tmp_path / "a.zip").what
+
+
+def test_a_folder_of_mlflow(tmp_path: Path) -> None:
+    (tmp_path / "MLmodel").write_text("flavors: {}\n")
+    assert refusal(tmp_path).kind == "mlflow"

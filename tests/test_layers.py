@@ -49,6 +49,7 @@ LONG: dict[str, str] = {
     "ckptool/source.py": "all that bytes are read from, and what plans say of them",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
     "ckptool/tensors.py": "one class: what torch makes of the ids and calls of a pickle",
+    "ckptool/formats/signatures.py": "one table, a row for each kind of file",
 }
 
 

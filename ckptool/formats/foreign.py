@@ -1,4 +1,8 @@
-"""Models of other frameworks, told by their content: what they are, and which tool opens them."""
+"""Models of other frameworks, told by their content: what they are, and which tool opens them.
+
+Files are told by the table in ``signatures``; here are those that take more than a look at some bytes - messages of
+protobuf, archives, pickles, folders - each a table as well.
+"""
 
 from __future__ import annotations
 
@@ -12,86 +16,43 @@ from ..limits import LIMITS
 from ..pickles.nodes import Global, Node
 from ..source import BytesSource, Source
 from ..zips import Archive, Record, contents
-from . import gguf
+from .arrays import header_words
 from .protobuf import Field, fields
+from .signatures import SIGNATURES, Signature
 
-__all__ = ["KINDS", "Named", "named", "named_archive", "named_folder", "named_pickle", "packed_by"]
+__all__ = ["KINDS", "Named", "marked", "named", "named_archive", "named_folder", "named_pickle", "packed_by"]
 
 
 class Named(NamedTuple):
-    """A format: its short name, what it is in words, and which tool opens it."""
+    """A format: its short name, what it is in words, which tool opens it, and where its mark is defined."""
 
     kind: str
     what: str
     tool: str
+    source: str = ""
 
 
-#: Short names of all of them.
-KINDS: Final = frozenset(
-    (
-        *("gguf", "ggml", "npy", "npz", "hdf5", "keras", "tensorflow", "tensorflow-index", "tensorflow-data"),
-        *("orbax", "savedmodel", "onnx", "coreml", "tflite", "flax", "msgpack", "mxnet", "tensorrt", "torch-preview"),
-        *("sklearn", "joblib", "paddle", "png", "jpeg"),
-    )
-)
 _TF: Final = "tf.train.load_checkpoint reads it"
-_GGUF: Final = "the gguf package reads it, llama.cpp runs it; from_pretrained of transformers takes some as gguf_file"
-#: What a file of Keras 2 names. Keras 3 has weights in groups called layers and vars.
-_KERAS: Final = re.compile(rb"keras_version|layer_names|model_weights")
-_HDF: Final = b"\x89HDF\r\n\x1a\n"
-#: Where the signature of an HDF5 file may stand: behind a block of the user's, of 512 bytes or twice that ...
-_HDF_PLACES: Final = (0, 512, 1024, 2048, 4096, 8192)
-_TF_DATA: Final = re.compile(r"\.data-\d{5}-of-\d{5}\Z")
 #: The last eight bytes of a table of LevelDB, in which TensorFlow keeps the names of variables.
 _TABLE: Final = bytes.fromhex("57fb808b247547db")
-_MAGIC: Final = (
-    (b"ftrt", "tensorrt", "a TensorRT engine", "the TensorRT runtime that built it runs it"),
-    (b"ptrt", "tensorrt", "a TensorRT engine", "the TensorRT runtime that built it runs it"),
-    (b"lmgg", "ggml", "a GGML model, older than GGUF", "llama.cpp's convert scripts make GGUF of it"),
-    (b"fmgg", "ggml", "a GGML model, older than GGUF", "llama.cpp's convert scripts make GGUF of it"),
-    (b"tjgg", "ggml", "a GGML model, older than GGUF", "llama.cpp's convert scripts make GGUF of it"),
-    (b"\x12\x01" + bytes(14), "mxnet", "a parameter file of MXNet", "mxnet.nd.load reads it"),
-    *(
-        (mark, "orbax", "a part of a checkpoint of Orbax (TensorStore's OCDBT)", "orbax.checkpoint reads its folder")
-        for mark in (b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde", b"\x0c\xdb\x12\x34")
-    ),
-    (b"\x89PNG", "png", "a PNG picture", ""),
-    (b"\xff\xd8\xff", "jpeg", "a JPEG picture", ""),
-    (b"PYTORCH1", "torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", ""),
-)
+
+
+def marked(source: Source) -> Named | None:
+    """The format of a file that begins with a mark: asked before it is looked at as text."""
+    return next((_worded(row, source) for row in SIGNATURES if row.magic and row.fits(source)), None)
+
+
+def _worded(row: Signature, source: Source) -> Named:
+    what = f"{row.what}: {row.detail(source)}" if row.detail is not None else row.what
+    return Named(row.kind, what, row.tool, row.source)
 
 
 def named(head: bytes, source: Source) -> Named | None:
-    """The format of a file that is no archive and no pickle."""
-    if head.startswith(b"GGUF"):
-        return Named("gguf", f"a GGUF model (llama.cpp): {gguf.summary(source)}", _GGUF)
-    if head.startswith(b"\x93NUMPY"):
-        return Named("npy", f"a NumPy array: {_array(head) or 'its header is damaged'}", "numpy.load reads it")
-    hdf = next((place for place in _HDF_PLACES if source.read(place, len(_HDF)) == _HDF), -1)
-    if hdf >= 0:
-        block = source.read(hdf, 1 << 16)
-        if b"model_config" in block:
-            return Named("hdf5", "a Keras model as HDF5", "keras.models.load_model reads it")
-        if _KERAS.search(block) or (b"layers\0" in block and b"vars\0" in block):
-            return Named(
-                "hdf5", "an HDF5 file with weights of Keras", "load_weights of the Keras model, or h5py reads it"
-            )
-        return Named("hdf5", "an HDF5 file", "h5py reads it")
-    if head[4:8] == b"TFL3":
-        return Named("tflite", "a TensorFlow Lite model", "tf.lite.Interpreter runs it")
-    for magic, kind, what, tool in _MAGIC:
-        if head.startswith(magic):
-            return Named(kind, what, tool)
+    """The format of a file that is no archive and no pickle, and has no mark at its beginning."""
     if source.size > len(_TABLE) and source.read(source.size - len(_TABLE), len(_TABLE)) == _TABLE:
         return _table(head)
-    if _TF_DATA.search(source.name):
-        return Named("tensorflow-data", "the data of a TensorFlow checkpoint: its .index names the variables", _TF)
-    if re.search(r"\.onnx[._]data\Z", source.name):
-        what = "the file of weights of an ONNX model: bare bytes, which its .onnx file describes"
-        return Named("onnx", what, "onnx.load of the .onnx file reads both")
-    if head.lstrip().startswith(b"model_checkpoint_path:"):
-        return Named("tensorflow", "the text that says which TensorFlow checkpoint is the latest", _TF)
-    return _msgpack(head, source) or (_message(source) if head[:1] in (b"\x08", b"\x0a") else None)
+    found = next((_worded(row, source) for row in SIGNATURES if not row.magic and row.fits(source)), None)
+    return found or _msgpack(head, source) or (_message(source) if head[:1] in (b"\x08", b"\x0a") else None)
 
 
 def _table(head: bytes) -> Named:
@@ -172,48 +133,63 @@ def _msgpack(head: bytes, source: Source) -> Named | None:
     return Named("msgpack", f"msgpack data, first key {shown(key.decode('ascii'))}", "the msgpack package reads it")
 
 
-def _array(head: bytes) -> str:
-    """``float32 4x3`` of an .npy header, "" where there is none."""
-    wide = head[6:7] != b"\x01"
-    size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
-    text = head[12 if wide else 10 :][: min(size, 4000)]
-    kind = re.search(rb"'descr'\s*:\s*'([^']{1,20})'", text)
-    shape = re.search(rb"'shape'\s*:\s*\(([\d, L]{0,400})\)", text)
-    if shape is None:
-        return ""
-    sizes = "x".join(part.strip(" L") for part in shape.group(1).decode("ascii").split(",") if part.strip(" L"))
-    name = _dtype(kind.group(1).decode("ascii", "replace")) if kind else "records"
-    return f"{name} {sizes or 'scalar'}"
-
-
-def _dtype(text: str) -> str:
-    """``<f4`` is float32."""
-    words = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
-    kind, size = text[1:2], text[2:]
-    if kind in words and size.isdigit() and len(size) < 4:
-        return f"{words[kind]}{8 * int(size)}" + (" (big-endian)" if text[:1] == ">" else "")
-    return {"b": "bool", "O": "objects (a pickle)", "S": "bytes", "U": "text", "V": "raw"}.get(kind, cut(text, 20))
-
-
 def named_archive(archive: Archive) -> Named | None:
     """The format of a zip archive that is none of torch's."""
     names = {record.name: record for record in archive.records}
     if names and all(name.endswith(".npy") for name in names):
         arrays = [
-            f"{name.removesuffix('.npy')} {_array(_first(archive, record)) or '(?)'}"
+            f"{name.removesuffix('.npy')} {header_words(_first(archive, record)) or '(?)'}"
             for name, record in list(names.items())[:4]
         ]
         what = f"a NumPy archive (npz) of {counted(len(names), 'array')}: {listed(arrays, len(names), most=4)}"
         return Named("npz", what, "numpy.load reads it")
-    if "config.json" in names and "model.weights.h5" in names:
+    row = next((known for holds, known in _ZIPPED if all(name in names for name in holds)), None)
+    if row is not None and row.kind == "keras":
         found = re.search(rb'"keras_version"\s*:\s*"([\w.]{1,20})"', _first(archive, names.get("metadata.json")))
-        version = f", written by Keras {found.group(1).decode()}" if found else ""
-        return Named("keras", f"a Keras model (.keras){version}", "keras.models.load_model reads it")
-    return None
+        return row._replace(what=f"{row.what}, written by Keras {found.group(1).decode()}") if found else row
+    return row
+
+
+#: Records that must be there, and what the archive then is.
+_ZIPPED: Final[tuple[tuple[tuple[str, ...], Named], ...]] = (
+    (
+        ("config.json", "model.weights.h5"),
+        Named("keras", "a Keras model (.keras)", "keras.models.load_model reads it", "keras/src/saving/saving_lib.py"),
+    ),
+    (
+        ("data", "parameter_list", "parameters"),
+        Named(
+            "stable-baselines",
+            "a model of Stable-Baselines 2 (TensorFlow)",
+            "stable_baselines of that version reads it; its record 'parameters' is a NumPy archive (npz)",
+            "stable_baselines/common/save_util.py",
+        ),
+    ),
+    (
+        ("ETRECORD_V0",),
+        Named(
+            "executorch",
+            "an ETRecord of ExecuTorch, for its profiler",
+            "executorch.devtools.Inspector reads it",
+            "devtools/etrecord/_etrecord.py of executorch",
+        ),
+    ),
+    (
+        ("configuration.json", "coefficients.bin"),
+        Named(
+            "deeplearning4j",
+            "a model of Deeplearning4j",
+            "ModelSerializer.restoreMultiLayerNetwork of Deeplearning4j reads it",
+            "ModelSerializer.java of deeplearning4j",
+        ),
+    ),
+)
 
 
 def packed_by(archive: Archive) -> str:
     """Which library put checkpoints into an archive, in words with its version; "" where it is not known."""
+    if "MAR-INF/MANIFEST.json" in archive.by_name:
+        return "an archive of TorchServe (.mar)"
     record = archive.by_name.get("_stable_baselines3_version")
     if record is None:
         return ""
@@ -232,28 +208,48 @@ def _first(archive: Archive, record: Record | None) -> bytes:
         return b""
 
 
-#: (a module, what its pickles are, kind, the tool)
-_PICKLED: Final = (
-    ("joblib", "joblib", "a file of joblib", "joblib.load reads it, and runs what it names"),
-    ("sklearn", "sklearn", "a pickled scikit-learn model", "joblib.load or pickle reads it, and runs what it names"),
-    ("xgboost", "pickle", "a pickled XGBoost model", "pickle reads it, and runs what it names"),
-    ("lightgbm", "pickle", "a pickled LightGBM model", "pickle reads it, and runs what it names"),
-    ("paddle", "paddle", "a parameter file of PaddlePaddle", "paddle.load reads it"),
+#: A package whose classes are named, and what the pickle then is.
+_PICKLED: Final[tuple[tuple[str, Named], ...]] = tuple(
+    (module, Named(kind, what, tool, source))
+    for module, kind, what, tool, source in (
+        ("joblib", "joblib", "a file of joblib", "joblib.load reads it, and runs what it names", "numpy_pickle.py"),
+        (
+            "sklearn",
+            "sklearn",
+            "a pickled scikit-learn model",
+            "joblib.load or pickle reads it, and runs what it names",
+            "",
+        ),
+        ("xgboost", "pickle", "a pickled XGBoost model", "pickle reads it, and runs what it names", ""),
+        ("lightgbm", "pickle", "a pickled LightGBM model", "pickle reads it, and runs what it names", ""),
+        ("catboost", "pickle", "a pickled CatBoost model", "pickle reads it, and runs what it names", ""),
+        (
+            "paddle",
+            "paddle",
+            "a parameter file of PaddlePaddle",
+            "paddle.load reads it",
+            "python/paddle/framework/io.py",
+        ),
+    )
 )
+#: A key that Paddle adds to every state dict, as the last one (paddle/framework/io.py: _build_saved_state_dict).
+_PADDLE: Final = "StructuredToParameterName@@"
+#: Bytes at the end of a pickle in which that is looked for.
+_TAIL: Final = 1 << 18
 
 
-def named_pickle(nodes: Collection[Node]) -> Named | None:
+def named_pickle(nodes: Collection[Node], source: Source) -> Named | None:
     """The framework whose classes or marks a bare pickle names, as far as it was followed."""
-    if "StructuredToParameterName@@" in [node for node in nodes if type(node) is str]:
+    if _PADDLE in [node for node in nodes if type(node) is str] or _PADDLE.encode() in source.read(
+        max(source.size - _TAIL, 0), _TAIL
+    ):
         return Named("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")
     found = [node for node in nodes if isinstance(node, Global)]
     modules = {node.module.partition(".")[0] for node in found}
-    for module, kind, what, tool in _PICKLED:
+    for module, known in _PICKLED:
         if module in modules:
             name = next((f" ({cut(node.name, 60)})" for node in found if node.module.startswith("sklearn")), "")
-            return Named(kind, what + name, tool)
-    if "numpy" in modules and not any(module.startswith("torch") for module in modules):
-        return Named("pickle", "a bare pickle with NumPy arrays in it, not written by torch.save", "")
+            return known._replace(what=known.what + name)
     return None
 
 
@@ -266,7 +262,7 @@ _FOLDERS: Final[tuple[tuple[Callable[[_Names], bool], Named], ...]] = (
     (
         lambda names: (
             any(name.endswith(".index") for name in names)
-            and ("checkpoint" in names or any(map(_TF_DATA.search, names)))
+            and ("checkpoint" in names or any(re.search(r"\.data-\d{5}-of-\d{5}\Z", name) for name in names))
         ),
         Named("tensorflow", "a folder of TensorFlow checkpoints", _TF),
     ),
@@ -279,6 +275,19 @@ _FOLDERS: Final[tuple[tuple[Callable[[_Names], bool], Named], ...]] = (
         Named("orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"),
     ),
     (
+        lambda names: "MLmodel" in names,
+        Named(
+            "mlflow",
+            "a model of MLflow",
+            "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data",
+            "mlflow/models/model.py",
+        ),
+    ),
+    (
+        lambda names: "coremldata.bin" in names,
+        Named("coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"),
+    ),
+    (
         lambda names: "Manifest.json" in names and "Data" in names,
         Named("coreml", "a Core ML package (.mlpackage)", "coremltools reads it"),
     ),
@@ -288,3 +297,13 @@ _FOLDERS: Final[tuple[tuple[Callable[[_Names], bool], Named], ...]] = (
 def named_folder(names: _Names) -> Named | None:
     """The format of a folder, by the names in it."""
     return next((known for test, known in _FOLDERS if test(names)), None)
+
+
+#: Short names of all of them: a file that is one of these never claims to be a torch checkpoint.
+KINDS: Final = frozenset(
+    (
+        *(row.kind for row in SIGNATURES),
+        *(known.kind for _, known in (*_ZIPPED, *_PICKLED, *_FOLDERS)),
+        *("npz", "tensorflow-index", "flax", "msgpack"),
+    )
+) - {"pickle"}

@@ -8,14 +8,14 @@ import zlib
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from shlex import quote
-from typing import cast
+from typing import Final, cast
 
 from ..archives import checkpoints_in
-from ..errors import MalformedError, NotACheckpointError, PickleError, UnreadableError
+from ..errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ..human import counted, human_bytes, listed, salvage_step, shown
 from ..limits import LIMITS
 from ..pickles import decode
-from ..pickles.nodes import Node
+from ..pickles.nodes import Global, Node
 from ..programs import convert_step
 from ..source import Source
 from ..tars import is_header
@@ -28,7 +28,7 @@ __all__ = ["damaged_zip", "explain", "zip_kind"]
 
 def explain(head: bytes, source: Source) -> UnreadableError:
     """The error that says what a file is, from its first bytes."""
-    for test in (_empty, _tensorflow_text, _text, _compressed, _tensor_files, _archives, _executorch, _pickle):
+    for test in (_empty, _marked, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
         found = test(head, source)
         if found is not None:
             return found
@@ -48,8 +48,9 @@ def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
     return None
 
 
-def _tensorflow_text(head: bytes, source: Source) -> NotACheckpointError | None:
-    found = foreign.named(head, source) if head.startswith(b"model_checkpoint_path:") else None
+def _marked(head: bytes, source: Source) -> NotACheckpointError | None:
+    """What a mark at its beginning names, even where the rest is text."""
+    found = foreign.marked(source)
     return _foreign(found, source) if found else None
 
 
@@ -65,7 +66,7 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
         named = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
         what = f"it is a web page{named}, not a checkpoint: the download went wrong"
         return _not("html", what, source, "download it again, logged in or from the link of the raw file")
-    if start[:1] in (b"{", b"[") and _is_text(head):
+    if re.match(_JSON, start) and _is_text(head):
         said = re.search(rb'"(?:error|message|detail|title|error_description)"\s*:\s*"((?:[^"\\]|\\.){1,80})', head)
         if said:
             text = said.group(1).decode("utf-8", "replace")
@@ -86,6 +87,10 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
         first = head.strip().split(b"\n")[0][:60].decode("utf-8", "replace").strip()
         return _not("text", f"it is text that begins {first!r}, not a checkpoint", source, "look into it")
     return None
+
+
+#: How JSON begins; a list of words in brackets, as vocabularies and settings have them, is none.
+_JSON: Final = rb'\{\s*(?:"|\}|\Z)|\[\s*(?:["\[{\]]|-?\d[\d.eE+-]*\s*[,\]]|(?:true|false|null)\b|\Z)'
 
 
 def _is_text(head: bytes) -> bool:
@@ -206,43 +211,67 @@ def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpoint
     return _not(kind, f"it is {what} that holds {held}", source, step)
 
 
-def _executorch(head: bytes, source: Source) -> NotACheckpointError | None:
-    if re.fullmatch(rb"ET\d\d", head[4:8]):
-        return _not(
-            "executorch", "it is an ExecuTorch program, not a checkpoint", source, "the executorch package runs it"
-        )
-    if head[4:8] == b"PTMF":
-        what = "it is a PyTorch Mobile model as a flatbuffer, which ckptool names and does not read"
-        return _not("mobile-flatbuffer", what, source, "torch.jit.load reads it, and runs its code when it is called")
-    return None
+#: How pickles of protocol 0, which are text, begin with a dict, a list, or a class that is called.
+_OLD: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n"
+#: Bytes of a pickle that are followed to say what is in it.
+_FOLLOWED: Final = 1 << 20
+
+
+def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
+    """A pickle of protocol 0, which is text."""
+    return _pickle(head, source) if head[:1] in (b"(", b"c") and _is_text(head) else None
 
 
 def _pickle(head: bytes, source: Source) -> UnreadableError | None:
     """A pickle without torch's format around it, whole or nearly."""
-    if not (head[:1] == b"\x80" and head[1:2] <= b"\x05") and not head.startswith((b"(", b"]", b"}", b"c")):
+    marked = head[:1] == b"\x80" and head[1:2] <= b"\x05"
+    if not marked and not head.startswith((b"(", b"]", b"}", b"c")):
         return None
     try:
-        graph = decode(source.read(0, min(source.size, 1 << 20))).graph
+        graph, end = decode(source.read(0, min(source.size, _FOLLOWED)))
     except PickleError as error:
-        other = foreign.named_pickle(cast("Sequence[Node]", error.seen))
-        if other is not None:
-            return _pickled(other, source)
-        if head[:1] != b"\x80":
+        nodes = cast("Sequence[Node]", error.seen)
+        known = foreign.named_pickle(nodes, source)
+        long = source.size > _FOLLOWED and isinstance(error, TruncatedPickleError)
+        if known is not None:
+            return _pickled(known, source)
+        if long and (marked or re.match(_OLD, head)):
+            return _bare(nodes, source)
+        if not marked:
             return None
         what = "it begins like a bare pickle, not like a file of torch.save"
         return _not("pickle", what, source, "python -m pickletools shows a pickle without running it")
-    if len(graph.nodes) < 2 and head[:1] != b"\x80":
-        return None
-    other = foreign.named_pickle(graph.nodes)
-    if other is not None:
-        return _pickled(other, source)
-    what = "it is a bare pickle, written by pickle.dump and not by torch.save"
-    return _not("pickle", what, source, f"python -m pickletools {quote(source.name)} shows it without running it")
+    if not marked and (len(graph.nodes) < 2 or source.read(end, 64).strip()):
+        return None  # text that happens to begin like a pickle
+    known = foreign.named_pickle(graph.nodes, source)
+    return _pickled(known, source) if known is not None else _bare(graph.nodes, source)
 
 
 def _pickled(found: foreign.Named, source: Source) -> NotACheckpointError:
     step = found.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
     return _not(found.kind, f"it is {found.what}", source, step)
+
+
+#: What values of Python, tensors and arrays are made of: no classes that a reader must have.
+_PLAIN: Final = (
+    r"torch(?:\.storage\._load_from_bytes|\._utils\.\w+|\.\w+Storage|\.Size|\.device|\.\w*\d+|\.bool)\Z"
+    r"|numpy\.|_codecs\.|copy_?reg\.|collections\.|(?:__builtin__|builtins)\.(?!eval|exec|getattr|__import__)"
+)
+
+
+def _bare(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
+    """The error for a bare pickle: what is in it, as far as it was followed."""
+    names = list(dict.fromkeys(f"{node.module}.{node.name}" for node in nodes if isinstance(node, Global)))
+    tensors = any(name.startswith(("torch.storage._load", "torch._utils._rebuild")) for name in names)
+    held = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)
+    objects = [name for name in names if not re.match(_PLAIN, name)]
+    what = "it is a bare pickle, written by pickle.dump and not by torch.save"
+    what += f", with {listed(held)} in it" if held else ""
+    what += f": pickle.load would call {listed(objects, most=3)}" if objects else ""
+    step = f"python -m pickletools {quote(source.name)} shows it without running it"
+    if held or objects:
+        step += "; if you trust it, read it with pickle.load and write it with torch.save"
+    return _not("pickle", what, source, step)
 
 
 #: (records that must be there, kind, what it is)
