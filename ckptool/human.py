@@ -18,6 +18,7 @@ __all__ = [
     "safetensors_name",
     "salvage_step",
     "shown",
+    "suggested_output",
     "undo_step",
 ]
 
@@ -70,7 +71,23 @@ def salvage_step(path: str) -> str:
     """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
-    return f"save what is whole: ckptool salvage {argument(path)} -o OUT"
+    return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
+
+
+def suggested_output(path: str, word: str, extension: str = "") -> str:
+    """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``.
+
+    Of an address within an archive, ``outer.zip!run/a.pth``, the name of the member counts: ``a.cpu.pth``.
+    """
+    if "!" in path and not os.path.lexists(path):
+        path = os.path.basename(path.rpartition("!")[2])
+    stem, suffix = os.path.splitext(os.path.normpath(path))
+    if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
+        stem, inner = os.path.splitext(stem)
+        suffix = inner + suffix
+    elif suffix == ".tar":
+        suffix = ".pth"  # an edit of the format of torch 0.1 makes a zip
+    return f"{stem}.{word}{extension or suffix}"
 
 
 def safetensors_name(path: str) -> str:

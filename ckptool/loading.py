@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
         return load_object(path, map_location)
     with open_checkpoint(path) as checkpoint:
         if checkpoint.traits.loads == "converted":
-            step = f"make one of it: ckptool convert {argument(path)} -o OUT.pth"
+            step = f"make one of it: ckptool convert {argument(path)} -o {argument(os.path.normpath(path) + '.pth')}"
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     found: dict[str, Any] = {}

@@ -307,7 +307,8 @@ def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: st
 
 
 def _way_out(checkpoint: Checkpoint) -> str:
-    return f"make a torch file of it first: ckptool convert {quote(checkpoint.path)} -o OUT.pth"
+    path, stem = checkpoint.path, os.path.splitext(os.path.normpath(checkpoint.path))[0]
+    return f"make a torch file of it first: ckptool convert {quote(path)} -o {quote(stem + '.pth')}"
 
 
 #: How each format is written, by the name that a target has for it: "same" is the input's own with another pickle.

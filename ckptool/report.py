@@ -15,6 +15,7 @@ from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Global, List
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .programs import program_of
+from .remedies import sanitize_step
 from .sharding import Spread, spread
 from .survey import StateDict, Survey, TensorEntry
 
@@ -68,7 +69,9 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
             for name in survey.devices
         ],
         "weights_only": _verdict(verdict),
-        "findings": [finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws, map_location)],
+        "findings": [
+            finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws, map_location, sanitize_step)
+        ],
     }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from shlex import quote
 from typing import Any, Final
 
 from .archives import open_any
 from .beside import look_beside
 from .checkpoint import Checkpoint
 from .checks.expectations import expectations
+from .checks.findings import command
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
@@ -23,8 +23,8 @@ from .loading import load_report
 from .locations import parse_map_location
 from .opening import checkpoint_of, in_several_files, open_checkpoint
 from .programs import convert_step
+from .remedies import sanitize_step
 from .runtime.need import need_torch
-from .sharding import is_sharded
 from .source import ContainedSource, FileSource, FolderSource
 from .values import nonfinite
 
@@ -118,20 +118,18 @@ def _checked(
 
 def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> str:
     """The command that mends what is not as expected, "" where there is none."""
-    name = quote(checkpoint.path)
     if "program" in bad:
-        return convert_step(checkpoint.path)
+        return convert_step(checkpoint.path) if checkpoint.survey.tensors else ""
     if "prefix" in bad:
         if policy.prefix == "none":
-            return f"ckptool strip-module {name} -o OUT"
-        return f"ckptool add-module {name} --prefix {quote(policy.prefix)} -o OUT"
+            return command("strip-module", checkpoint.path, word="plain")
+        return command("add-module", checkpoint.path, "--prefix", policy.prefix, word="prefixed")
     if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
-        return f"ckptool remap {name} --to {quote(policy.device[0])} -o OUT"
+        return command("remap", checkpoint.path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
     if "weights-only" in bad and not checkpoint.pickled:
         return safetensors_name(checkpoint.path)
     # A file that runs a command when it is loaded is not to be mended but to be thrown away.
-    parts = " --local-parts" if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors) else ""
-    return f"ckptool sanitize {name}{parts} -o OUT" if "weights-only" in bad and bad.get("globals") != FAIL else ""
+    return sanitize_step(checkpoint) if "weights-only" in bad and bad.get("globals") != FAIL else ""
 
 
 #: Checks after whose failure something may still be saved.

@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"contents", "readings"}),
     frozenset({"npy", "tensor_text"}),
     frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
-    frozenset({"outputs"}),
+    frozenset({"outputs", "remedies"}),
     frozenset({"entry_json", "entry_text", "getting", "listing", "planning", "report", "searching", "tree"}),
     frozenset({"opening", "readback"}),
     frozenset({"runtime", "saving"}),

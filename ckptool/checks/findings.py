@@ -5,25 +5,34 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..accounting import Account
-from ..archives import file_name, is_address
+from ..archives import is_address
 from ..checkpoint import Checkpoint
-from ..container import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE
-from ..human import argument, counted, human_bytes, listed, safetensors_name, salvage_step, undo_step
+from ..container import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE, Container
+from ..human import (
+    argument,
+    counted,
+    human_bytes,
+    listed,
+    safetensors_name,
+    salvage_step,
+    suggested_output,
+    undo_step,
+)
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
 from ..prefixes import Prefix, prefix_of, wrapper_counts
 from ..programs import PROGRAM, convert_step, program_of
-from ..sharding import is_sharded, spread
+from ..sharding import spread
 from ..source import FolderSource
 from .calls import suspicious_calls
 from .storages import Flaw
 from .weights_only import MISNAMED, NOT_UTF8, Blocker, Verdict
 
-__all__ = ["Finding", "findings", "rule_words", "suggested_output"]
+__all__ = ["Finding", "command", "findings", "rule_words"]
 
 
 class Finding(NamedTuple):
@@ -33,19 +42,6 @@ class Finding(NamedTuple):
     level: str
     message: str
     next: str = ""
-
-
-def suggested_output(path: str, word: str) -> str:
-    """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``."""
-    if is_address(path):
-        path = file_name(path)
-    stem, extension = os.path.splitext(path)
-    if extension == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
-        stem, inner = os.path.splitext(stem)
-        extension = inner + extension
-    elif extension == ".tar":
-        extension = ".pth"  # an edit of the format of torch 0.1 makes a zip
-    return f"{stem}.{word}{extension}"
 
 
 def command(name: str, path: str, *options: str, word: str) -> str:
@@ -60,20 +56,22 @@ def findings(
     verdict: Verdict,
     flaws: Sequence[Flaw],
     map_location: MapLocation = None,
+    sanitize_step: Callable[[Checkpoint], str] = lambda checkpoint: "",
 ) -> list[Finding]:
     """Everything worth saying, errors first.
 
     ``map_location`` is the one that the user asks about: devices that it takes care of are no finding.
+    ``sanitize_step`` gives the command that makes a checkpoint plain, where there is one.
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
     edits += _together(checkpoint.path, edits)
-    if any(problem.code in _NO_EDITS for problem in problems):
-        # An edit would be refused: no command is suggested that does not work.
+    if any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems) or flaws:
+        # An edit would be refused, or carry the damage on: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
     found = [
-        *_container(checkpoint, flaws),
-        *_weights_only(checkpoint, verdict),
+        *_container(checkpoint, flaws, sanitize_step),
+        *_weights_only(checkpoint, verdict, sanitize_step),
         *edits,
         *_shards(checkpoint),
         *_state_dicts(checkpoint),
@@ -81,6 +79,9 @@ def findings(
         *_shard(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
+    if any(finding.code == "dangerous-call" for finding in found):
+        # Nor one that makes another file of the same kind.
+        found = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in found]
     program = program_of(checkpoint)
     if program is not None:
         ways = ("convert", "salvage", *program.edits)
@@ -127,13 +128,15 @@ def _whole_name(path: str) -> str:
 _NO_EDITS = UNEDITABLE | AMBIGUOUS
 
 
-def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Finding]:
+def _container(
+    checkpoint: Checkpoint, all_flaws: Sequence[Flaw], sanitize_step: Callable[[Checkpoint], str]
+) -> list[Finding]:
     container = checkpoint.container
     whole_file = not isinstance(checkpoint.source, FolderSource)
     rescue = command("salvage", checkpoint.path, word="saved") if whole_file else salvage_step(checkpoint.path)
     ways = {
         CUT: rescue,
-        "legacy-untyped": _sanitize(checkpoint),
+        "legacy-untyped": sanitize_step(checkpoint) if _has(container, "legacy-untyped") else "",
         DAMAGED: "get the file again",
         INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": command("convert", checkpoint.path, word="converted"),
@@ -157,11 +160,17 @@ def _container(checkpoint: Checkpoint, all_flaws: Sequence[Flaw]) -> list[Findin
     return found
 
 
+def _has(container: Container, code: str) -> bool:
+    return any(problem.code == code for problem in container.problems)
+
+
 def _inspect(path: str) -> str:
     return f"ckptool inspect {argument(path)}"
 
 
-def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
+def _weights_only(
+    checkpoint: Checkpoint, verdict: Verdict, sanitize_step: Callable[[Checkpoint], str]
+) -> list[Finding]:
     calls = suspicious_calls(checkpoint.graph)
     if calls:
         what = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
@@ -182,20 +191,12 @@ def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
         what = f"torch.load(weights_only=True) refuses it: {listed(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             what += "; with weights_only=False their code runs"
-        found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint)))
+        found.append(Finding("weights-only", "warning", what, sanitize_step(checkpoint)))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
         mendable = any(rule.rule.startswith("opcode") or rule.rule == NOT_UTF8 for rule in rules)
-        found.append(Finding("weights-only", "warning", what, _sanitize(checkpoint) if mendable else ""))
+        found.append(Finding("weights-only", "warning", what, sanitize_step(checkpoint) if mendable else ""))
     return found
-
-
-def _sanitize(checkpoint: Checkpoint) -> str:
-    if any(problem.code in _NO_EDITS for problem in checkpoint.container.problems):
-        return ""
-    options = ["--as-state-dict"] if checkpoint.survey.modules else []
-    options += ["--local-parts"] if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors) else []
-    return command("sanitize", checkpoint.path, *options, word="loadable")
 
 
 #: Classes that torch itself puts on the list when a module of its own is imported.
@@ -266,7 +267,7 @@ def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
         twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
         if prefix.keys and twins:
             what = f"{counted(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be taken off"
-            found.append(Finding("prefix-collision", "warning", what, "ckptool drop takes one of each pair out"))
+            found.append(Finding("prefix-collision", "warning", what, "take one of each pair out with drop"))
         elif prefix.keys:
             found.append(_prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"})))
         elif inner.keys() - {"module"}:

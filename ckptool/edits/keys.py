@@ -243,7 +243,7 @@ def _refuse_collisions(
         where = f" in {state_dict.path!r}" if state_dict.path else ""
         more = f", and {counted(len(pairs) - 1, 'more pair')} likewise" if len(pairs) > 1 else ""
         what = f"the keys {shown(other)} and {shown(old)}{where} would both be called {shown(new)}{more}"
-        raise RefusedError(what, path=checkpoint.path, next="ckptool drop takes one of each pair out")
+        raise RefusedError(what, path=checkpoint.path, next="take one of each pair out with drop")
 
 
 def _segments(prefix: str) -> str:

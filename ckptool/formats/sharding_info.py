@@ -12,7 +12,7 @@ from shlex import quote
 from typing import Any, Final
 
 from ..errors import MalformedError, RefusedError
-from ..human import listed, shown
+from ..human import listed, shown, suggested_output
 
 __all__ = ["PLACES", "VERSION", "is_piece", "plain_texts", "saved_offsets", "texts_of"]
 
@@ -72,7 +72,8 @@ def texts_of(metadata: Mapping[str, str], names: Iterable[str], path: str) -> Ma
     unknown = [name for name in names if name not in told]
     if unknown:
         what = f"its tensors are pieces, and {PLACES} does not say where {listed(unknown, most=3)} belong"
-        step = f"edit the whole: ckptool convert {quote(os.path.dirname(path) or os.curdir)} -o OUT.safetensors"
+        folder = os.path.dirname(path) or os.curdir
+        step = f"edit the whole: ckptool convert {quote(folder)} -o {quote(suggested_output(path, 'whole'))}"
         raise RefusedError(what, path=path, next=step)
     return {**texts, PLACES: json.dumps({name: told[name] for name in names})}
 

@@ -1,0 +1,67 @@
+"""Every command that inspect and validate print as the next step works: it is run, and what it writes is valid."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
+
+from ckptool.cli.main import run
+
+#: Of these nothing can be saved, which only reading all of the file tells.
+NOTHING_LEFT = ("legacy_protocol0.pth",)
+#: Damage that only ``validate`` sees, as it reads every byte: what ``inspect`` advises carries it on, and says nothing.
+UNSEEN = ("zip_wrong_crc.pth",)
+
+
+def steps(text: str) -> list[str]:
+    """The commands behind the arrows."""
+    lines = (re.match(r"\s*-> .*?\b(ckptool .*)", line) for line in text.splitlines())
+    return list(dict.fromkeys(found.group(1) for found in lines if found))
+
+
+def check(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    shutil.copy(path, path.name)
+    for command in (["inspect"], ["validate"], ["validate", "--weights-only"]):
+        run([*command, path.name])
+        told = capsys.readouterr()
+        for step in steps(told.out + told.err):
+            words = shlex.split(step)[1:]
+            assert "OUT" not in words
+            code = run(words)
+            # Exit 1 of salvage: something was lost, and the rest is written.
+            assert code == 0 or (words[0] == "salvage" and code == 1), (step, capsys.readouterr().err)
+            if "-o" in words:
+                out = Path(words[words.index("-o") + 1])
+                assert run(["validate", str(out)]) == 0, (step, capsys.readouterr().out)
+                out.unlink()
+            capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "item", [item for item in CHECKPOINTS if item.path.name not in (*NOTHING_LEFT, *UNSEEN)], ids=by_name
+)
+def test_on_fixtures(
+    item: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(item.path, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", ["fastai_learner.pkl", "fastai_model.pth", "ppo_policy.pt", "lightning_one.ckpt"])
+def test_on_files_of_frameworks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(FIXTURES / "real" / name, tmp_path, monkeypatch, capsys)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_on_real_files(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(path, tmp_path, monkeypatch, capsys)
