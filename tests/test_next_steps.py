@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
 
 from ckptool.cli.main import run
@@ -65,3 +66,10 @@ def test_on_real_files(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(path, tmp_path, monkeypatch, capsys)
+
+
+def test_sizes_that_differ_are_not_rounded_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = torch.zeros(401)
+    torch.save({"weight": whole[:400], "bias": torch.zeros(2)}, tmp_path / "a.pth")
+    assert run(["inspect", str(tmp_path / "a.pth")]) == 0
+    assert "uses 1,600 bytes of a storage of 1,604 bytes" in capsys.readouterr().out

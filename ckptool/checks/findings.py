@@ -355,9 +355,12 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> list[Finding]:
     if account.unused_bytes:
         path, used, size = account.wasteful[0]
         rest = f" and {counted(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
+        words = human_bytes(used), human_bytes(size)
+        if words[0] == words[1]:
+            words = f"{used:,} bytes", f"{size:,} bytes"  # rounded, they would be the same
         what = (
             f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
-            f" {human_bytes(used)} of a storage of {human_bytes(size)}{rest}"
+            f" {words[0]} of a storage of {words[1]}{rest}"
         )
         edited = not any(problem.code in _NO_EDITS for problem in checkpoint.container.problems)
         step = command("slim", checkpoint.path, word="slim") if edited else ""
