@@ -9,7 +9,7 @@ from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
-from .archives import is_address
+from .archives import checkpoints_in, is_address
 from .errors import MalformedError, NotACheckpointError, UnreadableError
 from .formats import FORMATS, folder_format
 from .formats.foreign import KINDS as FOREIGN
@@ -20,10 +20,18 @@ from .human import listed, shown
 from .source import open_source
 from .zips import read_archive
 
-__all__ = ["Target", "explain_directory", "find_targets", "names_one_file"]
+__all__ = [
+    "Passed",
+    "Target",
+    "explain_directory",
+    "find_targets",
+    "names_one_file",
+    "walk_folder",
+    "why_passed",
+]
 
 #: Names under which a file that is something else altogether is a checkpoint that went wrong.
-_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin")
+_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin", ".safetensors", ".ptl", ".pt2", ".mar")
 #: Whole files of other kinds, which may be called like a checkpoint and are none of ours.
 _OTHERS: Final = frozenset(
     (
@@ -41,6 +49,13 @@ _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 _LISTED: Final = 200
 #: Files of other kinds that are named where there is no checkpoint.
 _NAMED: Final = 3
+
+
+class Passed(NamedTuple):
+    """A file of a folder that is passed over, and why."""
+
+    path: str
+    why: str
 
 
 class Target(NamedTuple):
@@ -110,16 +125,25 @@ def _whole(folder: str, named: bool = False) -> Target | UnreadableError | None:
     return Target(folder, named) if folder_format(folder) else training_folder(folder)
 
 
-def _walk(folder: str) -> Iterator[Target | UnreadableError]:
-    """The checkpoints in a folder, and the folders in it that cannot be looked into."""
+def walk_folder(folder: str) -> Iterator[Target | Passed | UnreadableError]:
+    """Everything in a folder: the checkpoints, what is called like one, and the files that are passed over; and the
+    folders in it that cannot be looked into. What is in a folder that is one checkpoint is up to that."""
     closed: list[OSError] = []
     for root, folders, files in os.walk(folder, onerror=closed.append):
         seen = [name for name in folders if not name.startswith(".")]
         whole = {name: one for name in sorted(seen) if (one := _whole(os.path.join(root, name))) is not None}
         folders[:] = sorted(set(seen) - whole.keys())
         yield from whole.values()
-        yield from (Target(found, False) for name in sorted(files) if _claims(found := os.path.join(root, name)))
+        for name in sorted(files):
+            path = os.path.join(root, name)
+            why = why_passed(path)
+            yield Passed(path, why) if why else Target(path, False)
     yield from (Target(str(error.filename), False) for error in closed)
+
+
+def _walk(folder: str) -> Iterator[Target | UnreadableError]:
+    """The checkpoints in a folder, and the folders in it that cannot be looked into."""
+    return (item for item in walk_folder(folder) if not isinstance(item, Passed))
 
 
 def _without_checkpoint(path: str) -> UnreadableError:
@@ -170,32 +194,44 @@ def _kind(path: str) -> str:
     return re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
 
 
-def _claims(path: str) -> bool:
-    """Is it a checkpoint by its content, whole or not; or by its name, and no whole file of another kind?"""
+def why_passed(path: str) -> str:
+    """Why a file of a folder is passed over; "" for a checkpoint by its content, whole or not, for an archive that
+    holds some, and for what is called like one and is no whole file of another kind."""
     name = path.lower()
     named = name.endswith(_SUFFIXES)
+    unknown = "it is not called like a checkpoint, and its content is of no format of one"
     try:
         source = open_source(path)
-    except UnreadableError:
+    except UnreadableError as error:
         # A link to nothing, a file that may not be read: a checkpoint that is not there.
-        return named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
+        claims = named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
+        return "" if claims else error.what
     try:
         head = source.read(0, 1024)
         known = next((item for item in FORMATS if item.sniff(head, source)), None)
         if known is None:
-            kind = getattr(explain(head, source), "kind", "") if named else ""
-            return named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS)
+            found = explain(head, source)
+            kind = getattr(found, "kind", "")
+            if kind in _ARCHIVES and checkpoints_in(source):
+                return ""
+            claims = named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS or name.endswith(".ptl"))
+            return "" if claims else found.what if kind != "unknown" else unknown
         if known.name == "torch-zip":
             archive = read_archive(source)
             other = zip_kind(archive) if kind_of(archive) is None else None
-            return other is None or (named and other.kind not in _OTHERS)
-        return True
+            claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
+            return "" if claims or other is None else other.what
+        return ""
     except MalformedError:
-        return True
-    except UnreadableError:
-        return named
+        return ""
+    except UnreadableError as error:
+        return "" if named else error.what
     finally:
         source.close()
+
+
+def _claims(path: str) -> bool:
+    return not why_passed(path)
 
 
 def explain_directory(path: str) -> UnreadableError:

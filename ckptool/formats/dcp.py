@@ -36,6 +36,7 @@ from .dcp_metadata import (
     read_metadata,
 )
 from .dcp_nesting import Nested
+from .identify import stand_in
 from .pickles_in import pickles_in
 
 __all__ = ["Dcp", "read", "sniff"]
@@ -399,6 +400,11 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 closed[name] = error.what
                 continue
             opened.append(files[name])
+            # A rank may have nothing to write: that file is empty.
+            other = stand_in(files[name]) if files[name].size else None
+            if other is not None:
+                closed[name] = other.what
+                del files[name]
         found, own = [], []
         for name in wanted:
             try:
@@ -407,6 +413,10 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 error.what = f"{name} cannot be read: {error.what}"
                 raise
             opened.append(listing)
+            other = stand_in(listing)
+            if other is not None:
+                other.what = f"{name} is not there: {other.what.removeprefix('it is ')}"
+                raise other
             if listing.size > LIMITS.pickle_bytes:
                 raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
             one = read_metadata(listing.read(0, listing.size), name)

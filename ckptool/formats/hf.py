@@ -24,6 +24,7 @@ from ..source import Appending, FileSource, FolderSource, Plan
 from ..tensors import TensorReader
 from . import safetensors, torch_legacy, torch_zip
 from .hf_files import Index, Weights, companions, index_name, is_index, read_index, side_files, sniff, weights_of
+from .identify import explain, stand_in
 from .sharding_info import plain_texts
 
 __all__ = ["HfFolder", "Shard", "read", "sniff"]
@@ -77,6 +78,11 @@ class HfFolder:
                 error.path = folder
                 raise
             stack.callback(listing.close)
+            other = stand_in(listing)
+            if other is not None:
+                other.what = f"its index, {weights.index_name}, is not there: {other.what.removeprefix('it is ')}"
+                other.path = folder
+                raise other
             index = read_index(listing)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
         self.shards = self._shards(folder, wanted, names, stack)
@@ -334,6 +340,10 @@ def _shard(name: str, source: FileSource) -> Shard:
         container = torch_zip.read(source)
     elif torch_legacy.sniff(head, source):
         container = torch_legacy.read(source)
+    elif (other := stand_in(source)) is not None:
+        raise other
+    elif not safetensors.sniff(head, source):
+        raise explain(head, source)
     else:
         container = safetensors.read(source)
         plain = [(key, Held(own, -1, own.nbytes, {own.key: own.nbytes})) for key, own in container.tensors]

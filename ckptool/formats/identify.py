@@ -23,7 +23,10 @@ from ..zips import Archive
 from . import foreign
 from .damaged import extent_of_zip
 
-__all__ = ["damaged_zip", "explain", "zip_kind"]
+__all__ = ["NOT_THERE", "damaged_zip", "explain", "stand_in", "zip_kind"]
+
+#: Kinds of what stands in the place of a file that was never there: a pointer, a page, a link as text, nothing.
+NOT_THERE = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
 
 
 def explain(head: bytes, source: Source) -> UnreadableError:
@@ -33,6 +36,15 @@ def explain(head: bytes, source: Source) -> UnreadableError:
         if found is not None:
             return found
     return _not("unknown", "it is no checkpoint: its first bytes are those of no format that ckptool knows", source)
+
+
+def stand_in(source: Source) -> UnreadableError | None:
+    """The error for a file that is only a pointer to another, or what a server said instead of it; None for others."""
+    head = source.read(0, 1024)
+    found = _empty(head, source) or _text(head, source)
+    said = found is not None and "message of a server" in found.what and b'"weight_map"' not in head
+    kinds = NOT_THERE | ({"json"} if said else set())
+    return found if found is not None and found.kind in kinds else None
 
 
 def _not(kind: str, what: str, source: Source, next: str = "") -> NotACheckpointError:

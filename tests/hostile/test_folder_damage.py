@@ -17,10 +17,13 @@ import pytest
 import torch
 from conftest import FIXTURES
 from dcp_folders import write_ranks
+from hostile_files import TENSOR, plain
 from safetensors.torch import save_file
+from saying import say
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.searching import Target, walk_folder
 
 SHARDS = 3
 
@@ -288,3 +291,74 @@ def test_a_side_file_is_not_looked_into(kind: str, tmp_path: Path, capsys: pytes
     folder = made(kind, tmp_path / "in")
     half(folder / "config.json")
     assert told(folder, tmp_path, capsys)[:3] == (0, 0, 0)
+
+
+# -- what stands in the place of a file -------------------------------------------------------------------------
+
+STAND_INS = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n", "Git LFS pointer"),
+    "page": (b"<!DOCTYPE html><html><title>Sign in</title></html>", "web page"),
+    "link": (b"../../blobs/0123456789abcdef", "symbolic link that Git checked out"),
+    "message": (b'{"error": "Repository not found"}', "message of a server"),
+    "nothing": (b"", "empty"),
+}
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+)
+def test_what_stands_in_the_place_of_weights_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    data, words = STAND_INS[kind]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if "-0000" in name or "index" in name:
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for number, key in enumerate("ab", 1):
+            save_file({key: torch.zeros(3)}, folder / f"model-{number:05d}-of-00002.safetensors")
+    (folder / name).write_bytes(data)
+    code, out, err = say("inspect", folder)
+    assert words in out + err and "is said to have" not in out + err
+    code, out, err = say("validate", folder)
+    assert code and words in out + err
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAND_INS if kind != "nothing"])
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_what_stands_in_the_place_of_a_piece_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    data, words = STAND_INS[kind]
+    folder = write_ranks(tmp_path / "saved", {"w": torch.zeros(4, 2)}, 2)
+    (folder / name).write_bytes(data)
+    code, out, err = say("validate", folder)
+    assert code and words in out + err
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *((f"{kind}.safetensors", data) for kind, (data, _) in STAND_INS.items()),
+        ("program.ptl", b"\x10\0\0\0PTMF" + bytes(30)),
+        ("policy.zip", plain({"w": TENSOR}).replace(b"seed/data.pkl", b"policy/a.pth")),
+        ("other.mar", plain({"w": TENSOR}).replace(b"seed/data.pkl", b"policy/a.pth")),
+    ],
+)
+def test_a_folder_with_one_good_file_is_not_good(name: str, data: bytes, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "good.safetensors")
+    (tmp_path / "notes.zip").write_bytes(plain({"w": TENSOR}).replace(b"seed/data.pkl", b"seed/note.txt"))
+    assert say("validate", tmp_path)[0] == 0
+    (tmp_path / name).write_bytes(data)
+    code, out, err = say("validate", tmp_path)
+    assert code and name in out + err
+    assert say("inspect", tmp_path)[0] == 3
+
+
+def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "good.safetensors")
+    (tmp_path / "notes.txt").write_text("some words")
+    (tmp_path / "noise.dat").write_bytes(bytes(range(128, 256)))
+    found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
+    assert isinstance(found["good.safetensors"], Target)
+    assert "text" in found["notes.txt"].why and "no format" in found["noise.dat"].why  # type: ignore[union-attr]
