@@ -47,7 +47,7 @@ _UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "spe
 #: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
 TWO_FORMATS = "two-formats"
 ODD_MEMBER = "odd-member"
-AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", UNCHECKED))
+AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", "tensor-twice", UNCHECKED))
 
 
 class Problem(NamedTuple):

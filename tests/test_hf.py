@@ -234,7 +234,7 @@ def test_shards_without_an_index_are_read_and_it_is_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
+        ("", "is empty"),
         ("[]", "weight_map"),
         ("{}", "weight_map"),
         ('{"weight_map": []}', "weight_map"),

@@ -415,8 +415,8 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             opened.append(listing)
             other = stand_in(listing)
             if other is not None:
-                other.what = f"{name} is not there: {other.what.removeprefix('it is ')}"
-                raise other
+                what = f"{name} is not there: {other.what.removeprefix('it is ')}"
+                raise MalformedError(what, path=path, next=other.next)
             if listing.size > LIMITS.pickle_bytes:
                 raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
             one = read_metadata(listing.read(0, listing.size), name)

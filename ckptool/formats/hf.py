@@ -80,9 +80,8 @@ class HfFolder:
             stack.callback(listing.close)
             other = stand_in(listing)
             if other is not None:
-                other.what = f"its index, {weights.index_name}, is not there: {other.what.removeprefix('it is ')}"
-                other.path = folder
-                raise other
+                what = f"its index, {weights.index_name}, is not there: {other.what.removeprefix('it is ')}"
+                raise MalformedError(what, path=folder, next=other.next)
             index = read_index(listing)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
         self.shards = self._shards(folder, wanted, names, stack)
@@ -191,7 +190,8 @@ class HfFolder:
         if twice:
             both = listed([self.shards[number].name for number in held[twice[0]]])
             what = f"{counted(len(twice), 'tensor')} in more than one shard: {shown(twice[0])} in {both}"
-            self._note("tensor-twice", "warning", what + "; the one that the index names counts" * bool(index))
+            which = "; transformers takes the last" + ", other readers the one that the index names" * bool(index)
+            self._note("tensor-twice", "error", what + which, where=self.shards[held[twice[0]][0]].name)
         extra = [name for name in held if name not in places]
         if index and extra:
             what = f"{counted(len(extra), 'tensor')} in the shards that the index does not name: {listed(extra)}"

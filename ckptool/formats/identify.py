@@ -42,7 +42,7 @@ def stand_in(source: Source) -> UnreadableError | None:
     """The error for a file that is only a pointer to another, or what a server said instead of it; None for others."""
     head = source.read(0, 1024)
     found = _empty(head, source) or _text(head, source)
-    said = found is not None and "message of a server" in found.what and b'"weight_map"' not in head
+    said = found is not None and found.what.startswith("it is a JSON message") and b'"weight_map"' not in head
     kinds = NOT_THERE | ({"json"} if said else set())
     return found if found is not None and found.kind in kinds else None
 
