@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz.cases import KINDS, Case, bases, built, parsed, planned
+from fuzz.cases import KINDS, Case, bases, built, known, parsed, planned
 from fuzz.finds import RUNS, Verdict, cause_of
 from fuzz.judging import judged
-from fuzz.run import known
 from fuzz.sandbox import contained
 from fuzz.terms import dumps, loads
 

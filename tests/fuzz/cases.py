@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from torture.rows import FIXTURES
@@ -19,13 +21,14 @@ from .made import MADE
 from .tars import mutated_tar
 from .zips import mutated_object, mutated_zip
 
-__all__ = ["KINDS", "Case", "Files", "built", "parsed", "planned"]
+__all__ = ["KINDS", "SEEDS", "Case", "Files", "built", "known", "parsed", "planned"]
 
+SEEDS = Path(__file__).parent / "seeds"
 #: Files of a folder by name; a single file has the name "".
 Files = dict[str, bytes]
 _LARGEST = 20_000  # bytes of the fixtures to begin with: small ones give more files a second
 #: What torch makes of it depends on what was imported before.
-_LEFT_OUT = ("jagged.pt",)
+_LEFT_OUT = re.compile(r"jagged|dtensor|fsdp2|(fsdp_)?tp\.rank")
 _MOST = 1 << 20  # bytes of what a mutation may make
 
 
@@ -77,6 +80,11 @@ def built(case: Case) -> Files:
     return files
 
 
+def known() -> list[Case]:
+    """Inputs that showed something once, as files: each is tried first, and by make test."""
+    return [Case(path.parent.name, f"seeds/{path.name}", ()) for path in sorted(SEEDS.glob("*/*"))]
+
+
 @functools.cache
 def bases(kind: str) -> list[str]:
     return KINDS[kind].bases()
@@ -86,7 +94,7 @@ def bases(kind: str) -> list[str]:
 def start(kind: str, base: str) -> Files:
     if base in MADE:
         return MADE[base].files()
-    path = FIXTURES / base
+    path = SEEDS / kind / base.removeprefix("seeds/") if base.startswith("seeds/") else FIXTURES / base
     if path.is_dir():
         return {
             str(inner.relative_to(path)): inner.read_bytes() for inner in sorted(path.rglob("*")) if inner.is_file()
@@ -102,7 +110,7 @@ def _fixtures(kind: str, begins: Callable[[bytes], bool]) -> Callable[[], list[s
     def found() -> list[str]:
         paths = [*FIXTURES.iterdir(), *(FIXTURES / "sharded").iterdir()]
         small = sorted(path for path in paths if path.is_file() and path.stat().st_size <= _LARGEST)
-        names = [str(p.relative_to(FIXTURES)) for p in small if p.name not in _LEFT_OUT and begins(p.read_bytes())]
+        names = [str(p.relative_to(FIXTURES)) for p in small if not _LEFT_OUT.match(p.name) and begins(p.read_bytes())]
         # Clean files that were made for this, as often as all fixtures together: most fixtures are odd.
         made = sorted(name for name, item in MADE.items() if item.kind == kind)
         return names + made * max(1, len(names) // max(1, len(made)))

@@ -6,9 +6,8 @@ import json
 import random
 from collections.abc import Callable
 
-from torture.mutate import bytewise
-
 from .headers import mutated_json, mutated_safetensors
+from .opcodes import bytewise
 from .pickles import mutated_pickle
 from .terms import const, dumps, loads, walk
 from .zips import mutated_zip

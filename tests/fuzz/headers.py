@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from torture.mutate import WIDE, bytewise
+from .opcodes import WIDE, bytewise
 
 __all__ = ["mutated_json", "mutated_safetensors"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import random
 import shutil
 import sys
@@ -19,7 +20,7 @@ import ckptool
 from .asking import Bad, Said, ask, guarded, tensors_of
 from .cases import Case, Files
 from .editing import edited
-from .finds import LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
+from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
 from .limits import TooLong, bounded
 from .reading import comparable, difference, error_text, load
 from .sandbox import contained
@@ -196,7 +197,7 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         words.append("stopped before it ran")
     elif answer.error or answer.died:
         if said.valid:
-            finds.append(Find(VALID_FAILS, "valid", error_text(Exception(answer.error or answer.died))))
+            finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
         words.append("refused by torch")
     else:
         words.append("loaded by torch")
@@ -223,10 +224,10 @@ def _tar_edits(path: str, folder: str, refused: bool, entries: list[Any], chance
         return (
             []
             if refused or command == "convert"
-            else [Find("edit unlike the naive edit", f"{command} ends with 0", f"the output does not load: {refusal}")]
+            else [Find(EDIT, f"{command} ends with 0", f"the output does not load: {refusal}")]
         )
     told = difference(after, [entry._replace(storage="") for entry in entries], names=False)
-    return [Find("edit unlike the naive edit", f"{command} ends with 0", told)] if told.startswith("values") else []
+    return [Find(EDIT, f"{command} ends with 0", told)] if told.startswith("values") else []
 
 
 # -- safetensors --------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def _converted(path: str, folder: str, loaded: Any, refusal: str, chance: random
             if set(old) != set(new) or not all(same(old[key], new[key].contiguous()) for key in old):
                 told = "the output holds something else"
         if told:
-            finds.append(Find("edit unlike the naive edit", f"{name} ends with 0", told))
+            finds.append(Find(EDIT, f"{name} ends with 0", told))
     return finds
 
 
@@ -381,7 +382,7 @@ def _folder_edit(path: str, folder: str, loaded: Any, refusal: str, said: Said) 
             same(loaded[key].contiguous(), after[key].contiguous()) for key in loaded
         ):
             told = "the output holds something else"
-    return [Find("edit unlike the naive edit", "convert torch ends with 0", told)] if told else []
+    return [Find(EDIT, "convert torch ends with 0", told)] if told else []
 
 
 # -- folders of torch.distributed.checkpoint ---------------------------------------------------------------------------
@@ -409,7 +410,11 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
     tell(f"sandbox valid={said.valid}")
 
     def read() -> tuple[str, str]:
-        loaded = _by_dcp(path)
+        try:
+            loaded = _by_dcp(path)
+        except Exception as error:
+            # The cause is the last line of a traceback in its text.
+            raise RuntimeError(str(error).strip().splitlines()[-1][:300]) from None
         told = difference(loaded, [entry._replace(storage="") for entry in entries]) if said.valid else ""
         if not converted:
             return told, ""
@@ -425,7 +430,7 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
         words.append("refused by DCP")
         if converted and said.valid:
-            finds.append(Find("edit unlike the naive edit", "convert torch ends with 0", "DCP refuses the input"))
+            finds.append(Find(EDIT, "convert torch ends with 0", f"DCP refuses the input: {answer.error}"))
     else:
         words.append("loaded by DCP")
         if not said.valid:
@@ -434,7 +439,7 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         if told:
             finds.append(Find(OTHER, "valid", told))
         if wrong:
-            finds.append(Find("edit unlike the naive edit", "convert torch ends with 0", wrong))
+            finds.append(Find(EDIT, "convert torch ends with 0", wrong))
     return Verdict(said.valid, opened, tuple(words), tuple(finds))
 
 
@@ -499,6 +504,10 @@ def prepared(kind: str, folder: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module("encodings.idna")
+    # Once for all workers: ckptool imports a format when a file may be one.
+    for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
     for base in dict.fromkeys(bases(kind)):
         # Only what is clean: fixtures that would run something are not loaded here.

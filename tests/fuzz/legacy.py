@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import struct
 
-from torture.mutate import bytewise
-
+from .opcodes import bytewise
 from .pickles import mutated_pickle
 from .terms import const, dumps, loads, pickles_in, sequence
 

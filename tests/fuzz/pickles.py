@@ -1,12 +1,11 @@
-"""Mutations of a pickle: of what it means (terms) and of how it is spelled (opcodes, in torture.mutate)."""
+"""Mutations of a pickle: of what it means (terms) and of how it is spelled (opcodes, in opcodes)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from torture.mutate import pickled
-
+from .opcodes import pickled
 from .terms import Term, const, dumps, glob, loads, mapping, sequence, walk
 
 __all__ = ["mutated_pickle"]

@@ -22,15 +22,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuzz.cases import KINDS, Case, built, parsed, planned
+from fuzz.cases import KINDS, SEEDS, Case, built, known, parsed, planned
 from fuzz.finds import CLASSES, VALID_FAILS, Find, Verdict
+from fuzz.guided import guided
 from fuzz.judging import judged, prepared
 from fuzz.workers import work
 
 __all__ = ["Tally", "main"]
 
 FINDINGS = Path(__file__).parent / "findings"
-SEEDS = Path(__file__).parent / "seeds.txt"
 _KEPT = 5  # cases that are kept of each cause
 _MOST_FAILS = 0.005  # of the verdicts "valid" may be wrong about loading
 
@@ -84,14 +84,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     parser.add_argument("--case", action="append", metavar="KIND:BASE:STEPS", help="show one input again")
     parser.add_argument("--keep", type=Path, metavar="PATH", help="with --case: write the input there")
+    parser.add_argument(
+        "--save", metavar="NAME", help="with --case: keep the input in tests/fuzz/seeds under this name"
+    )
+    parser.add_argument("--atheris", action="store_true", help="the decoders by coverage instead")
     parser.add_argument("--page", action="store_true", help="write the table into docs/reliability.md")
     given = parser.parse_args(arguments)
+    if given.atheris:
+        return guided(_seconds(given.time))
     kinds = given.kind or list(KINDS)
     with tempfile.TemporaryDirectory(
         prefix="ckptool-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as scratch:
         if given.case:
-            return _show(given.case, given.keep, scratch)
+            return _show(given.case, given.keep, given.save, scratch)
         seconds = _seconds(given.time) if given.time or not given.files else float("inf")
         tallies = [_fuzzed(kind, given.seed, given.files, seconds / len(kinds), given.jobs, scratch) for kind in kinds]
     for tally in tallies:
@@ -154,12 +160,6 @@ def _fuzzed(kind: str, seed: int, files: int | None, seconds: float, jobs: int, 
     return tally
 
 
-def known() -> list[Case]:
-    """Inputs that showed something once."""
-    lines = SEEDS.read_text(encoding="utf-8").splitlines() if SEEDS.exists() else []
-    return [parsed(line.partition("  ")[0]) for line in lines if line and not line.startswith("#")]
-
-
 def _smaller(case: Case, cause: tuple[str, str], scratch: str) -> Case:
     """The case without the mutations that it does not need."""
     for at in range(len(case.steps) - 1, -1, -1):
@@ -177,7 +177,7 @@ def _alone(case: Case, scratch: str) -> list[Verdict]:
     return [verdict for _, verdict in found]
 
 
-def _show(texts: Sequence[str], keep: Path | None, scratch: str) -> int:
+def _show(texts: Sequence[str], keep: Path | None, save: str | None, scratch: str) -> int:
     bad, ready = 0, set[str]()
     for text in texts:
         case = parsed(text)
@@ -186,6 +186,9 @@ def _show(texts: Sequence[str], keep: Path | None, scratch: str) -> int:
             prepared(case.kind, _folder(scratch, 0))
         if keep is not None:
             _write(keep, built(case))
+        if save is not None:
+            (SEEDS / case.kind).mkdir(parents=True, exist_ok=True)
+            _write(SEEDS / case.kind / save, built(case))
         for verdict in _alone(case, scratch):
             print(f"{case}: {'valid' if verdict.valid else 'not valid'}; {'; '.join(verdict.words)}")
             for find in verdict.finds:

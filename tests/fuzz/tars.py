@@ -8,8 +8,7 @@ import struct
 import tarfile
 from dataclasses import dataclass, replace
 
-from torture.mutate import WIDE, bytewise
-
+from .opcodes import WIDE, bytewise
 from .pickles import mutated_pickle
 from .terms import pickles_in
 

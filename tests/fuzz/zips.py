@@ -10,8 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torture.mutate import WIDE, bytewise
-
+from .opcodes import WIDE, bytewise
 from .pickles import mutated_pickle
 
 __all__ = ["mutated_object", "mutated_zip"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import time
 from collections import Counter
@@ -14,20 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from fuzz.cases import built, planned
+
 from ckptool.cli.main import COMMANDS
 from ckptool.errors import CkptoolError
 
 from .farm import farm
 from .memory import EDITS, acting, edited, opened, tell
-from .mutate import mutated
-from .rows import FIXTURES, Options, Tally
+from .rows import Options, Tally
 from .stage import answer
 
 __all__ = ["SEEDS", "fuzz"]
 
 #: Files that were found to break a promise once; each run begins with them.
 SEEDS = Path(__file__).parent / "seeds"
-_LARGEST = 6000  # bytes of the fixtures that are mutated: small ones give more files a second
+_KINDS = ("zip", "pickle", "legacy", "tar", "safetensors")
 _SECONDS = 1.0
 _MEMORY = 256 << 20
 
@@ -66,15 +66,12 @@ def fuzz(tally: Tally, options: Options) -> None:
 def _cases(options: Options) -> Iterator[Case]:
     for path in sorted(SEEDS.glob("*.pth")):
         yield Case(f"seed {path.name}", path.read_bytes())
-    chance = random.Random(options.seed)
-    paths = sorted(path for path in FIXTURES.iterdir() if path.suffix in (".pth", ".pt", ".ckpt", ".tar", ".pkl"))
-    files = [path for path in paths if path.stat().st_size <= _LARGEST]
-    data = {path: path.read_bytes() for path in files}
+    # The inputs of `make fuzz`; what is looked at here is the command line, and what it prints.
     number = 0
     while True:
         number += 1
-        path = chance.choice(files)
-        yield Case(f"{path.name}, mutation {number:,} of seed {options.seed}", mutated(data[path], chance))
+        case = planned(_KINDS[number % len(_KINDS)], options.seed, number)
+        yield Case(f"make fuzz FUZZ='--case {case}'", built(case)[""])
 
 
 def _work(path: Path, case: Case) -> str:

@@ -16,7 +16,7 @@ from ckptool.listing import key_listing
 from ckptool.names import Globs
 from ckptool.planning import plan_of
 from ckptool.report import inspection
-from ckptool.source import BytesSource
+from ckptool.source import BytesSource, Computed, Piece
 from ckptool.tree import tree_of
 
 __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
@@ -62,10 +62,16 @@ def edited(data: bytes, edit: str) -> bytes | None:
     try:
         checkpoint = EDITS[edit](opened(data))
         plan, _ = plan_of(checkpoint)
-        parts = [piece if isinstance(piece, bytes) else piece.source.read(*piece[1:]) for piece in plan.pieces]
+        parts = [_bytes_of(piece) for piece in plan.pieces]
     except CkptoolError:
         return None
     return b"".join(parts)
+
+
+def _bytes_of(piece: Piece) -> bytes:
+    if isinstance(piece, Computed):
+        return b"".join(piece.chunks())
+    return piece if isinstance(piece, bytes) else piece.source.read(*piece[1:])
 
 
 def torch_loads(data: bytes) -> Any:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .rows import ROOT, Row, Tally
 
-__all__ = ["PAGE", "Result", "rewrite"]
+__all__ = ["PAGE", "Result", "machine", "rewrite"]
 
 PAGE = ROOT / "docs" / "reliability.md"
 _BEGIN, _END = "<!-- figures: made by tests/torture/run.py -->", "<!-- end of figures -->"
@@ -50,11 +50,11 @@ def _figures(results: Sequence[Result]) -> str:
         if skipped or tally.notes
     ]
     total = sum(result.seconds for result in results)
-    said = [f"Run on {time.strftime('%d %B %Y').lstrip('0')} in {total / 60:.0f} minutes on {_machine()}."]
+    said = [f"Run on {time.strftime('%d %B %Y').lstrip('0')} in {total / 60:.0f} minutes on {machine()}."]
     return "\n".join([*said, "", *lines, "", *remarks])
 
 
-def _machine() -> str:
+def machine() -> str:
     """What a reader must know to judge the figures; nothing that identifies the machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     parts = [

@@ -1,34 +1,17 @@
-"""Checkpoints that went wrong in interesting ways: by bytes, by opcodes, by fields of a zip archive."""
+"""Mutations of bytes, and of the opcodes of a pickle: how it is spelled."""
 
 from __future__ import annotations
 
-import io
 import pickletools
 import random
 import struct
-import zipfile
-import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["WIDE", "bytewise", "mutated", "pickled"]
+__all__ = ["WIDE", "bytewise", "pickled"]
 
 #: Numbers at which something overflows, ends, or is taken for "unknown".
 _EXTREME = (0, 1, 2, 45, 0x7F, 0x80, 0xFF, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 WIDE = (*_EXTREME, 1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
-_NASTY_NAMES = (b"", b"/", b"../../x", b"archive/data.pkl", b"ARCHIVE/DATA.PKL", b"\xff\xfe", b"a\x1b[2J", b"x" * 300)
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The bytes after one to four mutations of a kind that fits their format."""
-    ways: list[Callable[[bytes, random.Random], bytes]] = [bytewise]
-    if data[:4] == b"PK\x03\x04":
-        ways = [bytewise, _zip_fields, _zip_fields, *[_zip_pickle] * 5]
-    elif data[:1] == b"\x80":
-        ways = [bytewise, _legacy_pickle, _legacy_pickle]
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        data = chance.choice(ways)(data, chance)[: 1 << 20]
-    return data
 
 
 # -- bytes ------------------------------------------------------------------------------------------------
@@ -194,109 +177,3 @@ def _argued(op: _Op, chance: random.Random) -> _Op:
     raw = bytearray(op.raw)
     raw[chance.randrange(len(raw))] = chance.randrange(256)
     return _Op(op.name, bytes(raw))
-
-
-def _legacy_pickle(data: bytes, chance: random.Random) -> bytes:
-    """One of the five pickles in front of the storages, mostly that of the object."""
-    parts = []
-    rest = data
-    for _ in range(5):
-        try:
-            end = max((at or 0) + 1 for _, _, at in pickletools.genops(rest))
-        except Exception:  # as above
-            return bytewise(data, chance)
-        parts.append(rest[:end])
-        rest = rest[end:]
-    number = chance.choice((0, 1, 2, 3, 3, 3, 3, 4, 4))
-    parts[number] = pickled(parts[number], chance)
-    return b"".join(parts) + rest
-
-
-# -- zip archives -------------------------------------------------------------------------------------------
-
-
-class _Entry(NamedTuple):
-    name: bytes
-    content: bytes
-    method: int
-
-
-def _entries(data: bytes) -> list[_Entry]:
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return [
-                _Entry(info.filename.encode("utf-8", "replace"), archive.read(info), info.compress_type)
-                for info in archive.infolist()
-            ]
-    except Exception:
-        # An archive that an earlier mutation broke; zipfile has many ways to say so.
-        return []
-
-
-def _zip_pickle(data: bytes, chance: random.Random) -> bytes:
-    """Another data.pkl, under a right checksum: nothing but its opcodes is wrong."""
-    entries = _entries(data)
-    if not entries:
-        return bytewise(data, chance)
-    changed = [
-        entry._replace(content=pickled(entry.content, chance)) if entry.name.endswith(b"data.pkl") else entry
-        for entry in entries
-    ]
-    return _archive(changed, random.Random(0), 0)
-
-
-def _zip_fields(data: bytes, chance: random.Random) -> bytes:
-    """Fields of headers, directory and end records that say something else; records that come and go."""
-    entries = _entries(data)
-    if not entries:
-        return bytewise(data, chance)
-    for _ in range(chance.choice((0, 0, 1, 2))):
-        at = chance.randrange(len(entries))
-        way = chance.randrange(5)
-        if way == 0:
-            entries[at] = entries[at]._replace(name=chance.choice(_NASTY_NAMES))
-        elif way == 1:
-            entries.insert(at, chance.choice(entries))
-        elif way == 2 and len(entries) > 1:
-            del entries[at]
-        elif way == 3:
-            entries[at] = entries[at]._replace(content=chance.randbytes(chance.choice((0, 1, 5, 5000))))
-        else:
-            entries[at] = entries[at]._replace(method=chance.choice((0, 8, 9, 12, 99)))
-    return _archive(entries, chance, chance.choice((0.002, 0.01, 0.05)))
-
-
-def _archive(entries: list[_Entry], chance: random.Random, rate: float) -> bytes:
-    """An archive in which each field of each header is an extreme number instead, at the given rate."""
-
-    def field(value: int, width: int) -> bytes:
-        if rate and chance.random() < rate:
-            value = chance.choice(WIDE)
-        return (value & (1 << 8 * width) - 1).to_bytes(width, "little")
-
-    out, directory = bytearray(), bytearray()
-    for entry in entries:
-        packer = zlib.compressobj(wbits=-15)
-        packed = packer.compress(entry.content) + packer.flush() if entry.method == 8 else entry.content
-        crc = zlib.crc32(entry.content)
-        extra = b""
-        if rate and chance.random() < rate:
-            extra = field(1, 2) + field(24, 2) + field(len(entry.content), 8) + field(len(packed), 8) + field(0, 8)
-        sizes = field(crc, 4) + field(len(packed), 4) + field(len(entry.content), 4)
-        both = field(0, 2) + field(entry.method, 2) + bytes(4)
-        header = len(out)
-        out += b"PK\x03\x04" + field(20, 2) + both + sizes + field(len(entry.name), 2) + field(len(extra), 2)
-        out += entry.name + extra + packed
-        sizes = field(crc, 4) + field(len(packed), 4) + field(len(entry.content), 4)
-        both = field(20, 2) + field(20, 2) + field(0, 2) + field(entry.method, 2) + bytes(4)
-        directory += b"PK\x01\x02" + both + sizes + field(len(entry.name), 2) + field(len(extra), 2)
-        directory += field(0, 2) + field(0, 2) + bytes(6) + field(header, 4) + entry.name + extra
-    begin, count = len(out), len(entries)
-    out += directory
-    if rate and chance.random() < 4 * rate:
-        end = len(out)
-        out += b"PK\x06\x06" + field(44, 8) + field(45, 2) + field(45, 2) + field(0, 4) + field(0, 4)
-        out += field(count, 8) + field(count, 8) + field(len(directory), 8) + field(begin, 8)
-        out += b"PK\x06\x07" + field(0, 4) + field(end, 8) + field(1, 4)
-    out += b"PK\x05\x06" + field(0, 2) + field(0, 2) + field(count, 2) + field(count, 2)
-    return bytes(out + field(len(directory), 4) + field(begin, 4) + field(0, 2))
