@@ -48,7 +48,7 @@ class Promise(NamedTuple):
     in its folder. ``manifest`` is what is stored beside the object, but for the names in ``replaced``, and those in
     ``dropped`` (in lower case) may be gone. ``pickles`` are those of records by their names. ``tensors`` are facts by
     name, ``leaves`` the objects that are items of their own, ``texts`` the texts beside the tensors. ``odd`` are the
-    codes of problems that the input has, too.
+    codes of problems that the input has, too; not ``checked``, its places are as odd as those of the input.
     """
 
     format: str
@@ -64,6 +64,7 @@ class Promise(NamedTuple):
     texts: Mapping[str, str] | None = None
     byteorder: str = ""
     odd: frozenset[str] = frozenset()
+    checked: bool = True
 
 
 # -- what is promised -----------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def _check(promise: Promise, source: Source, container: Container) -> None:
     if promise.texts is not None:
         _alike("the texts beside the tensors", dict(promise.texts), dict(container.metadata))
     if promise.manifest is not None:
-        _check_manifest(promise, container.manifest(checked=True))
+        _check_manifest(promise, container.manifest(checked=promise.checked))
     if promise.beside is not None:
         names = {name.removeprefix(f"{container.root}/") for name in container.manifest()}
         there = sorted(name for name in names if not name.startswith("data/"))

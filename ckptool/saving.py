@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from .checkpoint import Checkpoint, file_mode
-from .errors import ReadBackError, RefusedError
+from .errors import MalformedError, ReadBackError, RefusedError
 from .human import cut
 from .planning import InPlace, in_place_of, parts_of, plan_of
 from .readback import Promise, check_file, check_folder, promise_in_place, promise_of
@@ -112,10 +112,24 @@ def save_in_place(checkpoint: Checkpoint, command: str = "", *, dry_run: bool = 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
     try:
-        check_file(promise, staged)
+        try:
+            check_file(promise, staged)
+        except ReadBackError:
+            if not _has_odd_places(checkpoint):
+                raise
+            check_file(promise._replace(checked=False), staged)
     except ReadBackError as error:
         _reported(error, checkpoint, promise, staged.name)
         raise
+
+
+def _has_odd_places(checkpoint: Checkpoint) -> bool:
+    """Does the input say in two ways where something is? Then so does what it is carried over to."""
+    try:
+        checkpoint.container.manifest(checked=True)
+    except MalformedError:
+        return True
+    return False
 
 
 def _check_folder(checkpoint: Checkpoint, promise: Promise, path: str, staged: str) -> None:

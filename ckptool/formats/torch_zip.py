@@ -17,7 +17,19 @@ from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Graph
 from ..source import Appending, BytesSource, Plan, Source
-from ..zips import Archive, Audit, Oddity, Record, appended, audit, layout_holds, read_archive, rewritten, versions
+from ..zips import (
+    Archive,
+    Audit,
+    Oddity,
+    Record,
+    appended,
+    audit,
+    check_places,
+    layout_holds,
+    read_archive,
+    rewritten,
+    versions,
+)
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
@@ -101,7 +113,7 @@ class TorchZip:
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
-            self.archive.check_places()
+            check_places(self.archive)
         found = {record.name: (record.size, record.crc, record.method) for record in self.archive.records}
         found.pop(self.record.name, None)
         return found

@@ -12,7 +12,7 @@ from ..errors import RefusedError
 from ..human import salvage_step
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent, Ref
-from ..source import Computed, Plan
+from ..source import Computed, Plan, size_of
 from ..tensors import TensorReader
 from ..zips import Content, Sum, fresh, summed
 from .proof import prove
@@ -84,6 +84,9 @@ def storage_contents(
         body = checkpoint.body(key)
         if body is None:
             what = f"the bytes of {where or f'storage {key!r}'} are not all in the file"
+            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+        if not body.compressed and size_of(body.piece) != body.size:
+            what = f"{where or f'storage {key!r}'} has {size_of(body.piece):,} bytes, and is said to have {body.size:,}"
             raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
         crc = body.crc if key in checkpoint.added else crcs.get(key)
         if crc is None and body.size:

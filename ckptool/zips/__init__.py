@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .append import appended
-from .audit import Audit, audit, signatures
+from .audit import Audit, audit, check_places, signatures
 from .fresh import Content, Sum, fresh, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
@@ -22,6 +22,7 @@ __all__ = [
     "Walked",
     "appended",
     "audit",
+    "check_places",
     "contents",
     "fresh",
     "layout_holds",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
+from ..errors import ReadBackError
 from ..source import Computed, Piece, Plan, Span, merged, size_of
 from .read import FULL32, LOCAL, Archive, Record, extras
 
@@ -103,6 +104,14 @@ def _crc(content: Content) -> bytes:
 def around(content: Content, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
     """The local header, with its padding if it is to be ``padded``, and the descriptor, for a record at ``at``."""
     stored = size_of(content.body)
+    if not content.deflated and stored != content.size:
+        # Bytes of another length than they are said to have, such as deflated ones that are taken for plain ones.
+        raise ReadBackError(
+            f"the record {content.name!r} would hold other bytes than it says",
+            promised=f"{content.name}: {content.size:,} bytes",
+            read=f"{stored:,} bytes",
+            next="this is a bug in ckptool, and nothing was written: please report it",
+        )
     name = content.name.encode("utf-8", "surrogateescape")
     wide = b""
     if content.size >= FULL32:

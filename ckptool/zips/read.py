@@ -147,18 +147,6 @@ class Archive:
             raise MalformedError("the record reaches beyond the end of the file", where=record.name, offset=payload)
         return Local(raw[:size], payload)
 
-    def check_places(self) -> None:
-        """Raise MalformedError for a record that is not where the directory says: by its local header and its end."""
-        read, limit = self.near.read, self.end.directory
-        for record in self.records:
-            name = record.name.encode("utf-8", "surrogateescape")
-            at = record.header
-            raw = read(at, LOCAL.size + len(name))
-            if raw[:4] != b"PK\x03\x04" or raw[LOCAL.size :] != name or raw[26:28] != len(name).to_bytes(2, "little"):
-                raise MalformedError("another record or none is where the directory says", where=record.name, offset=at)
-            if at + len(raw) + int.from_bytes(raw[28:30], "little") + record.compressed > limit:
-                raise MalformedError("the record reaches into the directory", where=record.name, offset=at)
-
     def payload(self, record: Record) -> Span:
         """The raw bytes of a record, compressed ones as they are."""
         return Span(self.source, self.local(record).payload, record.compressed)
