@@ -348,7 +348,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     program = program_of(checkpoint)
     if program is not None:
         return InPlace(*programs.append(checkpoint, program, edit, time))
-    used, before = used_storages(checkpoint.graph), TensorReader(checkpoint.container.graph).storages
+    used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)
     appending = checkpoint.container.append(data, list(used), gone, edit, time)

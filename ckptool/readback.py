@@ -83,7 +83,7 @@ def promise_in_place(checkpoint: Checkpoint) -> Promise:
     if program_of(checkpoint) is not None:
         return _program(checkpoint, None)._replace(odd=_odd(checkpoint.container))
     container = checkpoint.container
-    gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph).keys()
+    gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
     dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
     return _same(checkpoint, None)._replace(dropped=frozenset(dropped), odd=_odd(container))
 
@@ -157,7 +157,7 @@ def _storages(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int 
     """The bytes of every storage that an object uses, and their checksum where one is on record."""
     crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
     found: dict[str, tuple[int, int | None]] = {}
-    for key in used_storages(graph):
+    for key in used_storages(graph, checkpoint.path):
         body = checkpoint.body(key)
         if body is not None:
             found[key] = body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None
@@ -245,7 +245,7 @@ def _check(promise: Promise, source: Source, container: Container) -> None:
     if promise.manifest is not None:
         _check_manifest(promise, container.manifest(checked=promise.checked))
     if promise.beside is not None:
-        names = {name.removeprefix(f"{container.root}/") for name in container.manifest()}
+        names = {name.removeprefix(f"{container.root}/") for name in container.manifest(checked=True)}
         there = sorted(name for name in names if not name.startswith("data/"))
         _alike("the records beside the storages", sorted(promise.beside), there)
     if promise.graph is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,14 @@ import ckptool
 from ckptool import pickles
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.main import run
-from ckptool.errors import ReadBackError
+from ckptool.errors import ReadBackError, RefusedError
 from ckptool.outputs import dcp, dcp_listing, proof, safetensors, shards, torch_legacy, torch_zip
 from ckptool.outputs import programs as program_outputs
-from ckptool.pickles.nodes import Dict, Graph
+from ckptool.pickles.nodes import Dict, Graph, Persistent
 from ckptool.readback import Promise, check_file, promise_of
 from ckptool.source import BytesSource, Plan
 from ckptool.write import in_place, output
-from ckptool.zips import fresh
+from ckptool.zips.fresh import Content, fresh
 
 
 class Job(NamedTuple):
@@ -182,7 +183,7 @@ def test_a_writer_that_breaks_the_file(
     attempt(job, inputs, tmp_path)
 
 
-def _sizes_swapped(contents: Any) -> list[fresh.Content]:
+def _sizes_swapped(contents: Any) -> list[Content]:
     found = list(contents)
     storages = [number for number, one in enumerate(found) if "/data/" in one.name]
     sizes = {number: found[number].size for number in storages}
@@ -360,3 +361,71 @@ def test_what_torch_would_see_is_seen(choice: Any, good: list[Good], tmp_path: P
         return
     path.write_bytes(data)
     assert oracle.difference(_load(path), whole.loaded) == "", (whole.name, at, byte)
+
+
+# -- a writer that believes its reader -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["archive/", "", "archive/DATA"])
+@pytest.mark.parametrize("command", ["repack", "convert", "merge"])
+def test_deflated_storages_that_go_by_another_name(folder: str, command: str, tmp_path: Path) -> None:
+    """Records in no folder, or in one spelled otherwise: their bytes are inflated, or the file is refused."""
+    torch.save({"w": torch.arange(999.0)}, tmp_path / "plain.pth")
+    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
+    with zipfile.ZipFile(tmp_path / "plain.pth") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            inner = name.partition("/")[2]
+            start = folder if folder.endswith("/") or not folder else "archive/"
+            if folder == "archive/DATA" and inner.startswith("data/"):
+                inner = inner.replace("data/", "DATA/")
+            new.writestr(start + inner, old.read(name))
+    with ckptool.open(path) as checkpoint, ckptool.open(tmp_path / "plain.pth") as plain:
+        try:
+            if command == "repack":
+                ckptool.save(ckptool.repack(checkpoint), out)
+            elif command == "convert":
+                ckptool.save(ckptool.convert(checkpoint, "torch"), out)
+            else:
+                ckptool.save(ckptool.merge(plain, checkpoint), out)
+        except RefusedError:
+            return
+    assert torch.equal(torch.load(out, weights_only=True)["w"], torch.arange(999.0))
+
+
+@pytest.mark.parametrize("location", ["call", "none", "numel"])
+@pytest.mark.parametrize(
+    "command", [["repack"], ["convert", "--to-format", "legacy"], ["convert", "--to-format", "torch"]]
+)
+def test_a_storage_that_is_not_understood_is_not_unused(
+    location: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 4}, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        graph = checkpoint.graph
+        last = [ref for ref in graph.reachable() if type(graph.nodes[ref]) is Persistent][-1]
+        pid = graph.nodes[graph.nodes[last].pid]  # type: ignore[union-attr]
+        assert isinstance(pid, tuple)
+        at, odd = {"call": (3, ()), "none": (3, None), "numel": (4, True)}[location]
+        new = len(graph.nodes)
+        place = graph.nodes[last].pid  # type: ignore[union-attr]
+        odder = graph.edited({place: (*pid[:at], new, *pid[at + 1 :])}, [odd])
+        data = pickles.encode(odder)
+        plan = checkpoint.container.plan(data)
+        output.write_plan(plan, str(tmp_path / "odd.pth"), ())
+    code = run([*command.split(), str(tmp_path / "odd.pth"), "-o", str(tmp_path / "out.pth")])
+    assert code in (3, 4) and not (tmp_path / "out.pth").exists(), capsys.readouterr().err
+
+
+def test_a_record_whose_bytes_are_not_its_size_cannot_be_planned() -> None:
+    with pytest.raises(ReadBackError):
+        fresh([Content("archive/data/0", b"deflated", 0, 4000)])
+    assert fresh([Content("archive/data/0", b"deflated", 0, 4000, True)]).size > 8
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 4}, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        found = checkpoint.survey.tensors
+        twice = safetensors.Chosen([safetensors.Named("a", one.tensor, one.ref) for one in found], {})
+        with pytest.raises(RefusedError, match="two tensors"):
+            safetensors.plan_chosen(checkpoint, twice, {})

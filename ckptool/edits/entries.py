@@ -304,6 +304,6 @@ def _told(value: Node) -> str:
 def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Checkpoint:
     """The edited checkpoint; laid out anew where storages are used no more, so that their bytes go, or are met in
     another order, which the layout contract of ``.format_version`` forbids (formats: ``zips.layout_holds``)."""
-    before, after = list(used_storages(checkpoint.graph)), list(used_storages(graph))
+    before, after = list(used_storages(checkpoint.graph, checkpoint.path)), list(used_storages(graph, checkpoint.path))
     anew = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
     return checkpoint.changed(graph, changes, anew=anew)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
+from ..errors import RefusedError
+from ..human import argument
 from ..objects import callable_name, elements, listed_pairs
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from ..tensors import Storage, TensorReader
@@ -17,11 +19,25 @@ from .rewrite import Rewrite
 __all__ = ["fallen", "prune", "used_storages"]
 
 
-def used_storages(graph: Graph) -> dict[str, Storage]:
-    """The storages that the root leads to, by key, in the order in which a reader meets them."""
+def used_storages(graph: Graph, path: str = "") -> dict[str, Storage]:
+    """The storages that the root leads to, by key, in the order in which a reader meets them.
+
+    Raises RefusedError for what is outside of the pickle and is no storage as torch describes one: which bytes it needs
+    is not known, and they must not be taken for unused. ``path`` is for that error.
+    """
     reader, nodes = TensorReader(graph), graph.nodes
-    outside = [ref for ref in graph.reachable() if type(nodes[ref]) is Persistent]
-    return {found.key: found for ref in outside if (found := reader.storage(ref)) is not None}
+    modules = frozenset(reader.modules)
+    found: dict[str, Storage] = {}
+    for ref in graph.reachable():
+        if type(nodes[ref]) is not Persistent or ref in modules:
+            continue
+        storage = reader.storage(ref)
+        if storage is None:
+            what = "it refers to a storage in a way that torch.save never does, so its bytes could be lost"
+            step = f"see what torch makes of it: ckptool validate {argument(path)}" if path else ""
+            raise RefusedError(what, path=path, next=step)
+        found[storage.key] = storage
+    return found
 
 
 def fallen(graph: Graph, lost: Collection[Ref]) -> set[Ref]:

@@ -28,7 +28,7 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
         return checkpoint.changed(checkpoint.graph, [change], anew=True)
     records = list(checkpoint.container.records())
-    used = used_storages(checkpoint.graph)
+    used = used_storages(checkpoint.graph, checkpoint.path)
     inflated = {
         record.key: Body(Computed(record.size, partial(_plain, record)), record.size, record.crc or None)
         for record in records

@@ -66,7 +66,7 @@ def sanitize(
     changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in walk.lost]
     anew = bool(walk.storages) or any(problem.refused for problem in checkpoint.container.problems)
     # What is left out must not stay behind as bytes that nothing uses.
-    before, after = used_storages(checkpoint.graph), used_storages(graph)
+    before, after = used_storages(checkpoint.graph, checkpoint.path), used_storages(graph, checkpoint.path)
     # And the layout contract of .format_version wants them in the order in which a reader meets them.
     anew = anew or bool(before.keys() - after.keys())
     anew = anew or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])

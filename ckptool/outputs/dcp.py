@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from ..building import Builder, contiguous
 from ..checkpoint import Checkpoint
 from ..dtypes import BY_NAME, Dtype
+from ..edits.prune import used_storages
 from ..edits.views import without_views
 from ..elements import holds_rows, tensor_size
 from ..errors import RefusedError
@@ -209,6 +210,7 @@ def plan(checkpoint: Checkpoint) -> Files:
     Raises RefusedError where bytes are missing, or two values would have one name.
     """
     leaves = _Walk(checkpoint).leaves
+    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
     crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
     pieces: list[Piece] = []
     placed: dict[str, Placed] = {}

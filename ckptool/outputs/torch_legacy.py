@@ -84,7 +84,7 @@ def plan(checkpoint: Checkpoint) -> Plan:
     if twice:
         what = f"storage {shown(twice[0])} is used as two dtypes, which the legacy format cannot tell"
         raise RefusedError(what, path=checkpoint.path)
-    used = used_storages(checkpoint.graph)
+    used = used_storages(checkpoint.graph, checkpoint.path)
     keys = {key: str(_FIRST_KEY + number * _KEY_STEP) for number, key in enumerate(used)}
     graph = _renamed(checkpoint.graph, keys)
     data = encode(graph)

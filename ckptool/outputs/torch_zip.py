@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from ..checkpoint import Checkpoint
+from ..edits.prune import used_storages
 from ..edits.views import without_views
 from ..errors import RefusedError
 from ..human import salvage_step
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent, Ref
-from ..source import Computed, Plan, size_of
+from ..source import Computed, Plan, Span, size_of
 from ..tensors import TensorReader
-from ..zips import Content, Sum, fresh, summed
+from ..zips import Content, Sum, contents, fresh, summed
 from .proof import prove
 
 __all__ = ["checksums_on_record", "plan", "renumbered", "storage_contents"]
@@ -31,6 +33,7 @@ def plan(checkpoint: Checkpoint, crcs: Mapping[str, int | None] | None = None) -
     ``crcs`` are the checksums on record by storage, where somebody who makes many files has them already.
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
+    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
     graph, keys = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     prove(graph, data, "new", checkpoint.path)
@@ -89,7 +92,11 @@ def storage_contents(
             what = f"{where or f'storage {key!r}'} has {size_of(body.piece):,} bytes, and is said to have {body.size:,}"
             raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
         crc = body.crc if key in checkpoint.added else crcs.get(key)
-        if crc is None and body.size:
+        if crc is None and body.size and body.compressed and isinstance(body.piece, Span):
+            # Without a checksum on record there is none to carry over: it takes the bytes themselves.
+            plain = partial(contents, body.piece, body.size, True, name)
+            yield summed(name, Computed(body.size, plain))
+        elif crc is None and body.size:
             yield summed(name, body.piece)
         else:
             yield Content(name, body.piece, crc or 0, body.size, body.compressed)
