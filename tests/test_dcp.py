@@ -308,3 +308,13 @@ def test_options_of_other_formats(tmp_path: Path) -> None:
             ckptool.convert(checkpoint, "dcp", key="state_dict")
         ckptool.save(ckptool.convert(checkpoint, "dcp", tied="clone"), tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
+
+
+def test_entries_under_keys_without_a_name_are_left_out_on_demand(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), (1, 2): torch.zeros(3), "inner": {b"k": 1, "kept": torch.ones(1), frozenset(): 2}}
+    torch.save(state, tmp_path / "in.pth")
+    with pytest.raises(RefusedError, match="keys that have no name") as caught:
+        to_dcp(tmp_path / "in.pth", tmp_path / "out")
+    assert "--allow-loss keys" in str(caught.value.next) or caught.value.again is not None
+    out = to_dcp(tmp_path / "in.pth", tmp_path / "out", "keys")
+    assert oracle.difference(by_torch(out, tmp_path), {"w": torch.ones(2), "inner": {"kept": torch.ones(1)}}) == ""

@@ -64,6 +64,8 @@ class _Walk:
         self.leaves: list[Leaf] = []
         #: Paths of containers that are another kind afterwards, or gone.
         self.containers: list[str] = []
+        #: Paths of entries whose keys nothing can be called after: tuples, bytes, objects.
+        self.nameless: list[str] = []
         self._terminal: dict[Ref, bool] = {}
         if mapping(self.graph, self.graph.root) is None or self.reader.tensor(self.graph.root):
             what = f"a DCP folder holds a dict, and this is {class_name(self.graph, self.graph.root)}"
@@ -88,8 +90,8 @@ class _Walk:
             for key_ref, value in inner:
                 key = self.graph.nodes[key_ref]
                 if type(key) not in (str, int, float, bool, type(None)):
-                    what = f"a key at {where or 'the top'} is no text: {class_name(self.graph, key_ref)}"
-                    raise RefusedError(what, path=self.checkpoint.path)
+                    self.nameless.append(spell_key(where, key))
+                    continue
                 if not isinstance(key, str):
                     self.containers.append(spell_key(where, key))
                 self._follow(value, (*path, str(key)), spell_key(where, key), depth + 1)
@@ -172,6 +174,7 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
             users.setdefault(key, []).append(leaf.name)
     shared = dict.fromkeys(name for names in users.values() if len(names) > 1 for name in names)
     found = [
+        Loss("keys", tuple(walk.nameless)),
         Loss("containers", tuple(walk.containers)),
         Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
         Loss("sharing", () if tied else tuple(shared)),

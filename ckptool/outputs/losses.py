@@ -13,6 +13,7 @@ __all__ = ["KINDS", "Loss", "refuse"]
 #: Every kind of loss, and what it means.
 KINDS: Final = {
     "entries": "what is no tensor of the state dict",
+    "keys": "entries under keys that have no name: tuples, bytes, objects",
     "containers": "dicts that are empty, and keys that are no texts",
     "shards": "that tensors are what one rank had of larger ones (DTensor, ShardedTensor)",
     "strides": "the order of the elements of tensors that are not contiguous",
