@@ -6,9 +6,11 @@ import io
 import pickle
 import struct
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -265,3 +267,37 @@ def test_safetensors_and_tar_at_once(tmp_path: Path) -> None:
     with tarfile.open(path, "r:") as file:
         assert "pickle" in file.getnames()
     assert not ckptool.validate(path)["valid"]
+
+
+def test_zip_and_tar_at_once(tmp_path: Path) -> None:
+    """The header of tar is within the extra field of the first record; torch reads the zip, tarfile the tar."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "seed.pth")
+    out = io.BytesIO()
+    with zipfile.ZipFile(tmp_path / "seed.pth") as seed, zipfile.ZipFile(out, "w") as file:
+        for number, name in enumerate(seed.namelist()):
+            info = zipfile.ZipInfo(name)
+            size = 512 - 30 - len(name)
+            info.extra = b"FB" + struct.pack("<H", size - 4) + bytes(size - 4) if not number else b""
+            file.writestr(info, seed.read(name))
+    data = out.getvalue()
+    two = bytearray(_two_formats(data[:100], data[512:], _tar(_HOSTILE["alone"])))
+    path = tmp_path / "two.pth"
+    path.write_bytes(two)
+    assert list(torch.load(path, weights_only=True)) == ["a"]
+    with tarfile.open(path, "r:") as archive:
+        assert "pickle" in archive.getnames()
+    report = ckptool.validate(path)
+    assert not report["valid"]
+    assert "at once" in str(report["checks"])
+
+
+def test_arrays_of_objects_are_audited(tmp_path: Path) -> None:
+    """numpy.load(allow_pickle=True) loads the pickle behind the header of such an array."""
+    array = np.array([_Prints()], dtype=object)
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    np.savez(tmp_path / "a.npz", array)
+    for name in ("a.npy", "a.npz"):
+        report = ckptool.validate(tmp_path / name)
+        assert [item["name"] for item in report["globals"] if item["name"].endswith("print")]
+    np.save(tmp_path / "b.npy", np.arange(3.0))
+    assert not ckptool.validate(tmp_path / "b.npy")["globals"]

@@ -61,7 +61,15 @@ def pickles_in(source: Source, depth: int = 0) -> Iterator[FoundPickle]:
     if is_header(head):
         yield from tar_pickles(source, depth)
     if head[:4] != _HEADER:
-        yield from bare_pickles(source, 0, "", depth)
+        yield from bare_pickles(source, _behind_npy(head), "", depth)
+
+
+def _behind_npy(head: bytes) -> int:
+    """Where the pickle of an array of objects begins in a ``.npy`` file (numpy/lib/format.py), 0 in every other."""
+    if head[:6] != b"\x93NUMPY" or len(head) < 12:
+        return 0
+    wide = head[6] > 1
+    return 8 + (4 if wide else 2) + int.from_bytes(head[8 : 12 if wide else 10], "little")
 
 
 def bare_pickles(source: Source, begin: int, where: str, depth: int = 0) -> Iterator[FoundPickle]:
@@ -130,6 +138,8 @@ def _content(inner: Source, name: str, storage: bool, depth: int) -> Iterator[Fo
             yield found._replace(where=f"{name}: {found.where}")
     elif _named(name):
         yield from _whole(inner, name, depth)
+    elif begin := _behind_npy(inner.read(0, 12)):
+        yield from bare_pickles(inner, begin, name, depth)
     elif not storage and head[:1] == b"\x80" and head[1:2] <= b"\x05":
         yield from bare_pickles(inner, 0, name, depth)
 
