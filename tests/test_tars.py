@@ -181,6 +181,22 @@ def test_every_pickle_of_the_archive_is_audited(name: str, tmp_path: Path, capsy
     assert report["valid"] == (name in ("alone", "protocol 0", "beside them", "folder"))
 
 
+@pytest.mark.parametrize("name", ["os.system", "this.c", "torch.FloatTeosor", "torch.nn.Tensor", "torch.FloatStorage"])
+def test_classes_of_tensors_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    """Torch imports what a member names, whether it is used or not."""
+    path = tmp_path / "t.pth"
+    data = typical(path).read_bytes()
+    module, _, cls = name.rpartition(".")
+    one, other = b"ctorch\nFloatTensor\n", b"c%b\n%b\n" % (module.encode(), cls.encode())
+    assert one in data
+    with tarfile.open(path) as file:
+        parts = [(info.name, stream.read(), "0") for info in file if (stream := file.extractfile(info)) is not None]
+    path.write_bytes(_tar([(item, content.replace(one, other), kind) for item, content, kind in parts]))
+    report = ckptool.validate(path)
+    assert not report["valid"]
+    assert name.startswith("torch") or cls in [item["name"] for item in report["globals"]]
+
+
 def test_what_is_behind_the_archive_is_audited(tmp_path: Path) -> None:
     path = tmp_path / "t.pth"
     for rest in (_RUNS, _tar([("pickle", _RUNS, "0")])):

@@ -213,6 +213,14 @@ def _number(value: Node) -> int:
     return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
 
 
+def _of_class(cls: Node, kind: str) -> Dtype | None:
+    """The dtype of a class of storages or tensors of torch 0.1, None for every other one: torch imports it."""
+    if not isinstance(cls, Global) or cls.module not in _MODULES or not cls.name.endswith(kind):
+        return None
+    dtype = storage_dtype(cls.name.removesuffix(kind) + "Storage")
+    return dtype if dtype.name in _DTYPES else None
+
+
 class _Reader:
     """Reads one member from its beginning to its end: small pickles, and bytes between them."""
 
@@ -275,9 +283,8 @@ class _Reader:
         """Every storage with its bytes, then the list of views of them."""
         for _ in range(self.number()):
             key, location, cls = self._three()
-            known = isinstance(cls, Global) and cls.module in _MODULES
-            dtype = storage_dtype(cls.name) if isinstance(cls, Global) and known else None
-            if dtype is None or dtype.name not in _DTYPES or type(location) is not str:
+            dtype = _of_class(cls, "Storage")
+            if dtype is None or type(location) is not str:
                 self.broken("a storage of a class that torch 0.1 did not have")
                 continue
             (count,) = unpack("<q", self.bytes(8))
@@ -313,7 +320,9 @@ class _Reader:
         """Every tensor: the storage it is on, its shape, strides and offset."""
         for _ in range(self.number()):
             key, part, cls = self._three()
-            if not isinstance(cls, Global) or type(part) is not int or part not in parts:
+            if _of_class(cls, "Tensor") is None:
+                self.broken("a tensor of a class that torch 0.1 did not have")
+            if type(part) is not int or part not in parts:
                 self.broken(f"tensor {key} is on no storage of the file")
                 continue
             (dimensions, _unused) = unpack("<ii", self.bytes(8))
