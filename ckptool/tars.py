@@ -141,7 +141,9 @@ def _member(block: bytes, ahead: _Next, begin: int, own: int) -> Member:
     name = name if ahead.name is None else ahead.name
     size = own if ahead.size is None else ahead.size
     link = "" if kind not in _LINKS else _text(block[157:257]) if ahead.link is None else ahead.link
-    if kind not in _FILES and kind not in _BARE:
+    if kind == b"S":
+        odd = odd or "a file with holes"
+    elif kind not in _FILES and kind not in _BARE:
         odd = odd or f"a member of the type {kind!r}"
     if (kind in _BARE or folder) and size:
         odd = odd or "a link, folder or device with bytes"

@@ -47,6 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 LONG: dict[str, str] = {
     "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
     "ckptool/source.py": "all that bytes are read from, and what plans say of them",
+    "ckptool/formats/torch_tar.py": "one format: its members, and the small pickles in them",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
     "ckptool/tensors.py": "one class: what torch makes of the ids and calls of a pickle",
     "ckptool/formats/signatures.py": "one table, a row for each kind of file",

@@ -96,9 +96,8 @@ class TorchTar:
                 small.storages(self._storages, self._parts)
             else:
                 small.tensors(self._parts, self._tensors)
-            if small.at == small.end:
-                self._known.add(found[name].begin)
-            else:
+            self._known.add(found[name].begin if small.at == small.end else 0)
+            if small.at < small.end:
                 what = f"{small.end - small.at:,} bytes in the member {name!r} behind what torch reads of it"
                 self.problems.append(Problem("trailing-bytes", "warning", what, offset=small.at))
         reader = _Reader(source, found[_OBJECT], LIMITS.pickle_bytes)
