@@ -62,6 +62,9 @@ def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:
         return ""
     if len(places) > len(entries):
         return f"ckptool lists {len(entries)} tensors, there are {len(places)}"
+    spelled = [entry.path for entry in entries]
+    if len(set(spelled)) < len(spelled):
+        return "ckptool lists two tensors at one path"
     by_steps = {_plain(steps): tensor for steps, tensor in places}
     known = {entry.steps: entry for entry in entries if entry.steps is not None}
     for steps, tensor in places:
