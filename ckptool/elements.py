@@ -263,11 +263,11 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[by
     body = checkpoint.body(tensor.storage)
     in_stretches = body is not None and isinstance(body.piece, Span) and not body.compressed
     if size <= _WINDOW or first > _WINDOW or not in_stretches:
-        whole = memoryview(bytearray(size))
-        at = 0
+        # Grown with what is there, not made as large as the strides say.
+        read = bytearray()
         for data in loaded_bytes(checkpoint, tensor.storage, origin, size):
-            whole[at : at + len(data)] = data
-            at += len(data)
+            read += data
+        whole = memoryview(read)
         for at, shape in blocks:
             yield _rows(whole[at * width : (at + extent(shape, stride)) * width], shape, stride, width)
         return
