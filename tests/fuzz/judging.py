@@ -412,8 +412,8 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
     def read() -> tuple[str, str]:
         try:
             loaded = _by_dcp(path)
-        except Exception as error:
-            # The cause is the last line of a traceback in its text.
+        except BaseException as error:
+            # CheckpointException is no Exception. The cause is the last line of a traceback in its text.
             raise RuntimeError(str(error).strip().splitlines()[-1][:300]) from None
         told = difference(loaded, [entry._replace(storage="") for entry in entries]) if said.valid else ""
         if not converted:
