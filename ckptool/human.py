@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import chain, count
 from shlex import quote
 
 from .limits import LIMITS
@@ -74,25 +75,31 @@ def salvage_step(path: str) -> str:
     return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
 
 
-def suggested_output(path: str, word: str, extension: str = "") -> str:
-    """A name beside the input: ``model.pth`` gives ``model.cpu.pth``, ``x.pth.tar`` gives ``x.cpu.pth.tar``.
+def suggested_output(path: str, word: str = "", extension: str = "") -> str:
+    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` where that is
+    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
 
     Of an address within an archive, ``outer.zip!run/a.pth``, the name of the member counts: ``a.cpu.pth``.
     """
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
     stem, suffix = os.path.splitext(os.path.normpath(path))
+    if os.path.isdir(path):
+        stem, suffix = os.path.normpath(path), ""
     if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)
         suffix = inner + suffix
     elif suffix == ".tar":
         suffix = ".pth"  # an edit of the format of torch 0.1 makes a zip
-    return f"{stem}.{word}{extension or suffix}"
+    stem = f"{stem}.{word}" if word else stem
+    suffix = extension or suffix
+    names = (f"{stem}.{number}{suffix}" for number in count(2))
+    return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
 
 
 def safetensors_name(path: str) -> str:
     """The next step for a safetensors file under another name."""
-    return f"mv {argument(path)} {argument(os.path.splitext(path)[0] + '.safetensors')}"
+    return f"mv {argument(path)} {argument(suggested_output(path, extension='.safetensors'))}"
 
 
 def undo_step(path: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
 from .errors import UnreadableError
 from .formats.hf_files import is_index
-from .human import argument
+from .human import argument, suggested_output
 from .locations import MapLocation
 from .opening import in_several_files, open_checkpoint
 from .source import FileSource
@@ -37,7 +36,8 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
         return load_object(path, map_location)
     with open_checkpoint(path) as checkpoint:
         if checkpoint.traits.loads == "converted":
-            step = f"make one of it: ckptool convert {argument(path)} -o {argument(os.path.normpath(path) + '.pth')}"
+            output = suggested_output(path, extension=".pth")
+            step = f"make one of it: ckptool convert {argument(path)} -o {argument(output)}"
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     found: dict[str, Any] = {}

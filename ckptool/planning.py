@@ -13,7 +13,7 @@ from .edits.prune import used_storages
 from .elements import holds_rows, tensor_size
 from .errors import Again, CkptoolError, MalformedError, RefusedError
 from .formats import hf, hf_ranks, read_folder
-from .human import argument, salvage_step
+from .human import argument, salvage_step, suggested_output
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
@@ -194,14 +194,14 @@ def _check_name(checkpoint: Checkpoint, output: str) -> None:
     step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
     again: Again | None = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
     if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
-        what = "the name says one file, and an edit keeps the format, a folder: nobody would look for one there"
+        what = "the name says one file, and an edit keeps the format, which is a folder"
         option = " --to-format torch" if output.endswith(".tar") else ""
         step = (
             f"make one file of it, and edit that: ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
         )
         again = None
     elif checkpoint.pickled and output.endswith(_SAFETENSORS):
-        what = "the name says safetensors, and an edit keeps the format: nobody would load it"
+        what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
     elif not checkpoint.pickled and output.endswith(_TORCH):
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
@@ -213,10 +213,10 @@ def _check_target(target: Target, output: str) -> None:
     """Raise RefusedError for an output whose name says another format than was asked for."""
     stem = os.path.splitext(output)[0]
     if output.endswith((_SAFETENSORS, *_TORCH)) and (target.shard_size or target.format == "dcp"):
-        what, called = "the name says one file, and the output is a folder: nobody would look for one there", stem
+        what, called = "the name says one file, and the output is a folder", stem
     elif output.endswith(_SAFETENSORS) and target.format != "safetensors":
         what, called = (
-            f"the name says safetensors, and the format is {target.format}: nobody would load it",
+            f"the name says safetensors, and the format is {target.format}: no library would load it",
             f"{stem}.pth",
         )
     elif output.endswith(_TORCH) and target.format == "safetensors":
@@ -307,8 +307,8 @@ def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: st
 
 
 def _way_out(checkpoint: Checkpoint) -> str:
-    path, stem = checkpoint.path, os.path.splitext(os.path.normpath(checkpoint.path))[0]
-    return f"make a torch file of it first: ckptool convert {quote(path)} -o {quote(stem + '.pth')}"
+    path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
+    return f"make a torch file of it first: ckptool convert {argument(path)} -o {argument(output)}"
 
 
 #: How each format is written, by the name that a target has for it: "same" is the input's own with another pickle.

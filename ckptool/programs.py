@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from .checkpoint import Checkpoint
+from .human import argument, suggested_output
 from .survey import DeviceName
 
 __all__ = ["ABOUT", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
@@ -55,5 +55,5 @@ def program_of(checkpoint: Checkpoint) -> Program | None:
 
 def convert_step(path: str) -> str:
     """The command that takes the weights out of a program."""
-    stem = path.rpartition(".")[0] or path
-    return f"ckptool convert {quote(path)} --allow-loss entries -o {quote(stem + '.weights.pth')}"
+    output = suggested_output(path, "weights", ".pth")
+    return f"ckptool convert {argument(path)} --allow-loss entries -o {argument(output)}"

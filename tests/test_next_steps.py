@@ -12,6 +12,7 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
 
 from ckptool.cli.main import run
+from ckptool.human import suggested_output
 
 #: Of these nothing can be saved, which only reading all of the file tells.
 NOTHING_LEFT = ("legacy_protocol0.pth",)
@@ -73,3 +74,22 @@ def test_sizes_that_differ_are_not_rounded_to_the_same(tmp_path: Path, capsys: p
     torch.save({"weight": whole[:400], "bias": torch.zeros(2)}, tmp_path / "a.pth")
     assert run(["inspect", str(tmp_path / "a.pth")]) == 0
     assert "uses 1,600 bytes of a storage of 1,604 bytes" in capsys.readouterr().out
+
+
+def test_a_name_that_is_taken_is_not_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.weight": torch.zeros(2)}, "a.pth")
+    for name in ("a.plain.pth", "a.plain.2.pth"):
+        assert run(["inspect", "a.pth"]) == 0
+        (step,) = steps(capsys.readouterr().out)
+        assert shlex.split(step)[-1] == name
+        assert run(shlex.split(step)[1:]) == 0
+        capsys.readouterr()
+
+
+def test_a_suggested_folder_keeps_its_whole_name(tmp_path: Path) -> None:
+    (tmp_path / "v1.5").mkdir()
+    assert suggested_output(f"{tmp_path}/v1.5", "plain") == f"{tmp_path}/v1.5.plain"
+    assert suggested_output("outer.zip!run/a.pth.tar", "cpu") == "a.cpu.pth.tar"

@@ -44,10 +44,10 @@ class Finding(NamedTuple):
     next: str = ""
 
 
-def command(name: str, path: str, *options: str, word: str) -> str:
-    """A command line that writes beside the input, quoted for a shell."""
-    words = ["ckptool", name, argument(path), *map(shlex.quote, options), "-o", argument(suggested_output(path, word))]
-    return " ".join(words)
+def command(name: str, path: str, *options: str, word: str = "", extension: str = "") -> str:
+    """Return a command line that writes beside the input, under a name as of ``suggested_output``."""
+    output = argument(suggested_output(path, word, extension))
+    return " ".join(["ckptool", name, argument(path), *map(shlex.quote, options), "-o", output])
 
 
 def findings(
@@ -120,10 +120,6 @@ def _is_way(step: str, commands: Sequence[str]) -> bool:
     return not step.startswith("ckptool ") or step.split()[1] in commands
 
 
-def _whole_name(path: str) -> str:
-    return os.path.normpath(path) + ".safetensors"
-
-
 #: Problems on whose account an edit is refused.
 _NO_EDITS = UNEDITABLE | AMBIGUOUS
 
@@ -140,7 +136,7 @@ def _container(
         DAMAGED: "get the file again",
         INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": command("convert", checkpoint.path, word="converted"),
-        "in-pieces": f"ckptool convert {argument(checkpoint.path)} -o {argument(_whole_name(checkpoint.path))}",
+        "in-pieces": command("convert", checkpoint.path, extension=".safetensors"),
         EDITED: command("repack", checkpoint.path, word="clean"),
         "unfinished-edit": undo_step(checkpoint.path),
         PROGRAM: convert_step(checkpoint.path) if checkpoint.survey.tensors else "",

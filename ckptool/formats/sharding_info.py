@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from shlex import quote
 from typing import Any, Final
 
 from ..errors import MalformedError, RefusedError
-from ..human import listed, shown, suggested_output
+from ..human import argument, listed, shown, suggested_output
 
 __all__ = ["PLACES", "VERSION", "is_piece", "plain_texts", "saved_offsets", "texts_of"]
 
@@ -73,7 +72,7 @@ def texts_of(metadata: Mapping[str, str], names: Iterable[str], path: str) -> Ma
     if unknown:
         what = f"its tensors are pieces, and {PLACES} does not say where {listed(unknown, most=3)} belong"
         folder = os.path.dirname(path) or os.curdir
-        step = f"edit the whole: ckptool convert {quote(folder)} -o {quote(suggested_output(path, 'whole'))}"
+        step = f"edit the whole: ckptool convert {argument(folder)} -o {argument(suggested_output(path, 'whole'))}"
         raise RefusedError(what, path=path, next=step)
     return {**texts, PLACES: json.dumps({name: told[name] for name in names})}
 

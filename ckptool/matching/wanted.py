@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..checkpoint import Checkpoint
 from ..edits.select import normal_path, selected
 from ..errors import MalformedError, TargetError
-from ..human import listed, suggested_output
+from ..human import argument, listed, suggested_output
 from ..limits import LIMITS
 from ..objects import class_name
 from ..source import open_source
@@ -87,8 +87,8 @@ def chosen_of(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         modules = checkpoint.survey.modules
         if modules:
             what = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            step = f"make it one: ckptool sanitize {quote(checkpoint.path)} --as-state-dict"
-            step += f" -o {quote(suggested_output(checkpoint.path, 'plain'))}"
+            step = f"make it one: ckptool sanitize {argument(checkpoint.path)} --as-state-dict"
+            step += f" -o {argument(suggested_output(checkpoint.path, 'plain'))}"
             raise TargetError(what, path=checkpoint.path, next=step)
         what = "there is no state dict in it"
         raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
