@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from .changes import Change
 from .container import Body, Container, Traits
+from .errors import MalformedError
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
 from .source import ContainedSource, FileSource, FolderSource, Source
@@ -108,7 +109,11 @@ class Checkpoint:
         if self._survey is None:
             # Some containers have looked at the tensors of their graph before.
             reader = getattr(self.container, "reader", None)
-            self._survey = survey(self.graph, reader if self.graph is self.container.graph else None)
+            try:
+                self._survey = survey(self.graph, reader if self.graph is self.container.graph else None)
+            except MalformedError as error:
+                error.path = self.path
+                raise
         return self._survey
 
     @property

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple, TypeAlias, overload
 
 from .checkpoint import Checkpoint
-from .objects import attributes, callable_name, class_name, device_text, mapped_name, mapping, spell_key
+from .objects import (
+    callable_name,
+    class_name,
+    constant,
+    device_text,
+    mapped_name,
+    mapping,
+    same_key,
+)
+from .paths import Child, as_children, beside, key_text, sequence
 from .pickles.nodes import (
     Buffer,
     ByteArray,
     Call,
     Dict,
     Extension,
-    FrozenSet,
     Global,
     Graph,
-    List,
-    Node,
     Persistent,
     Ref,
-    Set,
 )
 from .tensors import Tensor
 
-__all__ = ["Content", "Leaf", "Plain", "content", "key_text", "label"]
+__all__ = ["Content", "Leaf", "Member", "Plain", "content", "python_key"]
 
 #: What is a value by itself.
 Plain: TypeAlias = "bool | int | float | complex | str | bytes | None"
 
 #: Mappings that are nothing but that, whatever else is written with them.
 _DICTS: Final = frozenset(("dict", "OrderedDict", "collections.defaultdict", "collections.Counter"))
-#: Calls that are given the elements of what they make.
-_SEQUENCES: Final = {
-    "builtins.set": "set",
-    "builtins.frozenset": "frozenset",
-    "builtins.list": "list",
-    "builtins.tuple": "tuple",
-    "torch.Size": "tuple",
-    "collections.deque": "deque",
-}
 
 
 class Leaf(NamedTuple):
@@ -50,17 +46,49 @@ class Leaf(NamedTuple):
     value: Plain
 
 
+class Member(NamedTuple):
+    """Something in something: its name for people, the ``step`` to it in a path, its reference, and the key in a
+    mapping, -1 elsewhere."""
+
+    name: str
+    step: str
+    ref: Ref
+    key: Ref = -1
+
+
 class Content(NamedTuple):
     """Something with something inside.
 
-    ``kind``: "mapping", "sequence" or "object"; ``cls`` the class. ``members`` are (name, reference): keys of the
-    mapping as Python values, numbers of the sequence, for an object the names of attributes, "[key]" for what it holds
-    as a mapping or list, "(number)" for the arguments it was made with.
+    ``kind``: "mapping", "sequence" or "object"; ``cls`` the class. The names of ``members`` differ from each other:
+    those of a mapping are its keys as texts, of a sequence numbers in brackets, of an object its attributes, keys and
+    elements in brackets for what it holds as a mapping or list, and "(number)" for the arguments it was made with.
     """
 
     kind: str
     cls: str
-    members: Sequence[tuple[Node, Ref]]
+    members: Sequence[Member]
+
+
+class _Elements(Sequence[Member]):
+    """The members of a sequence, each made when it is asked for: there may be millions."""
+
+    def __init__(self, refs: Sequence[Ref]) -> None:
+        self.refs = refs
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    @overload
+    def __getitem__(self, index: int) -> Member: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Member]: ...
+
+    def __getitem__(self, index: int | slice) -> Member | Sequence[Member]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self.refs)))]
+        step = f"[{index}]"
+        return Member(step, step, self.refs[index])
 
 
 def content(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content | Tensor:
@@ -73,29 +101,34 @@ def content(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content | Tensor:
         return Leaf("bytearray", node.data)
     if isinstance(node, Global):
         return Leaf("name", mapped_name(node))
+    inside = sequence(graph, ref)
+    if inside is not None:
+        cls = class_name(graph, ref).rpartition(".")[2]
+        return Content("sequence", "tuple" if cls == "Size" else cls, _Elements(inside))
     if isinstance(node, Dict):
-        return Content("mapping", "dict", _last(graph, mapping(graph, ref) or []))
-    if isinstance(node, tuple | List | Set | FrozenSet):
-        return _sequence(class_name(graph, ref), node if isinstance(node, tuple) else node.items)
+        return Content("mapping", "dict", _entries(graph, as_children(graph, mapping(graph, ref) or ())))
     if isinstance(node, Persistent):
         return _outside(checkpoint, ref)
     if isinstance(node, Buffer | Extension):
         return Leaf("name", class_name(graph, ref))
+    assert isinstance(node, Call), "everything else is above"
     return _called(checkpoint, ref, node)
 
 
-def _last(graph: Graph, pairs: Sequence[tuple[Ref, Ref]]) -> list[tuple[Node, Ref]]:
-    """The entries of a mapping: of a key that is written twice the last value counts, at the first place."""
-    found: dict[object, tuple[Node, Ref]] = {}
-    for key, value in pairs:
-        node = graph.nodes[key]
-        plain = node is None or isinstance(node, bool | int | float | str | bytes)
-        found[(type(node), node) if plain else key] = (node, value)
-    return list(found.values())
-
-
-def _sequence(cls: str, refs: Sequence[Ref]) -> Content:
-    return Content("sequence", cls, list(enumerate(refs)))
+def _entries(graph: Graph, held: Sequence[Child]) -> list[Member]:
+    """The members of a mapping; a key that is no string has another name where a string is called like it."""
+    nodes = graph.nodes
+    taken: set[str] = {name for one in held if type(name := nodes[one.key]) is str}
+    found = []
+    for step, ref, key in held:
+        name = nodes[key]
+        if type(name) is not str:
+            name = key_text(graph, key) if not step.startswith("[#") else step
+            while name in taken:
+                name += "'"
+            taken.add(name)
+        found.append(Member(name, step, ref, key))
+    return found
 
 
 def _outside(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content:
@@ -115,69 +148,47 @@ def _called(checkpoint: Checkpoint, ref: Ref, node: Call) -> Leaf | Content | Te
     device = device_text(graph, ref)
     if device is not None:
         return Leaf("torch.device", device)
-    name = callable_name(graph, node.func)
-    held = graph.nodes[node.args]
-    args = held if type(held) is tuple else ()
-    leaf = _made(graph, name, args)
-    if leaf is not None:
-        return leaf
-    if name in _SEQUENCES and not node.states and not node.pairs:
-        inner = graph.nodes[args[0]] if args else ()
-        refs = inner if type(inner) is tuple else inner.items if isinstance(inner, List) else None
-        if refs is not None:
-            return _sequence(_SEQUENCES[name], [*refs, *node.items])
-    cls = class_name(graph, ref)
-    pairs = mapping(graph, ref)
+    value = constant(graph, ref)
+    if value is not None:
+        return Leaf(type(value).__name__, value)
+    cls, pairs = class_name(graph, ref), mapping(graph, ref)
+    entries = as_children(graph, pairs or ())
     if pairs is not None and cls in _DICTS:
-        return Content("mapping", cls.rpartition(".")[2], _last(graph, pairs))
-    members: list[tuple[Node, Ref]] = [(_attribute(graph, key), value) for key, value in attributes(graph, node)]
-    if not members:
-        members += [("state", state) for state in node.states]
-    members += [(f"[{key_text(graph, key)}]", value) for key, value in _last(graph, pairs or [])]
-    members += [(f"[{number}]", item) for number, item in enumerate(node.items)]
-    shown = args[1:] if name in ("copyreg.__newobj__",) else () if name == "copyreg._reconstructor" else args
-    members += [(f"({number})", item) for number, item in enumerate(shown)]
-    return Content("object", cls, members)
+        return Content("mapping", cls.rpartition(".")[2], _entries(graph, entries))
+    held: dict[str, list[Member]] = {"": [], "[": [], "(": []}
+    hidden = _HIDDEN.get(callable_name(graph, node.func), ())
+    for one in (*beside(graph, ref, entries), *entries):
+        if one.step in hidden or (one.key < 0 and one.step.startswith("(key ")):
+            continue
+        name = one.step.removeprefix(".")
+        held[name[:1] if name[:1] in "[(" and not name.startswith("(state") else ""].append(Member(name, *one))
+    return Content("object", cls, [*held[""], *held["["], *held["("]])
 
 
-def _made(graph: Graph, name: str, args: tuple[Ref, ...]) -> Leaf | None:
-    """Bytes and complex numbers, which old protocols write as calls."""
-    values = [graph.nodes[arg] for arg in args]
-    if name == "_codecs.encode" and len(values) == 2 and isinstance(values[0], str):
-        try:
-            return Leaf("bytes", values[0].encode("latin-1"))
-        except UnicodeEncodeError:
-            return None
-    if name == "builtins.bytes" and not values:
-        return Leaf("bytes", b"")
-    if name == "builtins.complex" and len(values) == 2 and all(isinstance(value, int | float) for value in values):
-        real, imag = values
-        assert isinstance(real, int | float) and isinstance(imag, int | float)
-        return Leaf("complex", complex(real, imag)) if max(abs(real), abs(imag)) < 1e308 else None
-    return None
+#: Arguments that are the class itself, of functions that make an object of one.
+_HIDDEN: Final = {
+    "copyreg.__newobj__": ("(0)",),
+    "copyreg._reconstructor": ("(0)", "(1)", "(2)"),
+}
 
 
-def _attribute(graph: Graph, key: Ref) -> str:
-    node = graph.nodes[key]
-    return node if type(node) is str else spell_key("", node)
+def python_key(graph: Graph, ref: Ref) -> Hashable:
+    """A key as a Python value where it is one; raises ValueError for a key that needs a module."""
+    return _python(graph, ref, same_key(graph, ref))
 
 
-def key_text(graph: Graph, key: Node) -> str:
-    """A key of a mapping as a text: a tuple as Python writes it."""
-    work = key
-    if isinstance(work, str):
-        return work
-    if isinstance(work, tuple):
-        parts = [graph.nodes[item] for item in work[:100]]
-        return f"({', '.join(repr(part) if not isinstance(part, tuple) else '(...)' for part in parts)})"
-    if isinstance(work, int) and not isinstance(work, bool) and work.bit_length() > 1 << 13:
-        return "a huge integer"
-    plain = work is None or isinstance(work, bool | int | float | bytes)
-    return repr(work) if plain else f"a {type(work).__name__.lower()}"
-
-
-def label(graph: Graph, base: str, found: Content, name: Node) -> str:
-    """The path of a member."""
-    if found.kind == "object" and isinstance(name, str):
-        return f"{base}{name}" if name[:1] in "[(" else spell_key(base, name)
-    return spell_key(base, name)
+def _python(graph: Graph, ref: Ref, known: Hashable) -> Hashable:
+    node = graph.nodes[ref]
+    if isinstance(node, float) and node != node:
+        return float("nan")  # an object of its own, so that several can be keys
+    if node is None or isinstance(node, bool | int | float | str | bytes):
+        return node
+    if isinstance(node, Call):
+        value = constant(graph, ref)
+        if value is not None:
+            return value
+    inside = sequence(graph, ref) if isinstance(known, tuple) and known[0] in ("tuple", "frozenset") else None
+    if inside is None:
+        raise ValueError
+    parts = [_python(graph, part, same_key(graph, part)) for part in inside]
+    return frozenset(parts) if known[0] == "frozenset" else tuple(parts)  # type: ignore[index]

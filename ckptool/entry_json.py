@@ -22,14 +22,16 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterator
+from itertools import islice
 from math import isfinite, prod
 from typing import Any, Final, NamedTuple
 
 from .checkpoint import Checkpoint
-from .contents import Content, Leaf, content, key_text, label
+from .contents import Content, Leaf, content
 from .decoding import Number, json_number
 from .errors import RefusedError
 from .limits import LIMITS
+from .paths import bounded, joined
 from .pickles.nodes import Ref
 from .readings import Reading, numbers_in, repeats
 from .tensor_text import part_names, readable
@@ -115,14 +117,17 @@ class _Writer:
             yield from self._opened(ref, found, path)
 
     def _opened(self, ref: Ref, found: Content, path: str) -> Iterator[str]:
-        path = path if len(path) <= LIMITS.path_chars else path[: LIMITS.path_chars] + "..."
-        if found.kind == "sequence":
-            leaves = [content(self.checkpoint, child) for _, child in found.members[:1]]
-            if isinstance(leaves[0], Leaf):
-                leaves = [content(self.checkpoint, child) for _, child in found.members]
-            if all(isinstance(leaf, Leaf) for leaf in leaves):
-                yield "[" + ", ".join(_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, Leaf)) + "]"
-                return
+        path = bounded(path, ref)
+        members = found.members
+        if found.kind == "sequence" and all(isinstance(content(self.checkpoint, one.ref), Leaf) for one in members):
+            leaves = (content(self.checkpoint, one.ref) for one in members)
+            texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, Leaf))
+            begin = "["
+            while piece := list(islice(texts, _AGAIN)):
+                yield begin + ", ".join(piece)
+                begin = ", "
+            yield "]"
+            return
         opening = _text({"class": found.cls})[:-1] + ', "attributes": {' if found.kind == "object" else "{"
         if not found.members:
             yield opening + "}}"
@@ -133,20 +138,9 @@ class _Writer:
         yield "[" if found.kind == "sequence" else opening
 
     def _members(self, found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
-        graph = self.checkpoint.graph
-        names = set()
         comma = "\n"
-        for name, child in found.members:
-            where = label(graph, path, found, name)
-            if found.kind == "sequence":
-                yield comma, child, where
-            else:
-                text = name if isinstance(name, str) else key_text(graph, name)
-                # 1 and "1" are two keys of a dict, and one of an object.
-                while text in names:
-                    text += "'"
-                names.add(text)
-                yield f"{comma}{_text(text)}: ", child, where
+        for name, step, ref, _ in found.members:
+            yield comma if found.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
             comma = ",\n"
 
     # -- tensors ------------------------------------------------------------------------------------------------------

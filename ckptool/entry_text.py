@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from .checkpoint import Checkpoint
-from .contents import Content, Leaf, content, key_text, label
+from .contents import Content, Leaf, content
 from .decoding import Number
 from .errors import MalformedError
 from .human import counted
 from .limits import LIMITS
+from .paths import bounded, joined
 from .pickles.nodes import Ref
 from .readings import numbers_in, reading
 from .tensor_text import head_words, tensor_lines
@@ -44,7 +45,7 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: Content, path: str) -> Iterat
         return
     if found.kind == "object":
         yield f"{found.cls}, {counted(len(found.members), 'attribute')}"
-    work: list[Iterator[tuple[str, Ref, str]]] = [_members(checkpoint, found, path)]
+    work: list[Iterator[tuple[str, Ref, str]]] = [_members(found, path)]
     while work:
         step = next(work[-1], None)
         if step is None:
@@ -68,19 +69,12 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: Content, path: str) -> Iterat
             opened[child] = where
             noun = "attribute" if inner.kind == "object" else "element" if inner.kind == "sequence" else "entry"
             yield f"{indent}{name}: {inner.cls}, {counted(len(inner.members), noun)}"
-            work.append(_members(checkpoint, inner, where))
+            work.append(_members(inner, where))
 
 
-def _members(checkpoint: Checkpoint, found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
-    graph = checkpoint.graph
-    for name, child in found.members:
-        where = label(graph, path, found, name)
-        if len(where) > LIMITS.path_chars:
-            where = where[: LIMITS.path_chars] + "..."
-        if found.kind == "sequence":
-            yield f"[{name!r}]", child, where
-        else:
-            yield key_text(graph, name), child, where
+def _members(found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
+    for name, step, ref, _ in found.members:
+        yield name, ref, bounded(joined(path, step), ref)
 
 
 def _inline(checkpoint: Checkpoint, found: Content) -> str:
@@ -89,7 +83,7 @@ def _inline(checkpoint: Checkpoint, found: Content) -> str:
         return _empty(found)
     if found.kind != "sequence" or len(found.members) > _INLINE // 2:
         return ""
-    leaves = [content(checkpoint, child) for _, child in found.members]
+    leaves = [content(checkpoint, member.ref) for member in found.members]
     texts = [_leaf(leaf, _INLINE) for leaf in leaves if isinstance(leaf, Leaf)]
     left, right = {"tuple": ("(", ")"), "set": ("{", "}")}.get(found.cls, ("[", "]"))
     text = left + ", ".join(texts) + right

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from .checkpoint import Checkpoint
-from .contents import Content, Leaf, content, key_text, label
+from .contents import Content, Leaf, content, python_key
 from .decoding import Number
 from .elements import elements
 from .errors import RefusedError
 from .npy import array_of
+from .paths import joined
 from .pickles.nodes import Ref
 from .readings import numbers_in
 from .tensor_text import readable
@@ -91,8 +92,8 @@ class ObjectValue:
 def value_of(checkpoint: Checkpoint, ref: Ref, path: str) -> Any:
     """What ``ref`` stands for: dicts, lists, tuples, sets and scalars as they are, a tensor as a TensorValue.
 
-    Another object is an ObjectValue, a class or function its name. What is one object stays one; keys that Python
-    cannot have as keys become texts.
+    Another object is an ObjectValue, a class or function its name. What is one object stays one; keys that need a
+    module, such as dtypes, become texts, each another one.
     """
     return _Values(checkpoint).value(ref, path)
 
@@ -127,16 +128,13 @@ class _Values:
                 self.made[here] = self._made(here, inside, where)
                 work.pop()
                 continue
-            graph = self.checkpoint.graph
-            missing = [
-                (child, label(graph, where, inside, name)) for name, child in inside.members if child not in self.made
-            ]
+            missing = [(one.ref, joined(where, one.step)) for one in inside.members if one.ref not in self.made]
             if missing and self.made.get(here) is not _LATER:
                 self.made[here] = _LATER
                 work += missing
                 continue
             # A tuple that is among its own elements cannot be: a hostile pickle gets None there.
-            values = [None if self.made.get(child) is _LATER else self.made[child] for _, child in inside.members]
+            values = [None if self.made.get(one.ref) is _LATER else self.made[one.ref] for one in inside.members]
             self.made[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
             work.pop()
         return self.made[ref]
@@ -158,27 +156,36 @@ class _Values:
         return target
 
     def _fill(self, target: Any, found: Content, path: str) -> None:
-        graph = self.checkpoint.graph
-        for name, child in found.members:
-            value = self._ready(child, label(graph, path, found, name))
+        if isinstance(target, dict):
+            keys = self._keys(found)
+            target.update((key, self._ready(one.ref, joined(path, one.step))) for key, one in zip(keys, found.members))
+            return
+        for one in found.members:
+            value = self._ready(one.ref, joined(path, one.step))
             if isinstance(target, ObjectValue):
-                target.attributes[str(name)] = value
-            elif isinstance(target, dict):
-                target[self._key(name)] = value
+                target.attributes[one.name] = value
             elif isinstance(target, set):
                 target.update(_hashed([value], set))
             else:
                 target.append(value)
 
-    def _key(self, name: Any) -> Any:
+    def _keys(self, found: Content) -> list[Any]:
+        """The keys of a mapping, none equal to another: those that Python has without a module as they are."""
         graph = self.checkpoint.graph
-        if name is None or isinstance(name, bool | int | float | str | bytes):
-            return name
-        if isinstance(name, tuple):
-            parts = [graph.nodes[item] for item in name]
-            if all(part is None or isinstance(part, bool | int | float | str | bytes) for part in parts):
-                return tuple(parts)
-        return key_text(graph, name)
+        keys: list[Any] = []
+        texts: list[int] = []
+        for number, one in enumerate(found.members):
+            try:
+                keys.append(python_key(graph, one.key))
+            except ValueError:
+                keys.append(one.name)
+                texts.append(number)
+        taken = {key for number, key in enumerate(keys) if number not in set(texts)} if texts else set()
+        for number in texts:
+            while keys[number] in taken:
+                keys[number] += "'"
+            taken.add(keys[number])
+        return keys
 
 
 def _hashed(values: list[Any], kind: type[set[Any]] | type[frozenset[Any]]) -> Any:

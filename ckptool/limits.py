@@ -31,6 +31,9 @@ class Limits(NamedTuple):
     cell_chars: int = 120
     #: characters of a path that are built; no model nests its names this deep.
     path_chars: int = 600
+    #: places at which tensors, texts and entries are listed once more, after the first place of each: tied weights
+    #: have two or three, and a list of two bytes for each place has millions.
+    places: int = 100_000
     #: dimensions of one tensor: torch itself allows 64 in most operations; more is hostile or nonsense.
     dimensions: int = 1024
     #: members of a tar archive that are looked at: each costs a read, and training runs have some hundreds.

@@ -7,7 +7,8 @@ from shlex import quote
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .edits.select import normal_path, selected
+from .edits.places import resolve
+from .edits.select import selected
 from .errors import TargetError
 from .names import Globs
 from .sharding import Sharding, sharding
@@ -112,8 +113,9 @@ def listed_entries(
 
 def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
     if everything and key is not None:
-        base = normal_path(key)
-        below = [entry for entry in survey.tensors if entry.path.startswith(base) and _starts_step(entry.path, base)]
+        found = resolve(checkpoint, key)
+        inside = survey.inside(found.ref)
+        below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == found.ref]
         if not below:
             what = f"no tensor below {key!r}"
             raise TargetError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all")
@@ -125,8 +127,3 @@ def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything:
         return survey.tensors
     numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
     return [entry for entry in survey.tensors if entry.state_dict in numbers]
-
-
-def _starts_step(path: str, base: str) -> bool:
-    """Does the path go on behind ``base`` with a new step?"""
-    return not base or path[len(base) : len(base) + 1] in ("", ".", "[", "(")

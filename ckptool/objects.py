@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from typing import TypeAlias
+from collections.abc import Hashable, Iterable
+from typing import Final, TypeAlias
 
-from .errors import TargetError
-from .pickles.nodes import Call, Dict, Global, Graph, Instance, List, Node, Persistent, Ref
+from .pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref
+from .pickles.opcodes import REDUCE
 
 __all__ = [
     "Scalar",
     "attributes",
     "callable_name",
     "class_name",
+    "constant",
     "device_text",
     "elements",
     "is_ordered_dict",
     "listed_pairs",
     "mapped_name",
     "mapping",
-    "parse_path",
+    "same_key",
     "scalar",
-    "spell_key",
-    "within",
 ]
 
 Scalar: TypeAlias = "bool | int | float | str | None"
@@ -125,8 +124,31 @@ _NAMES = {
 #: What makes an ordered or an exact mapping when it is called without arguments.
 _DICTS = frozenset(("collections.OrderedDict", "builtins.dict"))
 
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
-_STEP = re.compile(r"""\.?([A-Za-z_][A-Za-z0-9_-]*)|\[(-?\d+)\]|\["((?:[^"\\]|\\.)*)"\]""")
+#: Parts of one key that are looked at; beyond that, as for keys of unknown classes, it is equal to itself alone.
+_KEY_PARTS: Final = 1_000
+#: Functions that give another object with every call, whatever they are given.
+_FRESH: Final = frozenset(
+    (
+        *("collections.OrderedDict", "collections.defaultdict", "collections.Counter", "collections.deque"),
+        *("builtins.dict", "builtins.list", "builtins.set", "builtins.bytearray", "builtins.object"),
+        *("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__"),
+        *("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable", "torch.storage._load_from_bytes"),
+    )
+)
+#: Calls that make a value of a list.
+_VALUES: Final = frozenset(("torch.Size", "builtins.tuple", "builtins.frozenset"))
+#: Names of torch that are one object: ``torch.float is torch.float32``.
+_SAME_NAMES: Final = {
+    "torch.float": "torch.float32",
+    "torch.double": "torch.float64",
+    "torch.half": "torch.float16",
+    "torch.short": "torch.int16",
+    "torch.int": "torch.int32",
+    "torch.long": "torch.int64",
+    "torch.chalf": "torch.complex32",
+    "torch.cfloat": "torch.complex64",
+    "torch.cdouble": "torch.complex128",
+}
 
 
 def mapped_name(node: Global) -> str:
@@ -182,15 +204,119 @@ def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
     """
     node = graph.nodes[ref]
     if isinstance(node, Dict):
-        return list(zip(node.pairs[::2], node.pairs[1::2]))
+        return _last(graph, zip(node.pairs[::2], node.pairs[1::2]))
     if not isinstance(node, Call):
         return None
     filled = list(zip(node.pairs[::2], node.pairs[1::2]))
     listed = listed_pairs(graph, node)
     if listed is not None:
         entries = (elements(graph.nodes[pair]) for pair in listed)
-        return [(key, value) for key, value in entries] + filled
-    return filled if filled or is_ordered_dict(graph, ref) else None
+        return _last(graph, [*((key, value) for key, value in entries), *filled])
+    return _last(graph, filled) if filled or is_ordered_dict(graph, ref) else None
+
+
+def _last(graph: Graph, items: Iterable[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
+    """The entries that a dict ends up with: of equal keys the first key at its place, with the last value."""
+    nodes = graph.nodes
+    found: dict[Hashable, tuple[Ref, Ref]] = {}
+    for item in items:
+        name = nodes[item[0]]
+        key = name if type(name) is str else same_key(graph, item[0])
+        found[key] = item if key not in found else (found[key][0], item[1])
+    return list(found.values())
+
+
+def same_key(graph: Graph, ref: Ref) -> Hashable:
+    """A value that is equal for two keys where Python calls them equal: 1, True and 1.0 are one key, b"a" is not "a".
+
+    A NaN, an object of an unknown class and what has no hash are equal to themselves alone. What a function gives for
+    equal arguments is equal, such as members of an enumeration, but for functions that make new objects each time.
+    """
+    node = graph.nodes[ref]
+    if node is None or isinstance(node, str | int | bytes):
+        return node
+    if isinstance(node, float):
+        return node if node == node else object()  # two objects: a pickler never shares a float
+    known = graph.memo.get(("key", ref))
+    if known is None:
+        try:
+            known = _made_key(graph, ref, [_KEY_PARTS])
+        except (_LongKeyError, RecursionError):
+            known = ("own", ref)
+        graph.memo["key", ref] = known
+    return known
+
+
+class _LongKeyError(Exception):
+    """A key of more parts than are looked at."""
+
+
+def _made_key(graph: Graph, ref: Ref, left: list[int]) -> Hashable:
+    """What ``same_key`` gives for a key that is made of others, within the budget."""
+    node = graph.nodes[ref]
+    left[0] -= 1 if not isinstance(node, str | bytes) else 1 + (len(node) >> 10)
+    if left[0] < 0:
+        raise _LongKeyError
+    if node is None or isinstance(node, str | int | bytes):
+        return node
+    if isinstance(node, float):
+        return node if node == node else object()
+    if isinstance(node, tuple):
+        return ("tuple", *(_made_key(graph, part, left) for part in node))
+    if isinstance(node, FrozenSet):
+        return ("frozenset", frozenset(_made_key(graph, part, left) for part in node.items))
+    if isinstance(node, Global) and node.filling is None:
+        name = mapped_name(node)
+        return ("global", _SAME_NAMES.get(name, name))
+    if isinstance(node, Call) and node.op == REDUCE and node.filling is None:
+        return _called_key(graph, ref, node, left)
+    return ("own", ref)
+
+
+def _called_key(graph: Graph, ref: Ref, node: Call, left: list[int]) -> Hashable:
+    value = constant(graph, ref)
+    if value is not None:
+        return value if value == value else object()
+    device = device_text(graph, ref)
+    if device is not None:
+        return ("torch.device", device)
+    name, args = callable_name(graph, node.func), graph.nodes[node.args]
+    if type(args) is not tuple or not args or not name or name in _FRESH or "._rebuild" in name:
+        return ("own", ref)
+    held = graph.nodes[args[0]]
+    if (
+        name in ("torch.Size", "builtins.tuple", "builtins.frozenset")
+        and len(args) == 1
+        and isinstance(held, List | tuple)
+    ):
+        parts = held if isinstance(held, tuple) else held.items
+        made = [_made_key(graph, part, left) for part in parts]
+        return ("frozenset", frozenset(made)) if name == "builtins.frozenset" else ("tuple", *made)
+    return ("call", name, *(_made_key(graph, part, left) for part in args))
+
+
+def constant(graph: Graph, ref: Ref) -> bytes | complex | None:
+    """The bytes or the complex number that a call makes, as protocols before 3 write them; None for anything else."""
+    node = graph.nodes[ref]
+    if not isinstance(node, Call) or node.filling is not None:
+        return None
+    name, args = callable_name(graph, node.func), graph.nodes[node.args]
+    if type(args) is not tuple:
+        return None
+    values = [graph.nodes[arg] for arg in args[:3]]
+    if name == "builtins.bytes" and not values:
+        return b""
+    if name == "_codecs.encode" and len(values) == 2 and values[1] in ("latin1", "latin-1") and type(values[0]) is str:
+        try:
+            return values[0].encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    if name == "builtins.complex" and len(values) == 2 and all(type(value) in (int, float) for value in values):
+        try:
+            return complex(*values)  # type: ignore[arg-type]
+        except OverflowError:
+            return None
+    return None
 
 
 def listed_pairs(graph: Graph, node: Call) -> list[Ref] | None:
@@ -219,12 +345,13 @@ def elements(node: Node) -> tuple[Ref, ...]:
 def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
     """The (name, value) references that BUILD sets: from ``__dict__``, then from slots."""
     found: list[tuple[Ref, Ref]] = []
+    parts: tuple[Ref, ...] = ()
     for state in node.states:
         value = graph.nodes[state]
         parts = value if type(value) is tuple and len(value) == 2 else (state,)
         for part in parts:
             found += mapping(graph, part) or []
-    return found
+    return _last(graph, found) if len(node.states) > 1 or len(parts) > 1 else found
 
 
 def scalar(graph: Graph, ref: Ref) -> Scalar:
@@ -249,43 +376,3 @@ def device_text(graph: Graph, ref: Ref) -> str | None:
     index = graph.nodes[args[1]]
     # Torch keeps the index in eight bits; Python refuses to print very large numbers.
     return f"{kind}:{index}" if type(index) is int and abs(index) < 1 << 31 else kind if index is None else None
-
-
-def spell_key(base: str, key: Node) -> str:
-    """The path of a mapping's entry: ``base.key``, or ``base["a.b"]`` where the key is not a plain word."""
-    if isinstance(key, str):
-        if _PLAIN_KEY.match(key):
-            return f"{base}.{key}" if base else key
-        quoted = key.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{base}["{quoted}"]'
-    if isinstance(key, int) and not isinstance(key, bool) and abs(key) < 1 << 63:
-        return f"{base}[{key}]"
-    return f"{base}[{key!r}]" if key is None or isinstance(key, bool | float | bytes) else f"{base}[?]"
-
-
-def within(path: str, outer: str) -> bool:
-    """Is something at ``path`` the thing at ``outer``, or in it?"""
-    return path == outer or path.startswith((f"{outer}.", f"{outer}["))
-
-
-def parse_path(text: str) -> list[str | int]:
-    """The steps of a path as ``inspect`` prints it; raises TargetError if it is none."""
-    steps: list[str | int] = []
-    at = 0
-    while at < len(text):
-        found = _STEP.match(text, at)
-        if found is None or (at == 0 and text[0] == "."):
-            raise TargetError(
-                f"{text!r} is no path", next='paths look like state_dict, models[0].net, callbacks["a.b"]'
-            )
-        word, index, quoted = found.groups()
-        if word is not None:
-            if at and text[at] != ".":
-                raise TargetError(f"{text!r} is no path: a dot is missing before {word!r}")
-            steps.append(word)
-        elif index is not None:
-            steps.append(int(index))
-        else:
-            steps.append(re.sub(r"\\(.)", r"\1", quoted))
-        at = found.end()
-    return steps

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
+from .errors import MalformedError
 from .limits import LIMITS
-from .objects import attributes, callable_name, class_name, device_text, mapping, spell_key
-from .pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
+from .objects import attributes, callable_name, class_name, device_text, mapping
+from .paths import Child, as_children, beside, bounded, joined, sequence
+from .pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref
 from .tensors import Tensor, TensorReader
 
 __all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
@@ -19,7 +22,7 @@ class TensorEntry(NamedTuple):
 
     ``path`` as ``inspect`` spells it; ``key`` its name in the state dict, or the last step of the path;
     ``state_dict`` the number of the state dict that it is a value of, -1 for none; ``top`` the number of
-    the top-level entry it is under.
+    the top-level entry it is under, -1 for the root; ``holder`` the reference of what holds it.
     """
 
     path: str
@@ -28,6 +31,7 @@ class TensorEntry(NamedTuple):
     tensor: Tensor
     state_dict: int
     top: int
+    holder: Ref = -1
 
 
 class StateDict(NamedTuple):
@@ -75,6 +79,18 @@ class Survey(NamedTuple):
     #: objects of classes other than Python's and torch's own: path by class name, first place only
     objects: dict[str, str]
     modules: list[str]
+    #: what holds each container, at its first place; -1 for the root
+    holders: dict[Ref, Ref]
+    #: places that are not listed: more than ``limits.places`` at which something stands again
+    unlisted: int
+
+    def inside(self, ref: Ref) -> set[Ref]:
+        """The node ``ref`` and the containers in it, each counted where it was first met."""
+        found = {ref}
+        for container, holder in self.holders.items():  # holders come first
+            if holder in found:
+                found.add(container)
+        return found
 
     def within(self, entry: TensorEntry, path: str) -> bool:
         """Is a tensor in the state dict at ``path``?"""
@@ -109,6 +125,8 @@ _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "z
 
 #: Constants: there is nothing below them.
 _BARREN = frozenset((int, float, bool, type(None)))
+#: What dicts of ``_metadata`` hold.
+_PLAIN = _BARREN | {str}
 
 #: Where training scripts keep a model; evidence beside the content, never instead of it.
 _MODEL_KEY = re.compile(
@@ -117,101 +135,150 @@ _MODEL_KEY = re.compile(
 
 
 #: A place to go to: reference, path, last step, may there be state dicts, state dict it is a value of (or -1),
-#: top-level entry. A plain tuple, because there is one for every tensor.
-_Task: TypeAlias = tuple[Ref, str, str, bool, int, int]
+#: top-level entry, what holds it. A plain tuple, because there is one for every tensor.
+_Task: TypeAlias = tuple[Ref, str, str, bool, int, int, Ref]
 
 
 def survey(graph: Graph, reader: TensorReader | None = None) -> Survey:
     """Walk the graph once. Each container is entered where it is first met; tensors count at every place.
 
-    ``reader`` is one of this very graph that has read something of it already.
+    ``reader`` is one of this very graph that has read something of it already. Raises MalformedError where lists are
+    the content of so many mappings that their entries cannot be followed.
     """
     walk = _Walk(graph, reader or TensorReader(graph))
     walk.run()
-    return walk.found
+    return walk.found._replace(unlisted=walk.unlisted)
 
 
 class _Walk:
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
         self.graph = graph
         self.reader = reader
-        self.found = Survey(self.reader, [], [], [], [], [], {}, [])
-        self.seen: set[Ref] = set()
+        self.found = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0)
         self.metadata_of: dict[int, Ref] = {}
+        #: Tensors and names of devices that were met; how often one may be met again, and how often one was too often.
+        self.met: set[Ref] = set()
+        self.left = LIMITS.places
+        self.unlisted = 0
+        #: Entries of mappings that may be followed: a list can be the content of many OrderedDicts.
+        self.entries_left = 4 * len(graph.nodes) + LIMITS.places
 
     def run(self) -> None:
-        nodes, reader, found = self.graph.nodes, self.reader, self.found
-        work: list[_Task] = [(self.graph.root, "", "", True, -1, -1)]
+        nodes, reader, found, holders = self.graph.nodes, self.reader, self.found, self.found.holders
+        work: list[Iterator[_Task]] = [iter([(self.graph.root, "", "", True, -1, -1, -1)])]
         while work:
-            task = work.pop()
-            ref, path, key, _, state_dict, top = task
+            task = next(work[-1], None)
+            if task is None:
+                work.pop()
+                continue
+            ref, path, key, _, state_dict, top, holder = task
             node = nodes[ref]
             kind = type(node)
+            if kind in _BARREN:
+                continue  # numbers and None can hold nothing
             if kind is Call:
                 tensor = reader.tensor(ref)
                 if tensor is not None:
-                    found.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top))
+                    if self.listed(ref):
+                        found.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     continue
             elif kind is str:
-                if _DEVICE.match(node):  # type: ignore[arg-type]
+                if _DEVICE.match(node) and self.listed(ref):  # type: ignore[arg-type]
                     found.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
-            if ref in self.seen:
+            if ref in holders:
                 continue
-            self.seen.add(ref)
+            holders[ref] = holder
             below = self.enter(task, node)
-            if len(self.seen) == 1:
-                found.entries.extend(Entry(child[2], child[1], child[0]) for child in below)
-                for number, child in enumerate(below):
-                    below[number] = (*child[:5], number)
-            # Numbers and None can hold nothing.
-            work += [child for child in reversed(below) if type(nodes[child[0]]) not in _BARREN]
-            below.clear()  # a place is forgotten as soon as it was visited
+            work.append(self.tops(below) if ref == self.graph.root else below)
 
-    def enter(self, task: _Task, node: Node) -> list[_Task]:
+    def listed(self, ref: Ref) -> bool:
+        """Is this place listed? The first one of everything is, and many of the others."""
+        if ref not in self.met:
+            self.met.add(ref)
+        elif self.left > 0:
+            self.left -= 1
+        else:
+            self.unlisted += 1
+            return False
+        return True
+
+    def tops(self, below: Iterator[_Task]) -> Iterator[_Task]:
+        """The places below the root, each the beginning of an entry."""
+        # All of them are there before the first one is entered.
+        tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
+        self.found.entries.extend(Entry(task[2], task[1], task[0]) for task in tasks)
+        yield from ((*task[:5], number, task[6]) for number, task in enumerate(tasks))
+        yield from below
+
+    def enter(self, task: _Task, node: Node) -> Iterator[_Task]:
         """The places below a node."""
-        ref, path, _, _, _, top = task
-        if isinstance(node, List | tuple | Set | FrozenSet):
-            return self.elements(node if isinstance(node, tuple) else node.items, task)
-        if isinstance(node, Dict):
-            return self.mapping(task, node, mapping(self.graph, ref) or [])
+        ref, path, _, eligible, _, top, _ = task
+        inside = sequence(self.graph, ref)
+        if inside is not None:
+            base, eligible = bounded(path, ref), eligible and not isinstance(node, Call)
+            steps = (f"[{number}]" for number in range(len(inside)))
+            return ((item, base + step, step, eligible, -1, top, ref) for step, item in zip(steps, inside))
         if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
             self.found.storages.append((path, ref, top))
-        if isinstance(node, Call):
-            return self.call(task, node)
-        return []
+            return iter(())
+        return self.call(task, node) if isinstance(node, Call) else self.filled(task, node)
 
-    def elements(self, refs: Sequence[Ref], task: _Task, shape: str = "[{}]") -> list[_Task]:
-        _, path, _, eligible, _, top = task
-        path = _bounded(path)
-        steps = [shape.format(index) for index in range(len(refs))]
-        return [(ref, path + step, step, eligible, -1, top) for step, ref in zip(steps, refs)]
+    def filled(self, task: _Task, node: Node) -> Iterator[_Task]:
+        """The places below a dict, and what else a node holds that no call made."""
+        held = self.mapping(task, node, mapping(self.graph, task[0]) or [])
+        return chain(self.entered(task, held), self.others(task, held[0]))
 
-    def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> list[_Task]:
+    def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> tuple[list[Child], bool, int]:
+        """The entries of a mapping, whether there may be state dicts in them, and its number if it is one, or -1."""
         nodes = self.graph.nodes
-        own, base, step, eligible, _, top = task
-        base = _bounded(base)
+        own, base, step, eligible, _, _, _ = task
+        self.entries_left -= len(items)
+        if self.entries_left < 0:
+            what = "its mappings share so many entries that they cannot all be followed"
+            raise MalformedError(what)
         inside = -1
         metadata = self.metadata(node)
         confidence = self.judge(base, step, node, items, metadata) if eligible else ""
         if confidence:
             inside = len(self.found.state_dicts)
             container = class_name(self.graph, own)
-            self.found.state_dicts.append(StateDict(base, own, container, items, metadata, confidence))
+            self.found.state_dicts.append(StateDict(bounded(base, own), own, container, items, metadata, confidence))
         if confidence or {"state", "param_groups"} <= {nodes[key] for key, _ in items if type(nodes[key]) is str}:
             eligible = False
-        below: list[_Task] = []
-        for key_ref, ref in items:
+        return as_children(self.graph, items), eligible, inside
+
+    def entered(self, task: _Task, held: tuple[list[Child], bool, int]) -> Iterator[_Task]:
+        nodes = self.graph.nodes
+        own, path, _, _, _, top, _ = task
+        entries, eligible, inside = held
+        base = bounded(path, own)
+        for step, ref, key_ref in entries:
             key = nodes[key_ref]
+            where = joined(base, step)
             if type(key) is not str:
-                path = spell_key(base, key)
-                below.append((ref, path, path[len(base) :], eligible, inside, top))
+                yield ref, where, step, eligible, inside, top, own
             else:
-                path = spell_key(base, _bounded(key))
                 # A module's own state dict is one under any name.
                 allowed = eligible and (not _OPTIMIZER_KEY.search(key) or self.metadata(nodes[ref]) >= 0)
-                below.append((ref, path, key, allowed, inside, top))
-        return below
+                yield ref, where, key, allowed, inside, top, own
+
+    def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
+        """What a node holds beside its entries: there are no state dicts in it."""
+        own, path, _, _, _, top, _ = task
+        base = bounded(path, own)
+        for step, ref, _ in beside(self.graph, own, entries):
+            if step != "._metadata" or not self.is_plain(ref):
+                yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
+
+    def is_plain(self, metadata: Ref) -> bool:
+        """Are there texts and numbers alone in the dicts of a ``_metadata``, as torch writes it?"""
+        nodes = self.graph.nodes
+        for _, ref in mapping(self.graph, metadata) or ():
+            held = nodes[ref]
+            if not isinstance(held, Dict) or not all(type(nodes[part]) in _PLAIN for part in held.pairs):
+                return False
+        return True
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """How surely it is a state dict: "high", "low", or "" for not at all."""
@@ -255,39 +322,20 @@ class _Walk:
             self.metadata_of[id(node)] = found
         return found
 
-    def call(self, task: _Task, node: Call) -> list[_Task]:
+    def call(self, task: _Task, node: Call) -> Iterator[_Task]:
         graph = self.graph
-        ref, path, key, _, _, top = task
+        ref, path = task[:2]
         device = device_text(graph, ref)
         if device is not None:
             self.found.devices.append(DeviceName(path, ref, device, True))
-            return []
+            return iter(())
         name = class_name(graph, ref)
         items = mapping(graph, ref)
-        below = self.mapping(task, node, items) if items is not None else []
-        if name == "OrderedDict":
-            return below
+        held = self.mapping(task, node, items) if items is not None else ([], False, -1)
         if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
             self.found.objects.setdefault(name, path)
-        hidden = (ref, path, key, False, -1, top)
-        arguments = graph.nodes[node.args]
-        if isinstance(arguments, tuple):
-            below += self.elements(arguments, hidden, "({})")
-        below += self.elements(node.items, hidden if items is None else task)
-        names = set()
-        for name_ref, value in attributes(graph, node):
-            attribute = graph.nodes[name_ref]
-            names.add(attribute if type(attribute) is str else None)
-            name_text = _bounded(attribute) if type(attribute) is str else spell_key("", attribute)
-            below.append((value, spell_key(_bounded(path), name_text), name_text, False, -1, top))
-        if {"_parameters", "_buffers", "_modules"} <= names:
+        fields = attributes(graph, node) if node.states and name != "OrderedDict" else ()
+        told = {graph.nodes[key] for key, _ in fields if type(graph.nodes[key]) is str}
+        if {"_parameters", "_buffers", "_modules"} <= told:
             self.found.modules.append(path)
-        elif not names:
-            states = enumerate(node.states)
-            below += [(state, f"{path}(state {number})", "state", False, -1, top) for number, state in states]
-        return below
-
-
-def _bounded(text: str) -> str:
-    """A path or key as far as a path shows it: a million nested lists must not make a million long paths."""
-    return text if len(text) <= LIMITS.path_chars else text[: LIMITS.path_chars] + "..."
+        return chain(self.entered(task, held), self.others(task, held[0]))

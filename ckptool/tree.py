@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Final, NamedTuple
 
 from .checkpoint import Checkpoint
 from .human import counted
 from .limits import LIMITS
-from .objects import attributes, class_name, device_text, mapping, spell_key
-from .pickles.nodes import Call, FrozenSet, Global, List, Node, Persistent, Ref, Set
+from .objects import class_name, device_text, mapping
+from .paths import as_children, beside, sequence
+from .pickles.nodes import Global, Persistent, Ref
 from .sharding import sharding
 
 __all__ = ["Branch", "tree_of"]
@@ -46,17 +48,18 @@ class _Tree:
             if ref < 0:
                 found.append(Branch(depth, "...", "", name))
                 continue
-            branch, children = self.describe(ref, depth, name, path)
+            branch, children, count = self.describe(ref, depth, name, path)
             found.append(branch)
             if depth >= self.depth:
                 continue
-            below = [(child, depth + 1, step, f"{path} {step}") for step, child in children[:_SHOWN]]
-            if len(children) > _SHOWN:
-                below.append((-1, depth + 1, f"and {len(children) - _SHOWN:,} more", ""))
+            below = [(child, depth + 1, step, f"{path} {step}") for step, child in children]
+            if count > len(children):
+                below.append((-1, depth + 1, f"and {count - len(children):,} more", ""))
             work += reversed(below)
         return found
 
-    def describe(self, ref: Ref, depth: int, name: str, path: str) -> tuple[Branch, list[tuple[str, Ref]]]:
+    def describe(self, ref: Ref, depth: int, name: str, path: str) -> tuple[Branch, list[tuple[str, Ref]], int]:
+        """The line of a node, the children of it that are shown, and how many there are."""
         node = self.graph.nodes[ref]
         tensor = self.reader.tensor(ref)
         if tensor is not None:
@@ -65,44 +68,43 @@ class _Tree:
             part = sharding(self.reader, ref, tensor)
             if part is not None:
                 kind = f", {part.here} of it here: {part.words}"
-            return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), []
+            return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), [], 0
         kind = class_name(self.graph, ref)
         if node is None or isinstance(node, bool | int | float):
             huge = isinstance(node, int) and node.bit_length() > LIMITS.int_digits * 3
-            return Branch(depth, name, kind, "" if node is None else "a huge integer" if huge else str(node)), []
+            return Branch(depth, name, kind, "" if node is None else "a huge integer" if huge else str(node)), [], 0
         if isinstance(node, str | bytes):
-            return Branch(depth, name, kind, repr(node[:200])), []
+            return Branch(depth, name, kind, repr(node[:200])), [], 0
         if isinstance(node, Global):
-            return Branch(depth, name, "global", f"{node.module}.{node.name}"), []
+            return Branch(depth, name, "global", f"{node.module}.{node.name}"), [], 0
         device = device_text(self.graph, ref)
         if device is not None:
-            return Branch(depth, name, kind, device), []
+            return Branch(depth, name, kind, device), [], 0
         storage = self.reader.storage(ref)
         if isinstance(node, Persistent) and storage is not None:
-            return Branch(depth, name, storage.cls, f"{storage.nbytes:,} bytes {storage.location}"), []
+            return Branch(depth, name, storage.cls, f"{storage.nbytes:,} bytes {storage.location}"), [], 0
         known = self.opened.get(ref)
         if known is not None:
-            return Branch(depth, name, kind, f"the same object as {known}"), []
-        children = self.children(ref)
+            return Branch(depth, name, kind, f"the same object as {known}"), [], 0
+        children, count = self.children(ref)
         if children:
             self.opened[ref] = path
-        return Branch(depth, name, kind, counted(len(children), "entry")), children
+        return Branch(depth, name, kind, counted(count, "entry")), children, count
 
-    def children(self, ref: Ref) -> list[tuple[str, Ref]]:
-        nodes, node = self.graph.nodes, self.graph.nodes[ref]
-        if isinstance(node, tuple | List | Set | FrozenSet):
-            items = node if isinstance(node, tuple) else node.items
-            return [(f"[{number}]", item) for number, item in enumerate(items)]
-        pairs = mapping(self.graph, ref)
-        found = [(_step(nodes[key]), value) for key, value in pairs or ()]
-        if isinstance(node, Call):
-            arguments = nodes[node.args]
-            if pairs is None and isinstance(arguments, tuple):
-                found += [(f"({number})", item) for number, item in enumerate(arguments)]
-            found += [(f"[{number}]", item) for number, item in enumerate(node.items)]
-            found += [("." + _step(nodes[key]), value) for key, value in attributes(self.graph, node)]
-        return found
-
-
-def _step(key: Node) -> str:
-    return key if isinstance(key, str) else spell_key("", key)
+    def children(self, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
+        """The first children by their names, and how many there are."""
+        inside = sequence(self.graph, ref)
+        if inside is not None:
+            return [(f"[{number}]", item) for number, item in enumerate(inside[:_SHOWN])], len(inside)
+        items = mapping(self.graph, ref)
+        held = as_children(self.graph, items or ())
+        # The arguments of what is filled by key say how it is made, not what is in it.
+        rest = (one for one in beside(self.graph, ref, held) if items is None or one.step[0] != "(")
+        found: list[tuple[str, Ref]] = []
+        count = 0
+        for one in chain(held, rest):
+            if len(found) < _SHOWN:
+                key = self.graph.nodes[one.key] if one.key >= 0 else None
+                found.append((key if isinstance(key, str) else one.step, one.ref))
+            count += 1
+        return found, count

@@ -13,7 +13,7 @@ from test_edits import _without_metadata, strip
 
 import ckptool
 from ckptool.errors import NotACheckpointError, UnreadableError
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 from ckptool.pickles import difference
 from ckptool.pickles.nodes import children
 

@@ -14,7 +14,7 @@ from outputs import at, edited, every, saved
 
 import ckptool
 from ckptool.errors import RefusedError, TargetError
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 
 @every

@@ -26,7 +26,7 @@ from ckptool.cli.main import run
 from ckptool.decoding import numbers
 from ckptool.edits.lookup import lookup
 from ckptool.errors import RefusedError, TargetError
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

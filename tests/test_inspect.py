@@ -87,7 +87,7 @@ def test_every_tensor_is_described_as_torch_loads_it(fixture: Fixture) -> None:
 
 def _at(loaded: object, path: str) -> torch.Tensor | None:
     """The tensor at a path, None inside of objects."""
-    from ckptool.objects import parse_path
+    from ckptool.paths import parse_path
 
     try:
         steps = parse_path(path)

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"human", "locations", "source"}),
     frozenset({"changes", "pickles", "pooling", "threads"}),  # pickles know nothing of torch
     frozenset({"building", "container", "objects", "tars", "zips"}),
-    frozenset({"mesh_ranges", "rank_parts"}),
+    frozenset({"mesh_ranges", "paths", "rank_parts"}),
     frozenset({"archives", "tensors"}),
     frozenset({"survey"}),
     frozenset({"sharding"}),
@@ -49,6 +49,7 @@ LONG: dict[str, str] = {
     "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
     "ckptool/source.py": "all that bytes are read from, and what plans say of them",
     "ckptool/formats/torch_tar.py": "one format: its members, and the small pickles in them",
+    "ckptool/paths.py": "one grammar: what spells a path is beside what reads it",
     "ckptool/pickles/writer.py": "one machine, whose state every part of it shares",
     "ckptool/tensors.py": "one class: what torch makes of the ids and calls of a pickle",
     "ckptool/formats/signatures.py": "one table, a row for each kind of file",

@@ -19,7 +19,7 @@ import ckptool
 from ckptool import errors
 from ckptool.edits.devices import check_target
 from ckptool.locations import lands_on, parse_map_location
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 from ckptool.pickles import difference, encode
 from ckptool.planning import plan_of
 from ckptool.source import Span

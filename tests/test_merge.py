@@ -16,7 +16,7 @@ from torch import nn
 import ckptool
 from ckptool import Checkpoint, Globs
 from ckptool.errors import RefusedError, TargetError
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -21,7 +21,7 @@ import ckptool
 from ckptool import Checkpoint, Globs
 from ckptool.errors import RefusedError, TargetError
 from ckptool.names import Glob
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

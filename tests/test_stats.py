@@ -130,7 +130,7 @@ def compare(path: Path) -> None:
 
 
 def ckptool_path(loaded: Any, path: str) -> Any:
-    from ckptool.objects import parse_path
+    from ckptool.paths import parse_path
 
     for step in parse_path(path):
         loaded = loaded[step]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..locations import MapLocation
-from ..objects import parse_path
 from ..opening import open_checkpoint as open
+from ..paths import parse_path
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..objects import attributes, callable_name, mapped_name
+from ..paths import as_children
 from ..pickles.nodes import Call, Global, Instance, Node, Ref
 from ..sharding import spread_state
-from .places import Side, spelled
+from .places import Side
 
 __all__ = ["belongings"]
 
@@ -57,9 +58,9 @@ def belongings(side: Side, ref: Ref) -> dict[str, Ref]:
 
 
 def _state_of(side: Side, node: Call) -> dict[str, Ref]:
-    named = attributes(side.graph, node)
-    if named:
-        return {spelled(side.graph.nodes[key]): value for key, value in named}
+    fields = as_children(side.graph, attributes(side.graph, node))
+    if fields:
+        return {field.step: field.ref for field in fields}
     return {f"(state {number})": state for number, state in enumerate(node.states)}
 
 

@@ -114,7 +114,7 @@ def _value(value: object) -> Any:
         return str(value)
     if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
         return f"an integer of {value.bit_length():,} bits"
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | complex):
         return repr(value)
     return value
 

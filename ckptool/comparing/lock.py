@@ -19,6 +19,7 @@ from ..checkpoint import Checkpoint, layout_of
 from ..checks.validation import FAIL, NOT_POSSIBLE, PASS, Check, Note
 from ..errors import MalformedError, TargetError
 from ..human import counted
+from ..survey import Entry
 from .fingerprint import Digests
 from .places import Place, Side
 
@@ -59,7 +60,7 @@ def lock_of(
     }
     outside = {entry.path or ".": described(entry.ref) for entry in survey.tensors if entry.state_dict < 0}
     kind, container = layout_of(checkpoint)
-    entries = {} if "." in state_dicts else {entry.key: side.type(entry.ref) for entry in survey.entries}
+    entries = {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries}
     return {
         "schema": SCHEMA,
         "layout": kind,
@@ -68,6 +69,11 @@ def lock_of(
         "tensors": outside,
         "entries": entries,
     }
+
+
+def _entry_name(entry: Entry) -> str:
+    """The key where it is a string, else its step; a string that looks like a step is spelled as one, too."""
+    return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 
 def lock_text(lock: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ their objects differently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -14,23 +14,22 @@ from ..dtypes import BY_NAME
 from ..edits.select import selected
 from ..errors import MalformedError, TargetError
 from ..limits import LIMITS
-from ..objects import attributes, callable_name, class_name, device_text, mapped_name, mapping, spell_key
-from ..pickles.nodes import Buffer, ByteArray, Call, Extension, FrozenSet, Global, List, Node, Persistent, Ref, Set
+from ..objects import class_name, constant, device_text, mapped_name, mapping
+from ..paths import Child, children, key_text, sequence, spell_key
+from ..pickles.nodes import Buffer, ByteArray, Call, Extension, Global, List, Persistent, Ref
 from ..survey import StateDict
 from ..tensors import Tensor
 
-__all__ = ["Leaf", "Place", "Side", "joined", "side_of", "spelled", "unique"]
+__all__ = ["Leaf", "Place", "Side", "joined", "side_of"]
 
 _CONSTANTS = frozenset((type(None), bool, int, float, str, bytes))
-#: Places that are gone to beyond four for each node: containers that hold each other can have 2**n of them.
-_PLACES = 1_000_000
 
 
 class Leaf(NamedTuple):
     """A value that holds nothing: its type in a word, and what it is."""
 
     type: str
-    value: bool | int | float | str | bytes | None
+    value: bool | int | float | complex | str | bytes | None
 
 
 class Place(NamedTuple):
@@ -78,7 +77,8 @@ class Side:
             device = device_text(self.graph, ref)
             if device is not None:
                 return Leaf("torch.device", device)
-            return self._bytes(node)
+            value = constant(self.graph, ref)
+            return None if value is None else Leaf(type(value).__name__, value)
         if isinstance(node, Global):
             return Leaf("global", mapped_name(node))
         if isinstance(node, ByteArray):
@@ -86,19 +86,6 @@ class Side:
         if isinstance(node, Extension):
             return Leaf("extension", node.code)
         return Leaf("buffer", None) if isinstance(node, Buffer) and node.inner < 0 else None
-
-    def _bytes(self, node: Call) -> Leaf | None:
-        """Protocols before 3 write bytes as calls."""
-        name = callable_name(self.graph, node.func)
-        args = self.graph.nodes[node.args]
-        if name == "builtins.bytes" and args == ():
-            return Leaf("bytes", b"")
-        if name != "_codecs.encode" or type(args) is not tuple or len(args) != 2:
-            return None
-        text, coding = self.graph.nodes[args[0]], self.graph.nodes[args[1]]
-        if type(text) is not str or coding not in ("latin1", "latin-1") or any(ord(letter) > 255 for letter in text):
-            return None
-        return Leaf("bytes", text.encode("latin-1"))
 
     def type(self, ref: Ref) -> str:
         """What stands there, in a word or a dotted name."""
@@ -112,108 +99,76 @@ class Side:
         """Is it filled by key, and has an order of keys?"""
         return mapping(self.graph, ref) is not None
 
-    def children(self, ref: Ref) -> dict[str, Ref]:
-        """What a container holds: the references by the steps that are appended to its path.
-
-        Of a key that is written twice the later value counts, as for Python.
-        """
-        graph, node = self.graph, self.graph.nodes[ref]
-        found: dict[str, Ref] = {}
+    def elements(self, ref: Ref) -> Sequence[Ref] | None:
+        """The elements of a list or tuple in their order, None for anything else."""
+        node = self.graph.nodes[ref]
         if isinstance(node, tuple | List):
-            items = node if isinstance(node, tuple) else node.items
-            return {f"[{number}]": item for number, item in enumerate(items)}
-        if isinstance(node, Set | FrozenSet):
-            # A set has no order: what can be told by its value stands under it.
-            for item in node.items:
-                leaf = self.leaf(item)
-                found[unique(found, "[{}]" if leaf is None or is_huge(leaf) else f"[{{{leaf.value!r}}}]")] = item
-            return found
-        for key, value in mapping(graph, ref) or ():
-            step = self.step(key)
-            found[unique(found, step) if step == "[?]" else step] = value
-        if isinstance(node, Persistent):
-            found["(id)"] = node.pid
-        if isinstance(node, Buffer):
-            found["(buffer)"] = node.inner
-        if isinstance(node, Call):
-            self._of_call(node, class_name(graph, ref) in ("OrderedDict", "dict"), found)
-        return found
+            return node if isinstance(node, tuple) else node.items
+        return None if self.is_set(ref) else sequence(self.graph, ref)
 
-    def _of_call(self, node: Call, is_dict: bool, found: dict[str, Ref]) -> None:
+    def is_set(self, ref: Ref) -> bool:
+        """Is it a set or frozenset, however it is written?"""
+        return class_name(self.graph, ref) in ("set", "frozenset")
+
+    def children(self, ref: Ref) -> dict[str, Ref]:
+        """What a container holds: the references by the steps that are appended to its path."""
         graph = self.graph
-        args = graph.nodes[node.args]
-        if not callable_name(graph, node.func):
-            found["(function)"] = node.func
-        if isinstance(args, tuple) and not is_dict:
-            found.update({f"({number})": item for number, item in enumerate(args)})
-        if node.kwargs >= 0:
-            found["(keywords)"] = node.kwargs
-        found.update({unique(found, f"[{number}]"): item for number, item in enumerate(node.items)})
-        named = attributes(graph, node)
-        for key, value in named:
-            name = graph.nodes[key]
-            found[unique(found, spelled(name))] = value
-        if not named:
-            found.update({f"(state {number})": state for number, state in enumerate(node.states)})
+        if self.is_set(ref):
+            # A set has no order: what can be told by its value stands under it.
+            found: dict[str, Ref] = {}
+            for step, item, _ in children(graph, ref):
+                text = key_text(graph, item)
+                found[f"[{{{text}}}]" if text and f"[{{{text}}}]" not in found else step] = item
+            return found
+        return {self.step(one): one.ref for one in children(graph, ref)}
 
-    def step(self, ref: Ref) -> str:
-        """What a key adds to a path."""
-        key = self.graph.nodes[ref]
-        if type(key) is tuple:
-            leaves = [self.leaf(item) for item in key]
-            if all(leaf is not None and not is_huge(leaf) for leaf in leaves):
-                return f"[({', '.join(repr(leaf.value) for leaf in leaves if leaf is not None)})]"
-        return spelled(key)
+    def step(self, one: Child) -> str:
+        """What leads to a child. A key that is too long for a path has its text here, which another file has, too."""
+        name = self.graph.nodes[one.key] if one.key >= 0 and one.step[:2] == "[#" else None
+        return spell_key(".", name)[1:] if isinstance(name, str) else one.step
 
     def tensors(self) -> Iterator[Place]:
         """Every tensor at every place, in the order of the file.
 
-        Raises MalformedError where containers hold each other so often that the places cannot be counted.
+        Raises MalformedError for more than four places for each node and ``limits.places``: containers that hold each
+        other can have 2**n of them.
         """
-        left = _PLACES + 4 * len(self.graph.nodes)
+        left = LIMITS.places + 4 * len(self.graph.nodes)
         within: set[Ref] = set()
-        work: list[tuple[Ref, str]] = [(self.root, "")]
+        work: list[Iterator[tuple[Ref, str]]] = [iter([(self.root, "")])]
         while work:
-            ref, path = work.pop()
+            place = next(work[-1], None)
+            if place is None:
+                work.pop()
+                continue
+            ref, path = place
             if ref < 0:
                 within.discard(~ref)
+                continue
+            if type(self.graph.nodes[ref]) in _CONSTANTS:
                 continue
             left -= 1
             if left < 0:
                 raise MalformedError(
-                    "its containers hold each other too often to be followed", path=self.checkpoint.path
+                    "what it holds stands at too many places to be followed", path=self.checkpoint.path
                 )
             tensor = self.tensor(ref)
             if tensor is not None:
                 yield Place(path, ref, tensor)
                 continue
-            if type(self.graph.nodes[ref]) in _CONSTANTS or ref in within or self.leaf(ref) is not None:
+            if ref in within or self.leaf(ref) is not None:
                 continue
-            below = self.children(ref)
             within.add(ref)
-            work.append((~ref, ""))
-            work += [(child, joined(path, step)) for step, child in reversed(below.items())]
+            work.append(self._below(ref, path))
 
-
-def is_huge(leaf: Leaf) -> bool:
-    """Is it a number that Python refuses to print?"""
-    return isinstance(leaf.value, int) and leaf.value.bit_length() > LIMITS.int_digits * 3
-
-
-def spelled(key: Node) -> str:
-    """What the key of a mapping adds to a path."""
-    step = spell_key("", key)
-    return step if step[:1] == "[" else "." + step
-
-
-def unique(found: dict[str, Ref], step: str) -> str:
-    """The step, with marks behind it where there is one of that name."""
-    if step not in found:
-        return step
-    number = len(found)
-    while f"{step}#{number}" in found:
-        number += 1
-    return f"{step}#{number}"
+    def _below(self, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
+        """The places below a container, and then a mark that it was left."""
+        inside = self.elements(ref)
+        if inside is not None:
+            yield from ((item, joined(path, f"[{number}]")) for number, item in enumerate(inside))
+        else:
+            yield from ((child, joined(path, step)) for step, child in self.children(ref).items())
+        yield ~ref, ""
 
 
 def joined(base: str, step: str) -> str:

@@ -8,17 +8,20 @@ So each of n + m containers is entered at most once, and a difference that is th
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..edits.keys import renamed_modules
+from ..errors import MalformedError
+from ..limits import LIMITS
 from ..locations import is_device
 from ..objects import mapping
+from ..paths import entries, spell_key
 from ..pickles.nodes import Ref
 from ..prefixes import without_wrappers
 from ..tensors import Tensor
 from .belongings import belongings
-from .places import Leaf, Side, joined, spelled, unique
+from .places import Leaf, Side, joined
 
 __all__ = ["Both", "Facet", "Only", "Order", "Part", "Walked", "walked"]
 
@@ -88,6 +91,8 @@ _Task = tuple[Ref, Ref, str, int]
 
 _DICTS = frozenset(("dict", "OrderedDict"))
 _SEQUENCES = frozenset(("list", "tuple"))
+#: Kinds of values that are the same when they are equal: 0.0 and -0.0 are not.
+_EXACT = frozenset((int, bool, str, bytes, type(None)))
 
 
 def walked(a: Side, b: Side, ignore: frozenset[str] = frozenset()) -> Walked:
@@ -110,11 +115,17 @@ class _Walk:
         self.counted: tuple[set[Ref], set[Ref]] = (set(), set())
         self.patience = [4 * len(side.graph.nodes) for side in (a, b)]
         self.renames = tuple(_renames(side) if "prefix" in ignore else {} for side in (a, b))
-        self.work: list[_Task] = [(a.root, b.root, "", -1)]
+        self.work: list[Iterator[_Task]] = [iter([(a.root, b.root, "", -1)])]
+        #: Pairs of tensors that may be met again.
+        self.left = LIMITS.places + 4 * min(len(a.graph.nodes), len(b.graph.nodes))
 
     def run(self) -> None:
         while self.work:
-            left, right, path, owner = self.work.pop()
+            task = next(self.work[-1], None)
+            if task is None:
+                self.work.pop()
+                continue
+            left, right, path, owner = task
             ours, theirs = self.a.tensor(left), self.b.tensor(right)
             if ours is not None and theirs is not None:
                 self.tensors(left, right, ours, theirs, path, owner)
@@ -177,6 +188,10 @@ class _Walk:
             number = self.numbers[left, right] = len(self.found.tensors)
             self.found.tensors.append(Both((left, right), ours, theirs, [], [], []))
             self.within(left, right, "", number)
+        self.left -= 1
+        if self.left < 0:
+            what = "its tensors stand at too many places to be compared"
+            raise MalformedError(what, path=self.a.checkpoint.path)
         self.found.tensors[number].places.append(path)
         self.found.pairs.append((path, number))
 
@@ -198,11 +213,43 @@ class _Walk:
         if not alike and (any(again) or not (self.a.is_mapping(left) and self.b.is_mapping(right))):
             self.pass_over(left, right, owner)
             return
+        elements = self.a.elements(left), self.b.elements(right)
+        if elements[0] is not None and elements[1] is not None:
+            self.sequences(elements[0], elements[1], path, owner, again)
+            self.entered[0].setdefault(left, {})
+            self.entered[1].setdefault(right, {})
+            return
         ours, theirs = self.children(0, left), self.children(1, right)
         # A plain dict cannot have what nn.Module.state_dict puts beside the keys.
         self.below(ours, theirs, path, owner, again, without="._metadata" if one != other and loose else "")
         if not any(again) and list(ours) != list(theirs) and self.a.is_mapping(left) and self.b.is_mapping(right):
             self.order(ours, theirs, path, owner)
+
+    def sequences(
+        self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int, again: tuple[bool, bool]
+    ) -> None:
+        """Compare element by element; of millions of equal numbers nothing is kept."""
+        self.work.append(self.pairs(ours, theirs, path, owner))
+        common = min(len(ours), len(theirs))
+        for number, mine in enumerate((ours, theirs)):
+            if len(mine) > common and not again[number] and len(mine) - common <= self.left:
+                for place in range(common, len(mine)):
+                    self.only(number, joined(path, f"[{place}]"), mine[place], owner)
+            elif len(mine) > common:
+                self.more(number, len(mine) - common, path, owner)
+
+    def pairs(self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int) -> Iterator[_Task]:
+        nodes, others = self.a.graph.nodes, self.b.graph.nodes
+        for place, (left, right) in enumerate(zip(ours, theirs)):
+            node, other = nodes[left], others[right]
+            if type(node) is type(other) and type(node) in _EXACT and node == other:
+                continue
+            yield left, right, joined(path, f"[{place}]"), owner
+
+    def more(self, number: int, count: int, path: str, owner: int) -> None:
+        """Note that one of two containers holds more, without naming each."""
+        there, nothing = Leaf("container", f"{count:,} more values"), Leaf("nothing", None)
+        self.facet(path, owner, *((nothing, there) if number else (there, nothing)))
 
     def children(self, number: int, ref: Ref) -> dict[str, Ref]:
         known = self.entered[number].get(ref)
@@ -233,7 +280,7 @@ class _Walk:
         common = [step for step in fewer if step in ours and step in theirs and step != without]
         if fewer is theirs and not again[0]:
             common = [step for step in ours if step in theirs and step != without]
-        self.work += [(ours[step], theirs[step], joined(path, step), owner) for step in reversed(common)]
+        self.work.append(iter([(ours[step], theirs[step], joined(path, step), owner) for step in common]))
         for number, mine, other in ((0, ours, theirs), (1, theirs, ours)):
             if len(mine) == len(common):
                 continue
@@ -242,9 +289,7 @@ class _Walk:
                     if step not in other and step != without:
                         self.only(number, joined(path, step), ref, owner)
             elif len(mine) - (without in mine) > len(common):
-                rest = f"{len(mine) - len(common):,} more values"
-                there, nothing = Leaf("container", rest), Leaf("nothing", None)
-                self.facet(path, owner, *((nothing, there) if number else (there, nothing)))
+                self.more(number, len(mine) - len(common), path, owner)
 
     def only(self, number: int, path: str, ref: Ref, owner: int) -> None:
         if owner >= 0:
@@ -294,9 +339,17 @@ def same(a: Leaf, b: Leaf) -> bool:
     """Are two values the same, down to their type and the bits of a float?"""
     if a.type != b.type:
         return False
-    if isinstance(a.value, float) and isinstance(b.value, float):
-        return struct.pack(">d", a.value) == struct.pack(">d", b.value)
+    parts = [_numbers(leaf.value) for leaf in (a, b)]
+    if parts[0] and parts[1]:
+        return struct.pack(">2d", *parts[0]) == struct.pack(">2d", *parts[1])
     return a.value == b.value
+
+
+def _numbers(value: object) -> tuple[float, float] | None:
+    """The floats in a value, real and imaginary."""
+    if isinstance(value, float | complex):
+        return value.real, value.imag
+    return None
 
 
 def _devices(a: Leaf, b: Leaf) -> bool:
@@ -336,12 +389,10 @@ def _renames(side: Side) -> dict[Ref, Callable[[dict[str, Ref]], dict[str, Ref]]
 
 def _replacing(side: Side, fresh: Mapping[str, Ref], ref: Ref) -> Callable[[dict[str, Ref]], dict[str, Ref]]:
     """Puts the renamed entries in the place of the old ones; attributes stay."""
-    old = {side.step(key) for key, _ in mapping(side.graph, ref) or ()}
+    old = {side.step(one) for one in entries(side.graph, ref)}
 
     def replaced(children: dict[str, Ref]) -> dict[str, Ref]:
-        made: dict[str, Ref] = {}
-        for name, value in fresh.items():
-            made[unique(made, spelled(name))] = value
+        made = {spell_key(".", name)[1:]: value for name, value in fresh.items()}
         made.update({step: value for step, value in children.items() if step not in old})
         return made
 

@@ -15,7 +15,7 @@ from ..elements import loaded_bytes, reblocked, swapped, turned_width
 from ..errors import MalformedError, RefusedError, TargetError
 from ..human import counted, shown
 from ..names import EVERY, Globs
-from ..objects import spell_key
+from ..paths import spell_key
 from ..sharding import is_sharded
 from ..source import Computed
 from ..survey import StateDict

@@ -13,7 +13,8 @@ from ..elements import loaded_bytes, number_width, swapped, whole_chunks
 from ..errors import CkptoolError, RefusedError, TargetError
 from ..human import counted, human_bytes, listed
 from ..names import EVERY, Globs
-from ..objects import mapped_name, within
+from ..objects import mapped_name
+from ..paths import within
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
 from ..sharding import is_sharded

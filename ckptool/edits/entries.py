@@ -13,11 +13,13 @@ from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, cut, listed, shown
 from ..names import EVERY, Globs
-from ..objects import class_name, mapping, parse_path, spell_key, within
+from ..objects import class_name, mapping
+from ..paths import entries as entries_of
+from ..paths import joined
 from ..pickles.nodes import Dict, Graph, Node, Ref
 from .lookup import lookup
 from .optimizers import prune_optimizers
-from .places import Place, place, resolve
+from .places import new_key, slot
 from .prune import used_storages
 from .rewrite import Rewrite
 from .select import selected
@@ -108,11 +110,15 @@ def keep(
         numbers = {number for number in numbers if survey.state_dicts[number].path in chosen}
     globs = [globs] if isinstance(globs, str) else globs
     matched = dict.fromkeys(globs, 0)
-    entries: set[str] = set()
+    entries: set[int] = set()
     keys: set[str] = set()
     for glob in globs:
         pattern = Globs([glob])
-        named = {entry.path for entry in survey.entries if key is None and pattern.match(entry.key, entry.path)}
+        named = {
+            number
+            for number, entry in enumerate(survey.entries)
+            if key is None and pattern.match(entry.key, entry.path)
+        }
         bare = any(item.ref == graph.root for item in survey.state_dicts)
         inside = {e.path for e in survey.tensors if e.state_dict in numbers and pattern.match(e.key, e.path)}
         matched[glob] = len(named) + len(inside)
@@ -122,10 +128,11 @@ def keep(
     _refuse_unmatched(checkpoint, matched)
     holders = {e.state_dict for e in survey.tensors if e.path in keys}
     filtered = {survey.state_dicts[number].path for number in holders}
+    held = entries | {e.top for e in survey.tensors if e.path in keys}
+    staying = {survey.entries[number].path for number in held if number >= 0}
 
     def entry_goes(name: str, path: str) -> bool:
-        gone = bool(entries) and path not in entries and not any(within(inner, path) for inner in filtered)
-        return gone and only.match(name, path)
+        return bool(entries) and path not in staying and only.match(name, path)
 
     def key_goes(name: str, path: str) -> bool:
         return path not in keys and only.match(name, path)
@@ -141,7 +148,10 @@ def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequenc
     rewrite = Rewrite(checkpoint.graph)
     nodes = checkpoint.graph.nodes
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
-    rewrite.refill(checkpoint.graph.root, [item for item in items if nodes[item[0]] not in gone])
+    rewrite.refill(
+        checkpoint.graph.root,
+        [item for item in items if not (type(name := nodes[item[0]]) is str and name in gone)],
+    )
     return _slimmer(checkpoint, rewrite.done(), list(changes))
 
 
@@ -181,7 +191,7 @@ def _filtered(
     gone: set[Ref] = set()
     root = mapping(graph, graph.root)
     if root is not None and graph.root not in refs:
-        kept, names = _split(graph, "", root, entry_goes)
+        kept, names = _split(graph, "", graph.root, entry_goes)
         if names:
             rewrite.refill(graph.root, kept)
             changes.append(Change(edit, "", len(names), len(kept), f"dropped {listed(names)}"))
@@ -189,8 +199,7 @@ def _filtered(
     for ref, path in refs.items():
         if ref in gone:
             continue
-        items = mapping(graph, ref) or []
-        kept, names = _split(graph, path, items, key_goes)
+        kept, names = _split(graph, path, ref, key_goes)
         if names:
             rewrite.refill(ref, kept)
             dropped[numbers[ref]] = names
@@ -204,14 +213,13 @@ def _filtered(
 
 
 def _split(
-    graph: Graph, base: str, items: list[tuple[Ref, Ref]], goes: Callable[[str, str], bool]
+    graph: Graph, base: str, ref: Ref, goes: Callable[[str, str], bool]
 ) -> tuple[list[tuple[Ref, Ref]], list[str]]:
-    """The items that stay, and the names of those that go."""
+    """The items of a mapping that stay, and the names of those that go."""
     kept, names = [], []
-    for key, value in items:
-        name = graph.nodes[key]
-        path = spell_key(base, name)
-        text = name if isinstance(name, str) else path
+    for step, value, key in entries_of(graph, ref):
+        name, path = graph.nodes[key], joined(base, step)
+        text = name if isinstance(name, str) else step
         if goes(text, path):
             names.append(text)
         else:
@@ -224,35 +232,29 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
 
     Raises RefusedError where something stands that is no scalar, TargetError where there is no mapping to hold it.
     """
-    graph = checkpoint.graph
-    steps = parse_path(key)
     if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
         value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
     if not (value is None or isinstance(value, bool | int | float | str)):
         what = f"a {type(value).__name__} is no scalar"
         raise TargetError(what, path=checkpoint.path, next="a number, a text, True, False or None")
-    if not steps:
-        raise TargetError("the whole checkpoint cannot be set", path=checkpoint.path, next="name an entry")
-    holder = place(graph, steps[:-1])
-    items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
-    if not isinstance(holder, Place) or items is None:
+    found = slot(checkpoint, key)
+    if found is None:
         raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
-    rewrite = Rewrite(graph)
+    rewrite = Rewrite(checkpoint.graph)
     new = rewrite.add(value)
-    last = steps[-1]
-    for number, (name, old) in enumerate(items):
-        if graph.nodes[name] != last or type(graph.nodes[name]) is not type(last):
-            continue
-        before = graph.nodes[old]
-        if not (before is None or isinstance(before, bool | int | float | str)):
-            what = f"{key!r} is a {_kind(checkpoint, old)}, not a scalar"
-            raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
-        if before == value and type(before) is type(value):
-            return checkpoint.changed(graph, [Change("set", key, 0, 1, f"it is {_told(value)} already")])
-        rewrite.refill(holder.ref, [*items[:number], (name, new), *items[number + 1 :]])
-        return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"{_told(before)} -> {_told(value)}")])
-    rewrite.refill(holder.ref, [*items, (rewrite.add(last), new)])
-    return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
+    if found.number < 0:
+        items = [*found.items, (new_key(checkpoint, rewrite, key, found.key), new)]
+        rewrite.refill(found.holder, items)
+        return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
+    name, old = found.items[found.number]
+    before = checkpoint.graph.nodes[old]
+    if not (before is None or isinstance(before, bool | int | float | str)):
+        what = f"{key!r} is a {_kind(checkpoint, old)}, not a scalar"
+        raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
+    if type(before) is type(value) and repr(before) == repr(value):
+        return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {_told(value)} already")])
+    rewrite.refill(found.holder, [*found.items[: found.number], (name, new), *found.items[found.number + 1 :]])
+    return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"{_told(before)} -> {_told(value)}")])
 
 
 #: How Python spells what JSON spells otherwise.
@@ -278,13 +280,12 @@ def as_scalar(told: str) -> Scalar:
 
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Take out the entry at a path, whatever it is; raises TargetError when there is none."""
-    found = resolve(checkpoint, lookup(checkpoint, key).path or ".")
-    items = mapping(checkpoint.graph, found.holder) if found.holder >= 0 else None
-    if items is None:
+    found = lookup(checkpoint, key)
+    there = slot(checkpoint, found.path) if found.path else None
+    if there is None or there.number < 0:
         raise TargetError(f"{key!r} is no entry of a mapping", path=checkpoint.path)
-    nodes = checkpoint.graph.nodes
     rewrite = Rewrite(checkpoint.graph)
-    rewrite.refill(found.holder, [item for item in items if nodes[item[0]] != found.step])
+    rewrite.refill(there.holder, [item for number, item in enumerate(there.items) if number != there.number])
     change = Change("unset", key, 1, 0, f"dropped, {_kind(checkpoint, found.ref)}")
     return _slimmer(checkpoint, rewrite.done(), [change])
 

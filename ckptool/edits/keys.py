@@ -11,7 +11,8 @@ from ..checkpoint import Checkpoint
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
 from ..names import EVERY, Globs
-from ..objects import mapping, spell_key
+from ..objects import mapping
+from ..paths import spell_key
 from ..pickles.nodes import Ref
 from ..prefixes import common_prefix, without_wrappers, wrapper_counts
 from ..survey import StateDict

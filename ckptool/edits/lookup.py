@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 from ..checkpoint import Checkpoint
 from ..errors import Again, TargetError
 from ..human import listed
-from ..objects import attributes, mapping, parse_path, spell_key
+from ..objects import attributes, mapping
+from ..paths import parsed, spell_key
 from ..pickles.nodes import Call, Graph, Ref
 from .places import Place, place
 
@@ -38,7 +39,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Found:
     graph = checkpoint.graph
     if text in ("", "."):
         return Found(graph.root, "")
-    exact = _exact(graph, text) or _listed(checkpoint, text)
+    exact = _exact(graph, text)
     if exact is not None:
         return exact
     found: dict[Ref, str] = {}
@@ -60,23 +61,10 @@ def lookup(checkpoint: Checkpoint, text: str) -> Found:
 
 def _exact(graph: Graph, text: str) -> Found | None:
     try:
-        steps = parse_path(text)
+        found = place(graph, parsed(text))
     except TargetError:
         return None
-    found = place(graph, steps)
-    if not isinstance(found, Place):
-        return None
-    path = ""
-    for step in steps:
-        path = spell_key(path, step)
-    return Found(found.ref, path)
-
-
-def _listed(checkpoint: Checkpoint, text: str) -> Found | None:
-    """A tensor where no step leads: among the arguments of an object, in a state that is no mapping."""
-    found = (entry.ref for entry in checkpoint.survey.tensors if entry.path == text)
-    ref = next(found, None)
-    return None if ref is None else Found(ref, text)
+    return Found(found.ref, found.path) if isinstance(found, Place) else None
 
 
 def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
@@ -101,16 +89,15 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
             step, bracket, after = rest.partition("]")
             found = _exact_step(graph, here.ref, step + bracket)
             if found is not None:
-                work.append((Found(found, here.path + step + bracket), after))
+                work.append((Found(found.ref, here.path + found.path), after))
 
 
-def _exact_step(graph: Graph, ref: Ref, step: str) -> Ref | None:
+def _exact_step(graph: Graph, ref: Ref, step: str) -> Place | None:
     try:
-        steps = parse_path(step)
+        found = place(graph, parsed(step), ref)
     except TargetError:
         return None
-    found = place(graph, steps, ref)
-    return found.ref if isinstance(found, Place) else None
+    return found if isinstance(found, Place) else None
 
 
 def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
@@ -152,7 +139,7 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
     short = _plain(path)
     if "[" in short or '"' in short:
         return path
-    exact = _exact(checkpoint.graph, short) or _listed(checkpoint, short)
+    exact = _exact(checkpoint.graph, short)
     if exact is not None:
         return short if exact.path == path else path
     whole = {reading.path for reading, rest in _readings(checkpoint.graph, short) if rest == ""}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from shlex import quote
 
 from ..changes import Change
@@ -12,7 +12,8 @@ from ..elements import number_width, stored_bytes, swapped, whole_chunks
 from ..errors import RefusedError, TargetError
 from ..human import counted, listed, shown
 from ..names import EVERY, Globs
-from ..objects import mapping, parse_path, spell_key
+from ..objects import mapping
+from ..paths import literal, spell_key
 from ..pickles.moving import moved
 from ..pickles.nodes import (
     Buffer,
@@ -29,7 +30,7 @@ from ..prefixes import without_wrappers
 from ..source import Computed
 from ..survey import StateDict
 from .lookup import lookup
-from .places import Place, place
+from .places import new_key, slot
 from .rewrite import Rewrite
 from .select import selected
 from .storages import with_plain_ids
@@ -143,26 +144,23 @@ def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tup
     changes = []
     for origin, target in entries:
         found = lookup(foreign, origin)
-        steps = parse_path(target)
-        holder = place(checkpoint.graph, steps[:-1]) if steps else ""
-        items = mapping(checkpoint.graph, holder.ref) if isinstance(holder, Place) else None
-        if not isinstance(holder, Place) or items is None:
+        there = slot(checkpoint, target)
+        if there is None:
             what = f"there is no mapping that could hold {target!r}"
             raise TargetError(what, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
-        last = steps[-1]
-        if holder.ref in graft.filled:
-            items = graft.filled[holder.ref]
-        place_of = next((n for n, item in enumerate(items) if graft.rewrite.node(item[0]) == last
-                         and type(graft.rewrite.node(item[0])) is type(last)), -1)  # fmt: skip
+        holder = there.holder
+        known = graft.filled.setdefault(holder, list(there.items))
+        added = graft.keys.setdefault(holder, {})
+        wanted = literal(there.key)
+        number = there.number if there.number >= 0 else added.get(wanted, -1)
         value = graft.ref(found.ref)
-        fresh = list(items)
-        if place_of < 0:
-            fresh.append((graft.rewrite.constant(last) if type(last) is int else graft.rewrite.add(last), value))
+        if number < 0:
+            added[wanted] = len(known)
+            known.append((new_key(checkpoint, graft.rewrite, target, there.key), value))
         else:
-            fresh[place_of] = (items[place_of][0], value)
-        graft.filled[holder.ref] = fresh
-        graft.rewrite.refill(holder.ref, fresh)
-        words = "added" if place_of < 0 else "replaced"
+            known[number] = (known[number][0], value)
+        graft.rewrite.refill(holder, known)
+        words = "added" if number < 0 else "replaced"
         changes.append(Change("merge", target, 1, 0, f"{words} by {origin!r} of {other.path}"))
     return graft.done(changes)
 
@@ -190,7 +188,9 @@ class _Graft:
         self.checkpoint = checkpoint
         self.foreign = foreign
         self.rewrite = Rewrite(checkpoint.graph)
+        #: Mappings with entries that came: all of their items, and the numbers of the new ones by their keys.
         self.filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
+        self.keys: dict[Ref, dict[Hashable, int]] = {}
         self._copies: dict[Ref, Ref] = {}
         self._bodies: dict[str, Body] = {}
         self._keys: dict[str, str] = {}

@@ -15,7 +15,8 @@ from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..errors import RefusedError
 from ..human import counted
-from ..objects import elements, mapping, spell_key
+from ..objects import elements, mapping
+from ..paths import as_children, bounded, joined
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 from ..prefixes import without_wrappers
 from ..survey import StateDict
@@ -58,14 +59,20 @@ def optimizers(graph: Graph) -> list[Optimizer]:
         seen[ref] = 1
         items = mapping(graph, ref)
         if items is None:
-            work += [(item, f"{path}[{number}]") for number, item in reversed(list(enumerate(elements(node))))]
+            base = bounded(path, ref)
+            held = [number for number, item in enumerate(elements(node)) if _may_hold(graph, item)]
+            work += [(elements(node)[number], f"{base}[{number}]") for number in reversed(held)]
             continue
-        named = {key: value for name, value in items if type(key := graph.nodes[name]) is str}
-        optimizer = _optimizer(graph, ref, path, named)
+        by_name = {key: value for name, value in items if type(key := graph.nodes[name]) is str}
+        optimizer = _optimizer(graph, ref, path, by_name)
         if optimizer is not None:
             found.append(optimizer)
-        below = [(name, value) for name, value in reversed(items) if _may_hold(graph, value)]
-        work += [(value, spell_key(path, graph.nodes[name])) for name, value in below]
+        base = bounded(path, ref)
+        work += [
+            (one.ref, joined(base, one.step))
+            for one in reversed(as_children(graph, items))
+            if _may_hold(graph, one.ref)
+        ]
     return found
 
 

@@ -11,7 +11,8 @@ from ..checkpoint import Checkpoint
 from ..errors import TargetError
 from ..human import cut, listed
 from ..names import EVERY, Globs
-from ..objects import attributes, callable_name, class_name, elements, mapping, spell_key, within
+from ..objects import attributes, callable_name, class_name, elements, mapping
+from ..paths import as_children, bounded, joined, within
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
@@ -224,7 +225,7 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
                     if type(text) is str:
                         yield path, part, text, True
             continue
-        below = list(_below(graph, ref, path))
+        below = list(_below(graph, ref, bounded(path, ref)))
         work += reversed(below)
 
 
@@ -237,9 +238,8 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     node = graph.nodes[ref]
     items = mapping(graph, ref)
     if items is not None:
-        for key, value in items:
-            inner = spell_key(path, graph.nodes[key])
-            text = graph.nodes[key]
+        for step, value, key in as_children(graph, items):
+            inner, text = joined(path, step), graph.nodes[key]
             if type(text) is tuple or (type(text) is str and without_paths(text) != text):
                 yield key, inner
             yield value, inner
@@ -257,5 +257,5 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
             yield node.func, path
             yield from ((part, path) for part in parts)
         yield from ((part, f"{path}[{number}]") for number, part in enumerate(node.items))
-        for key, value in attributes(graph, node):
-            yield value, spell_key(path, graph.nodes[key])
+        for step, value, _ in as_children(graph, attributes(graph, node)):
+            yield value, joined(path, step)

@@ -7,8 +7,9 @@ from shlex import quote
 from ..checkpoint import Checkpoint
 from ..errors import TargetError
 from ..human import listed
-from ..objects import parse_path, spell_key
+from ..paths import joined, parsed
 from ..survey import StateDict
+from .places import Place, place
 
 __all__ = ["normal_path", "selected"]
 
@@ -21,8 +22,8 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     found = checkpoint.state_dicts
     if key is None:
         return [item for item in found if item.confidence == "high"]
-    path = normal_path(key)
-    chosen = [item for item in found if item.path == path]
+    there = place(checkpoint.graph, [] if key in ("", ".") else parsed(key))
+    chosen = [item for item in found if isinstance(there, Place) and item.ref == there.ref]
     if not chosen:
         known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in found], most=8)
         what = f"no state dict at {key!r}; there is {known}" if found else f"no state dict at {key!r}, nor elsewhere"
@@ -35,6 +36,6 @@ def normal_path(key: str) -> str:
     if key in ("", "."):
         return ""
     path = ""
-    for step in parse_path(key):
-        path = spell_key(path, step)
+    for step in parsed(key):
+        path = joined(path, step.step)
     return path

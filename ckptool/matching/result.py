@@ -12,7 +12,8 @@ from ..checkpoint import Checkpoint
 from ..errors import TargetError
 from ..human import counted, listed
 from ..names import Globs
-from ..objects import mapping, parse_path
+from ..objects import mapping
+from ..paths import parse_path
 from ..sharding import is_sharded, spread
 from ..survey import StateDict
 from .comparison import Comparison, Difference, Shaped, compared, fillable

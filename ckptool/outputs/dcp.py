@@ -17,8 +17,9 @@ from ..edits.prune import used_storages
 from ..edits.views import without_views
 from ..elements import holds_rows, tensor_size
 from ..errors import RefusedError
-from ..objects import callable_name, class_name, is_ordered_dict, mapping, spell_key
+from ..objects import callable_name, class_name, is_ordered_dict, mapping
 from ..objects import elements as elements_of
+from ..paths import as_children, joined
 from ..pickles import encode
 from ..pickles.nodes import Call, Graph, List, Ref, children
 from ..source import Files, Piece, Plan, Span, merged
@@ -87,14 +88,15 @@ class _Walk:
         if inner is not None:
             if not inner and path:
                 self.containers.append(where)
-            for key_ref, value in inner:
+            for step, value, key_ref in as_children(self.graph, inner):
+                spelled = joined(where, step)
                 key = self.graph.nodes[key_ref]
                 if type(key) not in (str, int, float, bool, type(None)):
                     self.nameless.append(spell_key(where, key))
                     continue
                 if not isinstance(key, str):
-                    self.containers.append(spell_key(where, key))
-                self._follow(value, (*path, str(key)), spell_key(where, key), depth + 1)
+                    self.containers.append(spelled)
+                self._follow(value, (*path, str(key)), spelled, depth + 1)
         elif isinstance(node, List) and not self._is_terminal(ref, depth):
             for number, value in enumerate(node.items):
                 place, spelled = (*path, number), f"{where}[{number}]"

@@ -17,7 +17,8 @@ from ..errors import RefusedError, TargetError
 from ..formats.safetensors_header import MOST_HEADER
 from ..formats.sharding_info import texts_of
 from ..human import counted, shown
-from ..objects import mapping, spell_key
+from ..objects import mapping
+from ..paths import as_children, joined, within
 from ..pickles.nodes import Graph, List, Ref
 from ..readings import lazy_bits
 from ..source import Piece, Plan, Span, merged
@@ -199,10 +200,10 @@ def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict)
     while entries:
         inner: list[tuple[str, Ref]] = []
         for path, ref in entries:
-            if state_dict.path.startswith((f"{path}.", f"{path}[")):
+            if path != state_dict.path and within(state_dict.path, path):
                 node, items = graph.nodes[ref], mapping(graph, ref)
                 if items is not None:
-                    inner = [(spell_key(path, graph.nodes[key]), value) for key, value in items]
+                    inner = [(joined(path, one.step), one.ref) for one in as_children(graph, items)]
                 elif isinstance(node, List):
                     inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
                 else:

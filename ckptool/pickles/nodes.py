@@ -26,7 +26,7 @@ Nothing here knows torch, and nothing here runs or imports what a pickle names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 __all__ = [
     "CONSTANTS",
@@ -291,7 +291,7 @@ class Graph:
     Never changed once made: ``edited`` gives another graph.
     """
 
-    __slots__ = ("nodes", "oddities", "refused", "root", "style")
+    __slots__ = ("memo", "nodes", "oddities", "refused", "root", "style")
 
     def __init__(
         self,
@@ -306,6 +306,8 @@ class Graph:
         self.style: Final = style
         self.refused: Final[Mapping[int, int]] = refused or {}
         self.oddities: Final = oddities
+        #: What readers work out about single nodes, by a name of theirs and the reference; no part of the graph.
+        self.memo: Final[dict[tuple[str, Ref], Any]] = {}
 
     def edited(
         self,

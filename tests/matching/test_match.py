@@ -19,7 +19,7 @@ import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import MalformedError, RefusedError, TargetError
 from ckptool.matching import match_checkpoint, wanted_of
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 from ckptool.steps import fitted
 
 

@@ -10,7 +10,8 @@ from ...checkpoint import Checkpoint
 from ...dtypes import BY_STORAGE
 from ...human import counted
 from ...limits import LIMITS
-from ...objects import elements, listed_pairs, mapped_name, spell_key
+from ...objects import elements, listed_pairs, mapped_name
+from ...paths import key_text, spell_key
 from ...pickles import opcodes as op
 from ...pickles.literals import PYTHON2, not_utf8
 from ...pickles.nodes import (
@@ -340,9 +341,14 @@ class Walk:
 
     def _entries(self, path: str, pairs: Sequence[Ref]) -> list[_Step]:
         found = []
-        for key, value in zip(pairs[::2], pairs[1::2]):
+        graph = self.checkpoint.graph
+        for number, (key, value) in enumerate(zip(pairs[::2], pairs[1::2])):
             name = self.rewrite.node(key)
             if type(name) is not str or self.checkpoint.graph.style.forms.get(key) in PYTHON2:
                 found.append(_Step(key, path))
-            found.append(_Step(value, spell_key(path, name)))
+            if type(name) is str:
+                found.append(_Step(value, spell_key(path, name)))
+            else:
+                text = key_text(graph, key) if key < len(graph.nodes) else ""
+                found.append(_Step(value, f"{path}[{text or f'#{number}'}]"))
         return found
