@@ -40,6 +40,7 @@ def entry_lines(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
 
 def _tree(checkpoint: Checkpoint, ref: Ref, found: Content, path: str) -> Iterator[str]:
     opened = {ref: path}
+    told_of: dict[Ref, str] = {}
     if not found.members:
         yield _empty(found)
         return
@@ -55,7 +56,12 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: Content, path: str) -> Iterat
         indent = "  " * (len(work) - 1)
         inner = content(checkpoint, child)
         if not isinstance(inner, Content):
-            told = _tensor(checkpoint, child, inner) if isinstance(inner, Tensor) else _leaf(inner, _LONG)
+            told = told_of.get(child, "")
+            if not told and isinstance(inner, Tensor):
+                # Its number is read once, though it may stand at a million places.
+                told = told_of[child] = _tensor(checkpoint, child, inner)
+            elif isinstance(inner, Leaf):
+                told = _leaf(inner, _LONG)
             yield f"{indent}{name}: {told}"
             continue
         flat = _inline(checkpoint, inner)

@@ -42,7 +42,7 @@ def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, 
         "schema": "ckptool.keys/1",
         "path": checkpoint.path,
         "listed": len(chosen),
-        "in_file": len(survey.tensors),
+        "in_file": len(survey.tensors) + survey.unlisted,
         "tensors": [described(survey, entry) for entry in chosen],
     }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["WRAPPERS", "Prefix", "common_prefix", "prefix_of", "without_wrappers", "wrapper_counts"]
+__all__ = ["WRAPPERS", "Prefix", "common_prefix", "prefix_of", "unwrapping", "wrapper_counts"]
 
 #: Segments that wrappers add to names, by who adds them.
 WRAPPERS: Final = {
@@ -62,36 +63,73 @@ def prefix_of(names: Sequence[str]) -> Prefix:
 def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     """How many names hold each wrapper segment, anywhere before the last segment."""
     counts: dict[str, int] = {}
-    for key in names:
+    held = list(names)
+    levels = _Levels(held)
+    for key in held:
         if "module" not in key and "_orig_mod" not in key:
             continue
-        for segment in dict.fromkeys(key.split(".")[:-1]):
-            if segment in WRAPPERS:
-                counts[segment] = counts.get(segment, 0) + 1
+        for segment in dict.fromkeys(levels.wrappers(key)):
+            counts[segment] = counts.get(segment, 0) + 1
     return counts
 
 
-def without_wrappers(name: str) -> str:
-    """The name without the segments of wrappers, wherever they stand.
+def unwrapping(names: Iterable[str]) -> Callable[[str], str]:
+    """The function of a name that leaves out the segments of wrappers, for names that belong together.
 
-    ``module`` is also an ordinary name: it counts in front, and next to another wrapper.
+    A wrapper has everything of its level in it: ``_forward_module`` beside ``_reverse_module`` is a module of the
+    model's own. ``module`` is also an ordinary name: it counts in front, and next to another wrapper.
     """
-    segments = name.split(".")
-    is_wrapper = [segment in WRAPPERS and segment != "module" for segment in segments]
-    leading = True
-    kept = []
-    for number, segment in enumerate(segments):
-        wrapper = is_wrapper[number]
-        if segment == "module" and number + 1 < len(segments):
-            near = (number and is_wrapper[number - 1]) or is_wrapper[number + 1]
-            wrapper = leading or bool(near)
-        # The last segment is the parameter itself.
-        if wrapper and number + 1 < len(segments):
-            is_wrapper[number] = True
-            continue
-        leading = False
-        kept.append(segment)
-    return ".".join(kept)
+    return _Levels(names).unwrapped
+
+
+class _Levels:
+    """Names that belong together, and which segments in them are wrappers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted({name for name in names if "." in name})
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def _on_all(self, level: str, segment: str) -> bool:
+        """Do all names that begin with ``level`` have the segment next? Sorted, the first and the last one tell."""
+        known = self._known.get((level, segment))
+        if known is None:
+            first = bisect_left(self._names, level)
+            last = bisect_left(self._names, level[:-1] + "/") - 1 if level else len(self._names) - 1
+            inner = f"{level}{segment}."
+            ends = (self._names[place] for place in (first, last)) if first <= last else ()
+            known = self._known[level, segment] = all(name.startswith(inner) for name in ends)
+        return known
+
+    def _marks(self, name: str, segments: Sequence[str]) -> list[bool]:
+        """Which segments are wrappers; the last one is the parameter itself."""
+        marks = [False] * len(segments)
+        at, left = 0, _MOST
+        for number, segment in enumerate(segments[:-1]):
+            if segment in WRAPPERS:
+                marks[number] = left > 0 and self._on_all(name[:at], segment)
+                left -= 1
+                if left < 0:
+                    break
+            at += len(segment) + 1
+        leading = True
+        for number, segment in enumerate(segments[:-1]):
+            if segment == "module" and marks[number] and not leading:
+                near = marks[number - 1] or (marks[number + 1] and segments[number + 1] != "module")
+                marks[number] = near
+            leading = leading and marks[number]
+        return marks
+
+    def wrappers(self, name: str) -> list[str]:
+        """The segments of a name that are wrappers."""
+        segments = name.split(".")
+        return [segment for segment, mark in zip(segments, self._marks(name, segments)) if mark]
+
+    def unwrapped(self, name: str) -> str:
+        """The name without them."""
+        if "module" not in name and "_orig_mod" not in name:
+            return name
+        segments = name.split(".")
+        return ".".join(segment for segment, mark in zip(segments, self._marks(name, segments)) if not mark)
 
 
 def common_prefix(names: Sequence[str]) -> str:

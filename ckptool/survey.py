@@ -81,7 +81,7 @@ class Survey(NamedTuple):
     modules: list[str]
     #: what holds each container, at its first place; -1 for the root
     holders: dict[Ref, Ref]
-    #: places that are not listed: more than ``limits.places`` at which something stands again
+    #: places of tensors that are not listed: more than ``limits.places`` at which something stands again
     unlisted: int
 
     def inside(self, ref: Ref) -> set[Ref]:
@@ -179,11 +179,11 @@ class _Walk:
             if kind is Call:
                 tensor = reader.tensor(ref)
                 if tensor is not None:
-                    if self.listed(ref):
+                    if self.listed(ref, True):
                         found.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     continue
             elif kind is str:
-                if _DEVICE.match(node) and self.listed(ref):  # type: ignore[arg-type]
+                if _DEVICE.match(node) and self.listed(ref, False):  # type: ignore[arg-type]
                     found.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
             if ref in holders:
@@ -192,14 +192,14 @@ class _Walk:
             below = self.enter(task, node)
             work.append(self.tops(below) if ref == self.graph.root else below)
 
-    def listed(self, ref: Ref) -> bool:
+    def listed(self, ref: Ref, tensor: bool) -> bool:
         """Is this place listed? The first one of everything is, and many of the others."""
         if ref not in self.met:
             self.met.add(ref)
         elif self.left > 0:
             self.left -= 1
         else:
-            self.unlisted += 1
+            self.unlisted += tensor
             return False
         return True
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import platform
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,3 +309,15 @@ def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(runtime_values, "_numpy", lambda: None)
     assert runtime_values.cast_elements(data, source, target) == fast
     assert (fast[1] > 0) == (target == "bfloat16")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs give NaN other bits")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="so does torch without AVX")
+@pytest.mark.parametrize("target", ["bfloat16", "float16", "float64"])
+def test_every_nan_has_the_bits_that_torch_gives_it(target: str) -> None:
+    """NaN of either sign, quiet or not, alone and among numbers."""
+    codes = [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFF800001, 0x7FA12345, 0x3F800000, 0x7F800000]
+    for count in (1, 3, 8, 17, 64, 1000):
+        data = b"".join(struct.pack("<I", codes[number * number % 8]) for number in range(count))
+        theirs = torch.frombuffer(bytearray(data), dtype=torch.float32).to(getattr(torch, target))
+        assert runtime_values.cast_elements(data, "float32", target)[0] == theirs.view(torch.uint8).numpy().tobytes()

@@ -125,7 +125,7 @@ def validation(
             f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages",
         ),
     ]
-    checks += _shards(checkpoint)
+    checks += [*_shards(checkpoint), *_places(checkpoint)]
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
         where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
@@ -165,6 +165,13 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
         f" spread over {found.over}; the files of the other ranks were not looked at"
     )
     return [Check("shards", "container", WARNING, what, (Note("shards", "warning", what),))]
+
+
+def _places(checkpoint: Checkpoint) -> list[Check]:
+    """Were all places of tensors followed? Nothing is said where they were."""
+    count = checkpoint.survey.unlisted
+    what = f"tensors stand at more places than are listed: {count:,} were left out"
+    return [Check("places", "integrity", NOT_POSSIBLE, what)] if count else []
 
 
 def _structure(notes: Sequence[Note], good: str) -> Check:

@@ -138,7 +138,8 @@ def cast(
     The states of optimizers stay as they are: in a narrower dtype their small numbers become 0. With --include just
     what matches is cast, whatever its dtype. Tensors that share a storage go on sharing it. The
     values are computed while the output is written, with torch: the file is never in memory. Finite values that become
-    infinite are counted and reported.
+    infinite are counted and reported. NaN stays NaN; which bits it has in bfloat16 differs between the CPUs that torch
+    runs on: 0xffff here, as on x86.
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:

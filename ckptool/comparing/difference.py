@@ -10,7 +10,7 @@ from ..checkpoint import Checkpoint
 from ..elements import dtype_of
 from ..errors import TargetError
 from ..human import listed
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 from ..readings import Reading, lazy_bits
 from ..source import FileSource
 from ..tensors import Tensor
@@ -196,7 +196,7 @@ def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
     if a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
         keys = ""
     names, twins = (_names(side) for side in (a, b))
-    bare, others = ({without_wrappers(name) for name in side} for side in (names, twins))
+    bare, others = (set(map(unwrapping(side), side)) for side in (names, twins))
     words = sorted({*ignore, "prefix"}) if names.isdisjoint(twins) and not bare.isdisjoint(others) else []
     prefix = f"--ignore {','.join(words)}" if words and "prefix" not in ignore else ""
     if keys and names.isdisjoint(twins) and not prefix:

@@ -18,7 +18,7 @@ from ..locations import is_device
 from ..objects import mapping
 from ..paths import entries, spell_key
 from ..pickles.nodes import Ref
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 from ..tensors import Tensor
 from .belongings import belongings
 from .places import Leaf, Side, joined
@@ -367,7 +367,8 @@ def _renames(side: Side) -> dict[Ref, Callable[[dict[str, Ref]], dict[str, Ref]]
     nodes = side.graph.nodes
     for state_dict in side.checkpoint.state_dicts:
         names = [str(nodes[key]) for key, _ in state_dict.items]
-        shorter = [without_wrappers(name) for name in names]
+        unwrapped = unwrapping(names)
+        shorter = [unwrapped(name) for name in names]
         if shorter != names:
             # Of two keys that would become one the names stay.
             values = {name: ref for name, (_, ref) in zip(names, state_dict.items)}
@@ -381,7 +382,7 @@ def _renames(side: Side) -> dict[Ref, Callable[[dict[str, Ref]], dict[str, Ref]]
             items = mapping(side.graph, state_dict.metadata) or []
             paths = [nodes[key] for key, _ in items]
             if all(type(path) is str for path in paths):
-                moved = renamed_modules([str(path) for path in paths], without_wrappers)
+                moved = renamed_modules([str(path) for path in paths], unwrapped)
                 fresh = {path: items[source][1] for path, _, source in moved}
                 found[state_dict.metadata] = _replacing(side, fresh, state_dict.metadata)
     return found

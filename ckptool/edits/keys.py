@@ -14,7 +14,7 @@ from ..names import EVERY, Globs
 from ..objects import mapping
 from ..paths import spell_key
 from ..pickles.nodes import Ref
-from ..prefixes import common_prefix, without_wrappers, wrapper_counts
+from ..prefixes import common_prefix, unwrapping, wrapper_counts
 from ..survey import StateDict
 from .optimizers import renamed_parameters
 from .rewrite import Rewrite
@@ -90,9 +90,10 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Glob
     """
     return rename_keys(
         checkpoint,
-        without_wrappers,
+        None,
         key=key,
         only=only,
+        together=unwrapping,
         edit="strip-wrappers",
         what="wrapper names taken out of",
         nothing="no key has the name of a wrapper in it",
@@ -122,16 +123,19 @@ def add_prefix(
 
 def rename_keys(
     checkpoint: Checkpoint,
-    rename: Rename,
+    renaming: Rename | None,
     *,
     key: str | None = None,
     only: Globs = EVERY,
+    together: Callable[[Sequence[str]], Rename] | None = None,
     edit: str = "rename",
     what: str = "renamed",
     nothing: str = "no key is renamed",
     remark: Callable[[Sequence[str]], tuple[str, ...]] | None = None,
 ) -> Checkpoint:
     """Rename the keys of state dicts by a function of the name; ``only`` chooses those that it is asked about.
+
+    ``together`` gives the function for all names of one state dict, in place of ``renaming``.
 
     ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot, and goes where the
     keys of the module itself go, to several places if need be. So do the names of parameters in the states of
@@ -144,6 +148,8 @@ def rename_keys(
     for state_dict in chosen_dicts:
         names = [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
         chosen = _chosen(state_dict, names, only)
+        rename = together(names) if together is not None else renaming
+        assert rename is not None, "there is one of the two"
         renamed = [rename(name) if name in chosen else name for name in names]
         known.update(zip(names, renamed))
         _refuse_collisions(checkpoint, state_dict, names, renamed)

@@ -26,7 +26,7 @@ from ..pickles.nodes import (
     Set,
     children,
 )
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 from ..source import Computed
 from ..survey import StateDict
 from .lookup import lookup
@@ -112,7 +112,7 @@ def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add:
     what = f"{' and '.join(parts)} from {there.path}"
     notes: tuple[str, ...] = (f"{counted(recast, 'key')} of another dtype now",) if recast else ()
     notes += _untied(here, ours, items)
-    if not replaced and {without_wrappers(name) for name in places} & {without_wrappers(name) for name in new}:
+    if not replaced and set(map(unwrapping(places), places)) & set(map(unwrapping(new), new)):
         step = f"ckptool match {quote(there.path)} {quote(here.path)}"
         notes += (f"but for the names of wrappers these keys were there before, and are there twice now: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what, notes)

@@ -18,7 +18,7 @@ from ..human import counted
 from ..objects import elements, mapping
 from ..paths import as_children, bounded, joined
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 from ..survey import StateDict
 from ..tensors import Tensor, TensorReader
 from .rewrite import Rewrite
@@ -118,7 +118,8 @@ def renamed_parameters(
         texts |= {text for name, _ in states if type(text := graph.nodes[name]) is str}
         if not plain:
             # The optimizer was given the names of the model inside of its wrappers.
-            plain = {without_wrappers(old): without_wrappers(new) for old, new in known.items()}
+            before, after = unwrapping(known), unwrapping(known.values())
+            plain = {before(old): after(new) for old, new in known.items()}
         table = known if texts <= known.keys() else plain
         moved = sum(table[text] != text for text in texts if text in table)
         if not moved or not texts <= table.keys():

@@ -80,13 +80,16 @@ class Rewrite:
             return
         listed = listed_pairs(self.graph, node)
         if listed is not None:
-            # OrderedDict([[k, v], ...]): each pair is a list or tuple of its own.
-            for pair, item in zip(listed, items):
-                if elements(self.graph.nodes[pair]) != item:
-                    self.changed[pair] = item if type(self.graph.nodes[pair]) is tuple else List(list(item))
-            if len(items) < len(listed):
-                (holder,) = elements(self.graph.nodes[node.args])
-                self.changed[holder] = List(listed[: len(items)])
+            # OrderedDict([[k, v], ...]): another one may be made of the same lists, so this one gets others.
+            nodes = self.graph.nodes
+            pairs = [
+                pair if elements(nodes[pair]) == item else self.add(_pair(nodes[pair], item), pair)
+                for pair, item in zip(listed, items)
+            ]
+            if pairs != listed:
+                (holder,) = elements(nodes[node.args])
+                args = self.add((self.add(List(pairs), holder),), node.args)
+                node = Call(node.op, node.func, args, node.kwargs).filled(node.items, node.pairs, node.states)
             items = items[len(listed) :]
         self.changed[ref] = node.filled(node.items, [part for item in items for part in item], node.states)
 
@@ -95,3 +98,8 @@ class Rewrite:
         if not self.changed and root is None:
             return self.graph
         return self.graph.edited(self.changed, self._added, root, self._like)
+
+
+def _pair(like: Node, item: tuple[Ref, Ref]) -> Node:
+    """A key and a value as a tuple or a list, as another pair is."""
+    return item if type(like) is tuple else List(list(item))

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..errors import RefusedError
 from ..human import counted, shown
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 from .comparison import Shape
 
 __all__ = ["in_order", "numbers_in", "paired", "suffixes"]
@@ -56,8 +56,9 @@ def paired(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, 
 def _plain(names: Iterable[str]) -> dict[str, str]:
     """Names by what they are without the segments of wrappers; those that would become one stay as they are."""
     found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(without_wrappers(name), []).append(name)
+    held = list(names)
+    for plain, name in zip(map(unwrapping(held), held), held):
+        found.setdefault(plain, []).append(name)
     return {plain if len(same) == 1 else name: name for plain, same in found.items() for name in same}
 
 

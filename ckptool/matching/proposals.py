@@ -8,7 +8,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
-from ..prefixes import common_prefix, without_wrappers
+from ..prefixes import common_prefix, unwrapping
 from .comparison import Shape, agrees
 from .pairing import numbers_in, suffixes
 from .steps import Step
@@ -207,7 +207,8 @@ def _whole(names: Sequence[str], votes: _Votes, most: int) -> Iterator[Step]:
     """Steps about all names: the wrappers, what they all begin with, and what heads lack."""
     if any(name.startswith("module.") for name in names):
         yield Step("strip-module")
-    if any(without_wrappers(name) != name for name in names):
+    unwrapped = unwrapping(names)
+    if any(unwrapped(name) != name for name in names):
         yield Step("wrappers")
     shared = common_prefix(names)
     if shared:

@@ -59,7 +59,7 @@ class _Space(NamedTuple):
 
     def after(self, state: Found, step: Step) -> Found | None:
         """The state after a step; None where it changes nothing, or two names would become one."""
-        rename = renaming(step)
+        rename = renaming(step, state.names)
         names = [rename(name) for name in state.names]
         if names == state.names or len(set(names)) < len(names) or "" in names:
             return None

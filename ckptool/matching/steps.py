@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from shlex import quote
 from typing import Final, NamedTuple
 
 from ..edits.keys import stripping
 from ..errors import TargetError
-from ..prefixes import without_wrappers
+from ..prefixes import unwrapping
 
 __all__ = ["LAYOUT", "Step", "command_words", "cost", "pairs_of", "renaming", "separators_in"]
 
@@ -59,14 +59,17 @@ def cost(steps: Sequence[Step]) -> float:
     )
 
 
-def renaming(step: Step) -> Rename:
-    """The function of a name that a step is. Raises TargetError for one that is no such function."""
+def renaming(step: Step, names: Iterable[str]) -> Rename:
+    """The function of a name that a step is, for names that belong together.
+
+    Raises TargetError for a step that is no such function.
+    """
     if step.option == "strip-module":
         return stripping("module.")
     if step.option == "strip-prefix":
         return stripping(step.value)
     if step.option == "wrappers":
-        return without_wrappers
+        return unwrapping(names)
     if step.option == "add-prefix":
         return partial(_added, step.value.rstrip(".") + ".")
     if step.option == "rename":

@@ -42,9 +42,10 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
 
 #: Casts that cut the bits of a number or fill them up.
 _HALVES: Final = frozenset((("float32", "bfloat16"), ("bfloat16", "float32")))
-#: Magnitudes of float32, as bits: from here on bfloat16 rounds to infinity, infinity itself, and NaN of bfloat16
-#: (c10/util/BFloat16.h, ``round_to_nearest_even``; vectorised code of torch gives other NaNs).
-_ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0x7FC0
+#: Magnitudes of float32, as bits: from here on bfloat16 rounds to infinity, infinity itself, and NaN of bfloat16 as the
+#: vectorised code of torch gives it (ATen/cpu/vec, ``cvtfp32_bf16``), which every contiguous tensor goes through on an
+#: x86 CPU. Its scalar code gives 0x7fc0 (c10/util/BFloat16.h, ``round_to_nearest_even``).
+_ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0xFFFF
 
 
 def _numpy() -> Any:

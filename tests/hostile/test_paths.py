@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import CkptoolError, TargetError
+from ckptool.limits import LIMITS
 from ckptool.paths import children, parsed, spell_key
 
 
@@ -125,7 +126,9 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
         ckptool.save(after, out, force=True)
     wanted = {"d": mapping | {key: value}}
     loaded = torch.load(out, weights_only=False)
-    assert list(map(repr, loaded["d"].items())) == list(map(repr, wanted["d"].items()))
+    assert list(loaded["d"].values()) == list(wanted["d"].values())
+    assert list(map(type, loaded["d"])) == list(map(type, wanted["d"]))
+    assert loaded["d"][key] == value
 
 
 @pytest.mark.parametrize(
@@ -244,6 +247,47 @@ def test_a_key_that_is_written_twice_is_one_with_the_last_value(tmp_path: Path) 
     with ckptool.open(path) as checkpoint:
         ckptool.save(checkpoint, again)
     assert again.read_bytes() == raw
+
+
+def shared_lists(count: int) -> Code:
+    """Two and more OrderedDicts that are made of one list of pairs."""
+    pairs = b"](" + b"".join(put(f"module.k{number}") + b"K\x01\x86" for number in range(count)) + b"e\x85q\x01"
+    head = b"ccollections\nOrderedDict\nq\x02" + pairs
+    return Code(head + b"0](" + b"h\x02h\x01R" * count + b"e")
+
+
+def test_a_list_that_many_mappings_are_made_of_is_not_followed_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "shared.pth"
+    path.write_bytes(plain(shared_lists(3000)))
+    for command in (["keys", "--all"], ["inspect"], ["strip-module", "--dry-run"]):
+        assert run([*command, str(path)]) == 3
+    report = ckptool.validate(path)
+    assert not report["valid"] and "share so many entries" in report["error"]
+
+
+def test_an_edit_of_one_leaves_the_other_that_is_made_of_the_same_list(tmp_path: Path) -> None:
+    path, out = tmp_path / "shared.pth", tmp_path / "out.pth"
+    path.write_bytes(plain(shared_lists(2)))
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.set_entry(checkpoint, '[0]["module.k1"]', 7), out)
+    assert [dict(one) for one in torch.load(out)] == [
+        {"module.k0": 1, "module.k1": 7},
+        {"module.k0": 1, "module.k1": 1},
+    ]
+
+
+def test_a_tensor_at_a_million_places_is_cut_off_and_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "places.pth"
+    body = tensor((1,), (1,), of=storage("0", 1)).raw + b"q\x01](" + b"h\x01" * 300_000 + b"e\x86"
+    for _ in range(6):
+        body = b"}" + put("k" * 100) + body + b"s"
+    path.write_bytes(plain(Code(body), {"0": bytes(4)}))
+    with ckptool.open(path) as checkpoint:
+        assert len(checkpoint.survey.tensors) == LIMITS.places + 1
+        assert all(len(entry.path) < 2 * LIMITS.path_chars for entry in checkpoint.survey.tensors)
+    report = ckptool.validate(path)
+    assert "places" in report["not_checked"] and report["coverage"] == "partial"
+    assert ckptool.keys(path, everything=True)["in_file"] == 300_001
 
 
 @needs_corpus
