@@ -76,7 +76,7 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
 def unwrapping(names: Iterable[str]) -> Callable[[str], str]:
     """The function of a name that leaves out the segments of wrappers, for names that belong together.
 
-    A wrapper has everything of its level in it: ``_forward_module`` beside ``_reverse_module`` is a module of the
+    Beside a wrapper there are only other wrappers: ``_forward_module`` beside ``_reverse_module`` is a module of the
     model's own. ``module`` is also an ordinary name: it counts in front, and next to another wrapper.
     """
     return _Levels(names).unwrapped
@@ -87,17 +87,20 @@ class _Levels:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted({name for name in names if "." in name})
-        self._known: dict[tuple[str, str], bool] = {}
+        self._known: dict[str, bool] = {}
 
-    def _on_all(self, level: str, segment: str) -> bool:
-        """Do all names that begin with ``level`` have the segment next? Sorted, the first and the last one tell."""
-        known = self._known.get((level, segment))
+    def _wraps(self, level: str) -> bool:
+        """Does a wrapper come next in all names that begin with ``level``? Of sorted names each wrapper is one jump."""
+        known = self._known.get(level)
         if known is None:
-            first = bisect_left(self._names, level)
-            last = bisect_left(self._names, level[:-1] + "/") - 1 if level else len(self._names) - 1
-            inner = f"{level}{segment}."
-            ends = (self._names[place] for place in (first, last)) if first <= last else ()
-            known = self._known[level, segment] = all(name.startswith(inner) for name in ends)
+            place = bisect_left(self._names, level)
+            end = bisect_left(self._names, level[:-1] + "/") if level else len(self._names)
+            while place < end:
+                segment, _, _ = self._names[place][len(level) :].partition(".")
+                if segment not in WRAPPERS or self._names[place] == level + segment:
+                    break
+                place = bisect_left(self._names, f"{level}{segment}/", place)
+            known = self._known[level] = place >= end
         return known
 
     def _marks(self, name: str, segments: Sequence[str]) -> list[bool]:
@@ -106,7 +109,7 @@ class _Levels:
         at, left = 0, _MOST
         for number, segment in enumerate(segments[:-1]):
             if segment in WRAPPERS:
-                marks[number] = left > 0 and self._on_all(name[:at], segment)
+                marks[number] = left > 0 and self._wraps(name[:at])
                 left -= 1
                 if left < 0:
                     break

@@ -306,38 +306,11 @@ def test_a_glob_of_many_stars_takes_no_longer_for_a_long_name() -> None:
 # -- wrappers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrapper_has_everything_of_its_level_in_it() -> None:
-    """A model's own ``_forward_module`` beside a sibling is a name, and so is ``module`` that only some names have."""
+def test_beside_a_wrapper_there_are_wrappers_alone() -> None:
+    """A model's own ``_forward_module`` beside a sibling is a name of its own."""
     own = ["rnn._forward_module.weight", "rnn._reverse_module.weight", "head.weight"]
     assert list(map(unwrapping(own), own)) == own
     assert wrapper_counts(own) == {}
     wrapped = [f"module._orig_mod.{name}" for name in own] + ["module._orig_mod.a._fsdp_wrapped_module.b"]
     assert list(map(unwrapping(wrapped), wrapped)) == [*own, "a.b"]
     assert wrapper_counts(wrapped) == {"module": 4, "_orig_mod": 4, "_fsdp_wrapped_module": 1}
-
-
-NAMES = st.lists(st.lists(st.sampled_from(("a", "b", "module", "_orig_mod")), min_size=1, max_size=4), max_size=6)
-
-
-@given(NAMES)
-def test_wrappers_are_on_all_names_of_their_level(parts: list[list[str]]) -> None:
-    names = [".".join(part) for part in parts]
-    unwrapped = unwrapping(names)
-    for name in names:
-        segments = name.split(".")
-        kept = [
-            segment
-            for place, segment in enumerate(segments)
-            if place + 1 == len(segments)
-            or segment not in ("module", "_orig_mod")
-            or not all(
-                other.startswith(".".join([*segments[: place + 1], ""]))
-                for other in names
-                if "." in other and other.startswith(".".join([*segments[:place], ""]) if place else "")
-            )
-        ]
-        # ``module`` may stay although it is on all of them.
-        assert [segment for segment in unwrapped(name).split(".") if segment != "module"] == [
-            segment for segment in kept if segment != "module"
-        ]
-        assert len(unwrapped(name).split(".")) >= len(kept)
