@@ -92,7 +92,7 @@ class _Walk:
                 spelled = joined(where, step)
                 key = self.graph.nodes[key_ref]
                 if type(key) not in (str, int, float, bool, type(None)):
-                    self.nameless.append(spell_key(where, key))
+                    self.nameless.append(spelled)
                     continue
                 if not isinstance(key, str):
                     self.containers.append(spelled)
