@@ -130,13 +130,7 @@ def _confined(function: Callable[[], Any], folder: str, writer: int, memory: int
                     return
                 if (flags or 0) & _WRITING or not _of_python(path):
                     stop(f"open {path!r}")
-            elif (
-                event in _ON_PATHS
-                and arguments
-                and _within(arguments[-1 if event in ("os.symlink", "os.link") else 0], folder)
-            ) or (event in ("os.remove", "os.rmdir") and _within(_folder_of(arguments[-1]), folder)):
-                return
-            else:
+            elif not _is_harmless(event, arguments, folder):
                 stop(f"{event} {_shown(arguments)}")
         finally:
             armed = True
@@ -164,6 +158,16 @@ def _within(path: Any, folder: str) -> bool:
         return False
     name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
     return name == folder or (name.startswith(folder + "/") and "/../" not in name)
+
+
+def _is_harmless(event: str, arguments: Any, folder: str) -> bool:
+    """Whether an event is about the folder of the load, or only looks like code."""
+    if event == "compile":  # ast.parse, by which a traceback finds what to underline: nothing of it is run
+        return len(arguments) > 1 and arguments[1] == "<unknown>"
+    if event in ("os.remove", "os.rmdir") and _within(_folder_of(arguments[-1]), folder):
+        return True
+    named = -1 if event in ("os.symlink", "os.link") else 0
+    return event in _ON_PATHS and bool(arguments) and _within(arguments[named], folder)
 
 
 def _folder_of(descriptor: Any) -> str:
