@@ -196,7 +196,7 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
             finds.append(Find(RUNS, "valid", f"torch.load(weights_only=False) runs {answer.ran}"))
         words.append("stopped before it ran")
     elif answer.error or answer.died:
-        if said.valid:
+        if said.valid and not _is_named_class(said, answer.error):
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
         words.append("refused by torch")
     else:
@@ -207,6 +207,12 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         tell(f"edits valid={said.valid}")
         finds += _tar_edits(path, folder, bool(answer.error or answer.died), entries, chance)
     return Verdict(said.valid, opened, tuple(words), tuple(finds))
+
+
+def _is_named_class(said: Said, error: str) -> bool:
+    """Whether a load without weights_only failed for a class that is not installed, and validate named one."""
+    named = any(check["name"] == "globals" and check["status"] != "pass" for check in said.report["checks"])
+    return named and error.startswith(("ModuleNotFoundError", "AttributeError: Can't get attribute"))
 
 
 def _tar_edits(path: str, folder: str, refused: bool, entries: list[Any], chance: random.Random) -> list[Find]:
