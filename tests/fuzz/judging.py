@@ -419,8 +419,10 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         try:
             loaded = _by_dcp(path)
         except BaseException as error:
-            # CheckpointException is no Exception. The cause is the last line of a traceback in its text.
-            raise RuntimeError(str(error).strip().splitlines()[-1][:300]) from None
+            # CheckpointException is no Exception. The cause is in the last line of a traceback in its text.
+            lines = str(error).strip().splitlines()
+            causes = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+            raise RuntimeError((causes or lines or [type(error).__name__])[-1][:300]) from None
         told = difference(loaded, [entry._replace(storage="") for entry in entries]) if said.valid else ""
         if not converted:
             return told, ""

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Answer", "contained"]
@@ -62,6 +63,7 @@ _ON_PATHS = {
     "shutil.move",
     "os.setxattr",
 }
+_PROJECT = str(Path(__file__).resolve().parents[2])
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -184,7 +186,7 @@ def _of_python(path: Any) -> bool:
     if not isinstance(path, str | bytes):
         return False
     name = os.fsdecode(path)
-    return name.startswith((sys.prefix, sys.base_prefix)) and name.endswith((".py", ".pyc", ".pth", ".so"))
+    return name.startswith((sys.prefix, sys.base_prefix, _PROJECT)) and name.endswith((".py", ".pyc", ".pth", ".so"))
 
 
 def _shown(arguments: Any) -> str:
