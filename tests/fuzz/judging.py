@@ -511,7 +511,9 @@ def prepared(kind: str, folder: str) -> None:
     for name in sorted(sys.stdlib_module_names - _ACTIVE):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    importlib.import_module("encodings.idna")
+    for name in ("encodings.idna", "numpy.core.multiarray", "numpy._core.multiarray"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     # Once for all workers: ckptool imports a format when a file may be one.
     for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
         if not module.name.endswith("__main__"):
