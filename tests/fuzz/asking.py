@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ckptool
 from ckptool.checkpoint import Checkpoint
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 from .finds import BOUNDS, CRASH, Find
 from .limits import MEMORY, SECONDS, TooLong, bounded

@@ -17,7 +17,7 @@ from torture.compare import same, same_values, stripped, tensors
 
 import ckptool
 from ckptool.checkpoint import Checkpoint
-from ckptool.objects import parse_path
+from ckptool.paths import parse_path
 
 from .asking import guarded
 from .finds import EDIT, Find
