@@ -155,7 +155,7 @@ class Checkpoint:
         if key in self.added:
             return self.added[key]
         stored = self.container.stored(key)
-        return None if stored.span is None else Body(stored.span, stored.size, None, stored.compressed)
+        return None if stored.span is None else Body(stored.span, stored.size, stored.crc, stored.compressed)
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -43,7 +43,11 @@ UNEDITABLE = frozenset(
 #: What would have taken too long to find out.
 UNCHECKED = "not-checked"
 #: Codes of the problems on whose account nobody knows what torch reads.
-_UNCLEAR = ("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute")
+_UNCLEAR = (
+    *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
+    *("directory-gap", "directory-rest", "end-records", "zip64-twice", "entry-fields", "name-twice", "name-long"),
+    *("name-nul", "stored-size", "two-versions"),
+)
 #: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
 TWO_FORMATS = "two-formats"
 ODD_MEMBER = "odd-member"
@@ -66,19 +70,21 @@ class Problem(NamedTuple):
 
 
 class StoredBytes(NamedTuple):
-    """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes as stored plain,
-    ``compressed`` whether the span must be inflated."""
+    """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes inflated, ``compressed``
+    whether the span must be inflated; ``crc`` the CRC-32 of the inflated bytes on record, as in a ``Body``."""
 
     span: Span | None
     size: int
     compressed: bool = False
+    crc: int | None = None
 
 
 class Body(NamedTuple):
     """The bytes of a storage that an edit made or brought from another file.
 
     ``piece`` as they are to be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
-    known without reading them, ``compressed`` whether ``piece`` is a deflate stream.
+    known without reading them (0 where its writer did not compute one, None where the format has none), ``compressed``
+    whether ``piece`` is a deflate stream.
     """
 
     piece: Piece
@@ -110,12 +116,14 @@ Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
 
 class FoundPickle(NamedTuple):
     """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
-    ``error`` says why. ``rest`` are bytes behind its STOP."""
+    ``error`` says why. ``rest`` are bytes behind its STOP. ``unchecked`` ones stand for what would have taken too long
+    to find."""
 
     where: str
     graph: Graph | None
     error: str = ""
     rest: int = 0
+    unchecked: bool = False
 
 
 class Traits(NamedTuple):

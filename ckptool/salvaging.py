@@ -93,7 +93,7 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
         source, "", container.graph, container.pickle, container.byteorder, container.format, container.traits
     )
     for record in container.records():
-        rescued.keep(record.key, container.stored(record.key), None)
+        rescued.keep(record.key, container.stored(record.key))
     return rescued, False
 
 

@@ -46,6 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 #: Modules of more than 400 lines, and why.
 LONG: dict[str, str] = {
+    "ckptool/zips/read.py": "what torch's reader makes of a directory, and what another one takes otherwise",
     "ckptool/formats/dcp.py": "one class: a folder, and what is looked at in its items",
     "ckptool/source.py": "all that bytes are read from, and what plans say of them",
     "ckptool/formats/torch_tar.py": "one format: its members, and the small pickles in them",

@@ -114,7 +114,7 @@ def validation(
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     says = "pickle" if checkpoint.pickled else "header"
     checks = [
-        _structure(notes["structure"], structure),
+        _unless_unchecked(judged("structure", "container", notes["structure"], structure)),
         judged("complete", "container", notes["complete"], f"all there: {stored}"),
         _checksums(checkpoint, notes["checksums"], quick, progress),
         judged("sizes", "integrity", notes["sizes"], f"every storage has the size that the {says} says"),
@@ -174,10 +174,9 @@ def _places(checkpoint: Checkpoint) -> list[Check]:
     return [Check("places", "integrity", NOT_POSSIBLE, what)] if count else []
 
 
-def _structure(notes: Sequence[Note], good: str) -> Check:
-    """The check of the structure, which is none where a part of it would have taken too long."""
-    check = judged("structure", "container", notes, good)
-    open_ = [note for note in notes if note.code == UNCHECKED]
+def _unless_unchecked(check: Check) -> Check:
+    """The check, which is none where a part of it would have taken too long."""
+    open_ = [note for note in check.notes if note.code == UNCHECKED]
     return check if check.status == FAIL or not open_ else check._replace(status=NOT_POSSIBLE, message=open_[0].message)
 
 
@@ -248,7 +247,9 @@ def safety(
     named = [item for item in named_globals(found, torch) if not item.mapped.startswith(own)]
     odd = list(notes)
     for number, pickle in enumerate(found):
-        if pickle.error:
+        if pickle.unchecked:
+            odd.append(Note(UNCHECKED, "warning", f"{pickle.where} was not looked at: {pickle.error}", pickle.where))
+        elif pickle.error:
             what = f"{pickle.where} cannot be followed to its end: {pickle.error}"
             odd.append(Note("broken-pickle", "error", what, pickle.where))
         elif number and pickle.graph is not None:
@@ -260,7 +261,9 @@ def safety(
                 what = f"{counted(pickle.rest, 'byte')} stand behind the end of the pickle in {pickle.where}"
                 odd.append(Note("after-stop", "warning", what, pickle.where))
     checks = [
-        judged("pickles", "safety", odd, f"{counted(len(found), 'pickle')} followed to the end, nothing run"),
+        _unless_unchecked(
+            judged("pickles", "safety", odd, f"{counted(len(found), 'pickle')} followed to the end, nothing run")
+        ),
         _globals(found, named, torch),
     ]
     if verdict is not None:

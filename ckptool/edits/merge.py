@@ -195,7 +195,6 @@ class _Graft:
         self._bodies: dict[str, Body] = {}
         self._keys: dict[str, str] = {}
         self._taken = {*checkpoint.survey.reader.storages, *checkpoint.added}
-        self._crcs = {record.key: record.crc for record in foreign.container.records() if record.key}
 
     def done(self, changes: Sequence[Change]) -> Checkpoint:
         """The checkpoint with what was copied."""
@@ -256,7 +255,7 @@ class _Graft:
     def _turned(self, key: str, body: Body) -> Body:
         """The bytes in the byte order of our file."""
         if self.foreign.container.byteorder == self.checkpoint.container.byteorder:
-            return body if key in self.foreign.added else body._replace(crc=self._crcs.get(key))
+            return body
         dtype = self.foreign.survey.reader.storages[key].dtype
         if dtype.name == "unknown":
             what = f"storage {key!r} has another byte order, and a dtype that is not known"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 from ..changes import Change
 from ..checkpoint import Checkpoint
-from ..container import Body, StoredRecord
+from ..container import Body
 from ..human import counted, human_bytes
 from ..programs import program_of
-from ..source import Computed
-from ..zips import contents
+from ..zips import inflated
 from .prune import used_storages
 
 __all__ = ["repack"]
@@ -27,17 +23,16 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         # Its code names its records: all of them stay, and as they are.
         change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
         return checkpoint.changed(checkpoint.graph, [change], anew=True)
-    records = list(checkpoint.container.records())
     used = used_storages(checkpoint.graph, checkpoint.path)
-    inflated = {
-        record.key: Body(Computed(record.size, partial(_plain, record)), record.size, record.crc or None)
-        for record in records
-        if record.compressed and record.key in used
+    bodies = {key: body for key in used if (body := checkpoint.body(key)) is not None and body.compressed}
+    plain = {
+        key: Body(inflated(body.piece, body.size, f"storage {key}"), body.size, body.crc or None)
+        for key, body in bodies.items()
     }
     notes = []
-    if inflated:
-        notes.append(f"{counted(len(inflated), 'deflated storage')} inflated")
-    unused = [record for record in records if record.key and record.key not in used]
+    if plain:
+        notes.append(f"{counted(len(plain), 'deflated storage')} inflated")
+    unused = [record for record in checkpoint.container.records() if record.key and record.key not in used]
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
         notes.append(f"{counted(len(unused), 'storage')} that nothing uses left out, {size}")
@@ -49,8 +44,4 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         f"laid out anew, as {'torch.save' if checkpoint.pickled else 'safetensors'} does",
         tuple(notes),
     )
-    return checkpoint.changed(checkpoint.graph, [change], inflated, anew=True)
-
-
-def _plain(record: StoredRecord) -> Iterator[bytes]:
-    return contents(record.span, record.size, True, record.name)
+    return checkpoint.changed(checkpoint.graph, [change], plain, anew=True)

@@ -200,7 +200,6 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
     parts = [(entry, part) for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)]
     apart = {part.storage for entry, part in parts if entry.state_dict < 0 or part.numel < 2}
     homes: dict[str, set[int]] = {}
@@ -214,10 +213,10 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
             continue
         if len(homes.get(key, ())) != 1 or (wanted is not None and key not in wanted):
             continue
-        if checkpoint.body(key) is not None:
-            crc = None if key in checkpoint.added else crcs.get(key)
+        body = checkpoint.body(key)
+        if body is not None:
             kind = (storage.cls, storage.numel, storage.location, *homes[key])
-            alike.setdefault(kind, {}).setdefault(crc or None, []).append(key)
+            alike.setdefault(kind, {}).setdefault(body.crc or None, []).append(key)
     same = dict(_twins(checkpoint, list(_candidates(alike.values()))))
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])

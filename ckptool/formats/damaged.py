@@ -20,7 +20,7 @@ from ..pickles.nodes import Graph
 from ..source import Appending, Plan, Source, Span
 from ..survey import survey
 from ..tensors import Storage, TensorReader
-from ..zips import LOCAL, Archive, Walked, contents, read_archive, walk
+from ..zips import LOCAL, Archive, Walked, contents, folded, read_archive, walk
 
 __all__ = ["Extent", "Rescued", "extent_of_zip", "rescue_zip"]
 
@@ -64,13 +64,11 @@ class Rescued:
         self.writer = "torch 1.6 or later"
         self.problems: list[Problem] = []
         self.lost: dict[str, str] = {}
-        self.crcs: dict[str, int | None] = {}
         self._places: dict[str, StoredBytes] = {}
 
-    def keep(self, key: str, stored: StoredBytes, crc: int | None) -> None:
-        """Take a storage for whole; ``crc`` None where the format has none."""
+    def keep(self, key: str, stored: StoredBytes) -> None:
+        """Take a storage for whole."""
         self._places[key] = stored
-        self.crcs[key] = crc
 
     def stored_size(self, key: str) -> int | None:
         found = self._places.get(key)
@@ -83,7 +81,7 @@ class Rescued:
         for key, stored in self._places.items():
             assert stored.span is not None
             name = f"{self.root}/data/{key}"
-            yield StoredRecord(name, stored.span, stored.size, self.crcs[key], stored.compressed, key)
+            yield StoredRecord(name, stored.span, stored.size, stored.crc, stored.compressed, key)
 
     manifest = of_records
 
@@ -184,22 +182,21 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     _, data, graph = found.main
     folder = found.folder
     rescued = Rescued(source, folder.rstrip("/"), graph, data, _byteorder(found, folder))
-    wanted = {f"{folder}data/{key}".lower() for key in found.storages}
+    wanted = {folded(f"{folder}data/{key}") for key in found.storages}
     places = _places(found.records, archive, wanted)
-    seen = {record.name.lower() for record in found.records}
+    seen = {folded(record.name) for record in found.records}
     for key, storage in found.storages.items():
         if storage.location == "meta" and not storage.nbytes:
             continue
         # Torch finds records without regard to case.
-        name = f"{folder}data/{key}".lower()
+        name = folded(f"{folder}data/{key}")
         reason = "its bytes are not in the file"
         if name in seen:
             reason = "its record is cut or damaged"
         for candidate in places.get(name, []):
             reason = _flaw(candidate, storage, progress)
             if not reason:
-                stored = StoredBytes(candidate.span, candidate.size, candidate.method != 0)
-                rescued.keep(key, stored, candidate.crc)
+                rescued.keep(key, StoredBytes(candidate.span, candidate.size, candidate.method != 0, candidate.crc))
                 break
         else:
             rescued.lost[key] = reason
@@ -240,18 +237,18 @@ def _places(walked: list[Walked], archive: Archive | None, wanted: Collection[st
 
     A name that two headers claim is nobody's; where header and directory dispute, the one counts that is wanted.
     """
-    names = {record.header: record.name.lower() for record in archive.records} if archive else {}
+    names = {record.header: folded(record.name) for record in archive.records} if archive else {}
     found: dict[str, list[Walked]] = {}
     for record in walked:
-        here, there = record.name.lower(), names.get(record.header, record.name.lower())
+        here, there = folded(record.name), names.get(record.header, folded(record.name))
         claims = {here, there} & set(wanted) if here != there else {here}
         if record.whole and len(claims) == 1:
             found.setdefault(claims.pop(), []).append(record)
     found = {name: records for name, records in found.items() if len(records) == 1}
     for record in _listed(archive).values() if archive else ():
         # Without a checksum only both together are believed.
-        if record.crc and record.name.lower() in wanted:
-            found.setdefault(record.name.lower(), []).append(record)
+        if record.crc and folded(record.name) in wanted:
+            found.setdefault(folded(record.name), []).append(record)
     return found
 
 

@@ -27,7 +27,7 @@ from ..source import Appending, FileSource, FolderSource, Plan, Span
 from ..tensors import TensorReader
 from .dcp_checks import Pieces, is_whole, others, usable_items
 from .dcp_chunks import Chunk, ChunkedSource
-from .dcp_items import Opened, item_source, open_item, storage_span, tensor_rows
+from .dcp_items import Opened, item_source, open_item, record_crc, storage_span, tensor_rows
 from .dcp_metadata import (
     Item,
     Metadata,
@@ -88,7 +88,7 @@ class Dcp:
         self._protocol = 0
         self._found_in_items: _Looked | None = None
         #: Storages of objects: the span of each.
-        self._grafted: dict[str, Span] = {}
+        self._grafted: dict[str, StoredBytes] = {}
         for text in read.odd:
             self._note("odd-metadata", "error", f".metadata: {text}")
         for pickle in own:
@@ -126,7 +126,7 @@ class Dcp:
         if size is None:
             return StoredBytes(None, 0)
         if key in self._grafted:
-            return StoredBytes(self._grafted[key], size)
+            return self._grafted[key]
         found = self._spans.get(key)
         if found is None:
             found = self._spans[key] = self._found(self._names[key], size)
@@ -294,14 +294,17 @@ class Dcp:
         value = self.read.listed[name]
         assert value.dtype is not None
         chunks = []
+        items = []
         for box in value.chunks:
             item = self._usable.get((name, box[0]))
             if item is not None and 0 not in box[1]:
                 chunk = self._rows(self._open(item), item)
                 assert chunk is not None
                 chunks.append(chunk)
+                items.append(item)
         if len(chunks) == 1:
-            return StoredBytes(Span(chunks[0].source, chunks[0].begin, size), size)
+            span = Span(chunks[0].source, chunks[0].begin, size)
+            return StoredBytes(span, size, False, record_crc(self._open(items[0]), span))
         joined = ChunkedSource(value.shape, value.dtype.itemsize, chunks, f"{self.folder}: {name}")
         return StoredBytes(Span(joined, 0, size), size)
 
@@ -332,8 +335,9 @@ class Dcp:
             key = _storage_key(opened.item, storage.key)
             if key not in self._grafted:
                 try:
-                    span, _ = storage_span(opened, storage.key)
-                    self._grafted[key], self._sizes[key] = span, span.size
+                    span, record = storage_span(opened, storage.key)
+                    self._grafted[key] = StoredBytes(span, span.size, False, record.crc if record.size else None)
+                    self._sizes[key] = span.size
                 except MalformedError as error:
                     self._note("bad-item", "error", f"{opened.item.place}: {error.what}", opened.item.file)
             node = opened.graph.nodes[ref]

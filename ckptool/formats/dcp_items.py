@@ -16,7 +16,7 @@ from .dcp_chunks import RowSource
 from .dcp_metadata import Item
 from .torch_zip import TorchZip, read_records
 
-__all__ = ["Opened", "item_source", "open_item", "storage_span", "tensor_rows"]
+__all__ = ["Opened", "item_source", "open_item", "record_crc", "storage_span", "tensor_rows"]
 
 
 class Opened(NamedTuple):
@@ -82,6 +82,16 @@ def storage_span(opened: Opened, key: str) -> tuple[Span, Record]:
     span = opened.archive.payload(record)
     assert isinstance(span.source, SliceSource)
     return Span(span.source.source, span.source.offset + span.offset, span.size), record
+
+
+def record_crc(opened: Opened, span: Span) -> int | None:
+    """The CRC-32 on record of a span of the file that is one whole record of the item; None for any other."""
+    for record in opened.archive.records:
+        if record.size == span.size and record.size and not record.method:
+            offset = opened.item.at + opened.archive.payload(record).offset
+            if isinstance(span.source, FileSource) and offset == span.offset:
+                return record.crc
+    return None
 
 
 def tensor_rows(opened: Opened, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:

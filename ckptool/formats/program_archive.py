@@ -23,7 +23,7 @@ from ..tensors import TensorReader
 from ..zips import Archive, Record, audit, rewritten
 from .pickles_in import zip_pickles
 from .script_code import devices_in
-from .torch_zip import TorchZip, problem_of, read_whole
+from .torch_zip import TorchZip, problem_of, read_whole, stored_in
 
 __all__ = ["ProgramArchive", "joined", "nested", "read_json", "source_devices", "tags_of"]
 
@@ -98,7 +98,7 @@ class ProgramArchive(Program):
     def stored(self, key: str) -> StoredBytes:
         record = self.records_of.get(key)
         if record is not None:
-            return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
+            return stored_in(self.archive, record)
         inner = self._inner(key)
         return StoredBytes(None, 0) if inner is None else inner[0].stored(inner[1])
 
@@ -110,10 +110,9 @@ class ProgramArchive(Program):
     def records(self) -> Iterator[StoredRecord]:
         keys = {record.name: key for key, record in self.records_of.items()}
         for record in sorted(self.archive.records, key=lambda record: record.header):
-            crc = record.crc if record.size else None
-            span = self.archive.payload(record)
-            key = keys.get(record.name, "")
-            yield StoredRecord(record.name, span, record.size, crc, record.method != 0, key)
+            span, size, compressed, crc = stored_in(self.archive, record)
+            assert span is not None
+            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.name, ""))
 
     manifest = of_records
 

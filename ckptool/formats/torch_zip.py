@@ -17,6 +17,7 @@ from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Graph
 from ..source import Appending, BytesSource, Plan, Source
+from ..tensors import TensorReader
 from ..zips import (
     Archive,
     Audit,
@@ -25,6 +26,7 @@ from ..zips import (
     appended,
     audit,
     check_places,
+    folded,
     layout_holds,
     read_archive,
     rewritten,
@@ -33,7 +35,7 @@ from ..zips import (
 from . import identify
 from .pickles_in import bare_pickles, nested_pickles, zip_pickles
 
-__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff", "version_problem"]
+__all__ = ["TorchZip", "problem_of", "read", "read_records", "read_whole", "sniff", "stored_in", "version_problem"]
 
 
 #: The records that torch.save writes beside the storages.
@@ -46,6 +48,10 @@ _OWN: Final = (
     ".data/serialization_id",
     ".data/version",
 )
+
+
+#: The padding of a record must fit into an extra field of its local header.
+_MOST_ALIGNMENT: Final = 0xFFFF
 
 
 class TorchZip:
@@ -93,23 +99,43 @@ class TorchZip:
         """Read again: it is needed to write an edit, and kept it would be a tenth of all memory until then."""
         return self.archive.read(self.record, LIMITS.pickle_bytes)
 
+    def storage_record(self, key: str) -> Record | None:
+        """The record of a storage: whoever reads, sums, checks or writes its bytes finds it here."""
+        return self.archive.find(f"data/{key}")
+
     def stored_size(self, key: str) -> int | None:
-        record = self.archive.find(f"data/{key}")
+        record = self.storage_record(key)
         return None if record is None else record.size
 
     def stored(self, key: str) -> StoredBytes:
-        record = self.archive.find(f"data/{key}")
-        if record is None:
-            return StoredBytes(None, 0)
-        return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
+        record = self.storage_record(key)
+        return StoredBytes(None, 0) if record is None else stored_in(self.archive, record)
 
     def records(self) -> Iterator[StoredRecord]:
-        data = f"{self.archive.root}/data/"
+        keys = self._keys()
         for record in sorted(self.archive.records, key=lambda record: record.header):
-            key = record.name[len(data) :] if record.name.startswith(data) else ""
-            # An empty record has the checksum 0 and nothing to check.
-            crc = record.crc if record.size else None
-            yield StoredRecord(record.name, self.archive.payload(record), record.size, crc, record.method != 0, key)
+            span, size, compressed, crc = stored_in(self.archive, record)
+            assert span is not None
+            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
+
+    @property
+    def _data(self) -> str:
+        """What the names of storages begin with, as torch compares them."""
+        return folded(f"{self.archive.root}/data/" if self.archive.root else "data/")
+
+    def _keys(self) -> dict[int, str]:
+        """The keys of storages by the directory entry of their record: of those in use as the pickle has them, which
+        may differ in case, of others as the record is called."""
+        data = self._data
+        keys = {
+            record.entry: record.name[len(data) :]
+            for record in self.archive.records
+            if folded(record.name).startswith(data)
+        }
+        if not all(key.isdecimal() for key in keys.values()):
+            used = ((key, self.storage_record(key)) for key in TensorReader(self.graph).storages)
+            keys.update((record.entry, key) for key, record in used if record is not None)
+        return keys
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
@@ -124,9 +150,9 @@ class TorchZip:
         found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.root + "/" if archive.root else ""
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
-        folded = {name.lower() for name in used}
+        twins = {folded(name) for name in used}
         for record in archive.records:
-            if record.name not in used and record.name.lower() not in folded and not record.name.endswith("/"):
+            if record.name not in used and folded(record.name) not in twins and not record.name.endswith("/"):
                 what = f"the record {shown(record.name)} ({human_bytes(record.size)}) is used by nothing"
                 found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
         if (archive.text(".format_version") or b"") >= b"1" and not layout_holds(archive, list(keys)):
@@ -179,7 +205,11 @@ class TorchZip:
         elif order is not None:
             shown = order[:20].decode("ascii", "replace")
             self._note("bad-byteorder", "error", f"byteorder is {shown!r}; torch takes 'little' or 'big'", True)
-        deflated = [r for r in archive.records if r.method == 8 and r.size and "/data/" in r.name]
+        alignment = alignment_problem(archive)
+        if alignment is not None:
+            self.problems.append(alignment)
+        data = self._data
+        deflated = [r for r in archive.records if r.method == 8 and r.size and folded(r.name).startswith(data)]
         if deflated:
             what = f"{counted(len(deflated), 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
             self._note("deflated", "warning", what)
@@ -219,23 +249,51 @@ class TorchZip:
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
 
 
+def stored_in(archive: Archive, record: Record) -> StoredBytes:
+    """The content of a record. An empty one has the checksum 0 and nothing to check."""
+    crc = record.crc if record.size else None
+    return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
+
+
 def problem_of(oddity: Oddity) -> Problem:
-    refused = oddity.code in ("second-root", "encrypted", "special-flags")
+    refused = oddity.code in ("second-root", "encrypted", "special-flags", "long-root", "beyond-end")
     return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
 
 
 def version_problem(archive: Archive) -> Problem | None:
     """What torch's reader of archives would refuse in the record that says which version of the format it is."""
-    version = archive.text("version")
-    if version is None:
-        version = archive.text(".data/version")
+    # ``PyTorchStreamReader::init`` prefers the one that archives with operators of a higher version have.
+    version, other = archive.text(".data/version"), archive.text("version")
+    if version is not None and other is not None and version.strip() != other.strip():
+        what = f"there are two records of the version, {_said(version)} and {_said(other)}; torch takes the first"
+        return Problem("two-versions", "error", what)
+    version = other if version is None else version
     if version is None:
         return Problem("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
     text = version.strip()
     if text.isdigit() and 1 <= int(text) <= 10:
         return None
-    shown = text[:20].decode("ascii", "replace")
-    return Problem("bad-version", "error", f"version is {shown!r}; torch takes 1 to 10", True)
+    return Problem("bad-version", "error", f"version is {_said(text)}; torch takes 1 to 10", True)
+
+
+def _said(text: bytes) -> str:
+    return repr(text[:20].decode("ascii", "replace"))
+
+
+def alignment_problem(archive: Archive) -> Problem | None:
+    """What torch would refuse in ``.storage_alignment``, which it reads as a number (``_load``)."""
+    text = archive.text(".storage_alignment")
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        what = f".storage_alignment is {_said(text)}; torch takes a number"
+        return Problem("bad-alignment", "error", what, True)
+    if 0 < value <= _MOST_ALIGNMENT:
+        return None
+    what = f".storage_alignment is {_said(text)}: torch computes no offsets with it"
+    return Problem("bad-alignment", "error", what)
 
 
 def sniff(head: bytes, source: Source) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ..container import FoundPickle, Problem, StoredRecord, Traits
 from ..errors import PickleError
 from ..human import counted, listed, shown
 from ..limits import LIMITS
@@ -218,18 +218,8 @@ class TorchScript(TorchZip, Program):
 
     # -- the container -----------------------------------------------------------------------------------
 
-    def _at(self, key: str) -> Record | None:
-        return self.archive.find(f"data/{key}") or (self.archive.find(key) if "/" in key else None)
-
-    def stored_size(self, key: str) -> int | None:
-        record = self._at(key)
-        return None if record is None else record.size
-
-    def stored(self, key: str) -> StoredBytes:
-        record = self._at(key)
-        if record is None:
-            return StoredBytes(None, 0)
-        return StoredBytes(self.archive.payload(record), record.size, record.method != 0)
+    def storage_record(self, key: str) -> Record | None:
+        return super().storage_record(key) or (self.archive.find(key) if "/" in key else None)
 
     def records(self) -> Iterator[StoredRecord]:
         root = f"{self.archive.root}/" if self.archive.root else ""

@@ -22,7 +22,7 @@ from ..objects import elements as elements_of
 from ..paths import as_children, joined
 from ..pickles import encode
 from ..pickles.nodes import Call, Graph, List, Ref, children
-from ..source import Files, Piece, Plan, Span, merged
+from ..source import Files, Piece, Plan, merged
 from ..tensors import Tensor
 from ..zips import Content, fresh, summed
 from .dcp_listing import Placed, metadata_pickle
@@ -216,12 +216,11 @@ def plan(checkpoint: Checkpoint) -> Files:
     """
     leaves = _Walk(checkpoint).leaves
     used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
-    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
     pieces: list[Piece] = []
     placed: dict[str, Placed] = {}
     at = 0
     for leaf in sorted(leaves, key=lambda leaf: leaf.plain):
-        item = _tensor_item(checkpoint, leaf, crcs) if leaf.plain else _object_item(checkpoint, leaf, crcs)
+        item = _tensor_item(checkpoint, leaf) if leaf.plain else _object_item(checkpoint, leaf)
         shape = leaf.tensor.shape if leaf.plain and leaf.tensor else ()
         dtype = _dtype(leaf.tensor).name if leaf.plain and leaf.tensor else ""  # type: ignore[union-attr]
         placed[leaf.name] = Placed(leaf.name, leaf.path, dtype, shape, at, item.size)
@@ -241,7 +240,7 @@ def _dtype(tensor: Tensor) -> Dtype | None:
     return None if odd else dtype
 
 
-def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]) -> Plan:
+def _tensor_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     tensor = leaf.tensor
     assert tensor is not None
     dtype = _dtype(tensor)
@@ -251,18 +250,18 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]
     size = tensor_size(tensor)
     name = f"{_ROOT}/data/0"
     body = rows(checkpoint, leaf.where, leaf.ref, tensor)
-    known = crcs.get(tensor.storage) if isinstance(body, Span) else None
-    stored = checkpoint.container.stored_size(tensor.storage) if known else None
-    content = Content(name, body, known, size) if known and stored == size else summed(name, body)
+    whole = checkpoint.body(tensor.storage)
+    known = whole.crc if whole and whole.piece == body and whole.size == size else None
+    content = Content(name, body, known, size) if known else summed(name, body)
     return _archive(graph, [content if size else Content(name, b"", 0, 0)], "little")
 
 
-def _object_item(checkpoint: Checkpoint, leaf: Leaf, crcs: dict[str, int | None]) -> Plan:
+def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     """An object as torch.save writes it, with the storages that it uses."""
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
     graph, keys = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
-    return _archive(graph, storage_contents(checkpoint, _ROOT, keys, crcs, leaf.where), checkpoint.container.byteorder)
+    return _archive(graph, storage_contents(checkpoint, _ROOT, keys, leaf.where), checkpoint.container.byteorder)
 
 
 def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorder: str) -> Plan:

@@ -149,9 +149,8 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: 
 
     def one(names: Sequence[str], root: str) -> Plan:
         part = _part(graph, [ref for name in names for ref in entries[name]])
-        return torch_zip.plan(checkpoint.changed(part, [], anew=True, root=root), crcs)
+        return torch_zip.plan(checkpoint.changed(part, [], anew=True, root=root))
 
-    crcs = torch_zip.checksums_on_record(checkpoint)
     shards = split(items, most)
     if len(shards) < 2:
         stem = _stem(target)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..checkpoint import Checkpoint
@@ -14,12 +13,12 @@ from ..errors import RefusedError
 from ..human import salvage_step
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent, Ref
-from ..source import Computed, Plan, Span, size_of
+from ..source import Computed, Plan, size_of
 from ..tensors import TensorReader
-from ..zips import Content, Sum, contents, fresh, summed
+from ..zips import Content, Sum, content_of, fresh, summed
 from .proof import prove
 
-__all__ = ["checksums_on_record", "plan", "renumbered", "storage_contents"]
+__all__ = ["plan", "renumbered", "storage_contents"]
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -27,10 +26,9 @@ _ROOT: Final = "archive"
 _ID_DIGITS: Final = 40
 
 
-def plan(checkpoint: Checkpoint, crcs: Mapping[str, int | None] | None = None) -> Plan:
+def plan(checkpoint: Checkpoint) -> Plan:
     """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
 
-    ``crcs`` are the checksums on record by storage, where somebody who makes many files has them already.
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
     used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
@@ -40,8 +38,7 @@ def plan(checkpoint: Checkpoint, crcs: Mapping[str, int | None] | None = None) -
     root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
-    known = checksums_on_record(checkpoint) if crcs is None else crcs
-    contents = list(_contents(checkpoint, root, data, keys, known))
+    contents = list(_contents(checkpoint, root, data, keys))
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
@@ -58,26 +55,17 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
     return b""
 
 
-def checksums_on_record(checkpoint: Checkpoint) -> dict[str, int | None]:
-    """The CRC-32 of every storage that the file has one of."""
-    return {record.key: record.crc for record in checkpoint.container.records() if record.key}
-
-
-def _contents(
-    checkpoint: Checkpoint, root: str, data: bytes, keys: list[str], crcs: Mapping[str, int | None]
-) -> Iterator[Content]:
+def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:
     container = checkpoint.container
     yield _record(root, "data.pkl", data)
     yield _record(root, ".format_version", b"1")
     yield _record(root, ".storage_alignment", b"64")
     yield _record(root, "byteorder", container.byteorder.encode())
-    yield from storage_contents(checkpoint, root, keys, crcs)
+    yield from storage_contents(checkpoint, root, keys)
     yield _record(root, "version", b"3\n")
 
 
-def storage_contents(
-    checkpoint: Checkpoint, root: str, keys: Sequence[str], crcs: Mapping[str, int | None], where: str = ""
-) -> Iterator[Content]:
+def storage_contents(checkpoint: Checkpoint, root: str, keys: Sequence[str], where: str = "") -> Iterator[Content]:
     """The records of storages, numbered in their order; ``where`` says in an error what they are of.
 
     Raises RefusedError where bytes are missing.
@@ -91,15 +79,7 @@ def storage_contents(
         if not body.compressed and size_of(body.piece) != body.size:
             what = f"{where or f'storage {key!r}'} has {size_of(body.piece):,} bytes, and is said to have {body.size:,}"
             raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-        crc = body.crc if key in checkpoint.added else crcs.get(key)
-        if crc is None and body.size and body.compressed and isinstance(body.piece, Span):
-            # Without a checksum on record there is none to carry over: it takes the bytes themselves.
-            plain = partial(contents, body.piece, body.size, True, name)
-            yield summed(name, Computed(body.size, plain))
-        elif crc is None and body.size:
-            yield summed(name, body.piece)
-        else:
-            yield Content(name, body.piece, crc or 0, body.size, body.compressed)
+        yield content_of(name, body.piece, body.size, body.crc, body.compressed)
 
 
 def _record(root: str, name: str, data: bytes) -> Content:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .append import appended
 from .audit import Audit, audit, check_places, signatures
-from .fresh import Content, Sum, fresh, summed
+from .fresh import Content, Sum, content_of, fresh, inflated, summed
 from .layout import layout_holds, rewritten
-from .read import LOCAL, Archive, Oddity, Record, contents, read_archive
+from .read import LOCAL, Archive, Oddity, Record, contents, folded, read_archive, search_begin
 from .versions import Version, note_at, versions
 from .walk import Walked, walk
 
@@ -23,12 +23,16 @@ __all__ = [
     "appended",
     "audit",
     "check_places",
+    "content_of",
     "contents",
+    "folded",
     "fresh",
+    "inflated",
     "layout_holds",
     "note_at",
     "read_archive",
     "rewritten",
+    "search_begin",
     "signatures",
     "summed",
     "versions",

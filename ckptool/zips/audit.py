@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..errors import MalformedError
 from ..human import counted, shown
 from ..source import FileSource, SliceSource, Source
-from .read import FULL32, LOCAL, Archive, Oddity, Record, extras, read_archive
+from .read import FULL32, LOCAL, Archive, Oddity, Record, extras, parses, read_archive
 from .versions import versions
 from .window import Window
 
@@ -26,6 +26,9 @@ _Note: TypeAlias = Callable[..., None]
 _SIZES: Final = Struct("<3I").unpack_from
 _END: Final = Struct("<4s4H2IH").unpack
 _WINDOW: Final = 1 << 20
+#: Bytes of directories of former versions that are read beyond those of the file, and what the end of each costs.
+_SPARE: Final = 16 << 20
+_ENDS: Final = 4096
 _HEADER: Final = b"PK\x03\x04"
 _PADDING: Final = 0x4246  # "FB", as torch pads
 #: What a name without any flaw does not have.
@@ -69,7 +72,7 @@ def check_places(archive: Archive) -> None:
             raise MalformedError("another record or none is where the directory says", where=record.name, offset=at)
         extra = int.from_bytes(raw[28:30], "little")
         # Nearly always the padding is the only extra field.
-        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not _parses(read(at + head, extra)):
+        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not parses(read(at + head, extra)):
             raise MalformedError("the extra fields of its local header do not parse", where=record.name, offset=at)
         if at + head + extra + record.compressed > limit:
             raise MalformedError("the record reaches into the directory", where=record.name, offset=at)
@@ -88,7 +91,6 @@ def _names(archive: Archive) -> Iterator[Oddity]:
         parts = name.split("/")
         flaws = [
             ("name-encoding", "is not UTF-8", any("\udc80" <= char <= "\udcff" for char in name)),
-            ("name-nul", "has a NUL byte in it", "\0" in name),
             ("name-backslash", "has a backslash in it, a folder to some readers", "\\" in name),
             ("name-absolute", "is an absolute path", name.startswith("/") or name[1:3] == ":/"),
             ("name-parent", "leads out of its folder", ".." in parts),
@@ -104,33 +106,39 @@ def _names(archive: Archive) -> Iterator[Oddity]:
 def _stretches(archive: Archive, found: Audit) -> None:
     """Walk the records in the order of the file: no byte between them, none in two of them."""
     note = found.oddities.append
-    listed = [_Stretch(record.header, record.entry, record) for record in archive.records]
+    listed = [_Stretch(record.header, record.entry, archive, record) for record in archive.records]
     at = 0
-    name = ""
-    for begin, last, record in sorted([*listed, *_former(archive, found)], key=lambda stretch: stretch[:2]):
-        name = record.name if record else name
+    for begin, last, owner, record in sorted([*listed, *_former(archive, found)], key=lambda stretch: stretch[:2]):
+        current = record is not None and owner is archive
         if begin > at:
-            place = f"before the record {shown(record.name)}" if record else "before a former version"
+            place = f"before the record {shown(record.name)}" if current and record else "before a former version"
             _between(archive.source, at, begin, place, found)
         elif record and begin < at:
-            what = f"the record {shown(name)} begins within the one before it"
-            note(Oddity("overlap", what, True, where=name, offset=begin))
-        at = max(at, _local(archive, record, found) if record else last)
+            if current:
+                what = f"the record {shown(record.name)} begins within the one before it"
+                note(Oddity("overlap", what, True, where=record.name, offset=begin))
+                if archive.near.read(begin, 4) != _HEADER:
+                    note(_no_header(record))
+            # Each byte is looked at once, however many headers share it.
+            at = max(at, min(begin + LOCAL.size + record.compressed, archive.end.directory))
+            continue
+        at = max(at, _local(owner, record, found if current else Audit(owner)) if record else last)
     end = archive.end
     if at > end.directory:
         what = "the last record reaches into the directory"
-        note(Oddity("overlap", what, True, where=name, offset=end.directory))
+        note(Oddity("overlap", what, True, offset=end.directory))
     elif at < end.directory:
         _between(archive.source, at, end.directory, "before the directory", found)
     found.hidden.extend(signatures(archive.source, end.directory + end.size, end.begin))
 
 
 class _Stretch(NamedTuple):
-    """Bytes that belong to something: to a record, which says itself where it ends, or up to ``last`` to a former
-    version."""
+    """Bytes that belong to something: to a record of an archive, which says itself where it ends, or up to ``last`` to
+    a former version."""
 
     begin: int
     last: int
+    archive: Archive
     record: Record | None = None
 
 
@@ -138,18 +146,24 @@ def _former(archive: Archive, found: Audit) -> list[_Stretch]:
     """What only the former versions of a file that was edited in place list. Their pickles are looked at, too."""
     seen = {record.header for record in archive.records}
     stretches = []
+    left = archive.source.size + _SPARE
     # An edit that was not finished leaves the version before it as this one.
     for version in versions(archive.source, archive.end.tail)[2 if archive.end.beyond else 1 :]:
         try:
             older = read_archive(SliceSource(archive.source, 0, version.size))
         except MalformedError:
             break  # then its bytes belong to nothing
+        left -= older.end.size + _ENDS
+        if left < 0:
+            what = "there are so many former versions that not all of them were looked at"
+            found.oddities.append(Oddity("not-checked", what, level="warning", offset=version.size))
+            break
         for record in older.records:
             if record.header not in seen:
                 seen.add(record.header)
                 found.former.append((older, record))
-                stretches.append(_Stretch(record.header, _local(older, record, Audit(older))))
-        stretches.append(_Stretch(older.end.directory, version.size))
+                stretches.append(_Stretch(record.header, record.entry, older, record))
+        stretches.append(_Stretch(older.end.directory, version.size, older))
     return stretches
 
 
@@ -195,7 +209,7 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
 
     raw = near.read(record.header, LOCAL.size + 0x300)
     if len(raw) < LOCAL.size or raw[:4] != _HEADER:
-        note("no-local-header", f"there is no local header at byte {record.header:,}, where the directory says")
+        found.oddities.append(_no_header(record))
         return record.header
     name_size, extra_size = int.from_bytes(raw[26:28], "little"), int.from_bytes(raw[28:30], "little")
     head = LOCAL.size + name_size + extra_size
@@ -212,7 +226,7 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         found.padded = bool(padding)
     if found.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
         note("padding", "its padding is not as in the other records", "warning")
-    if not _parses(raw[LOCAL.size + name_size : head]):
+    if not parses(raw[LOCAL.size + name_size : head]):
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
@@ -232,8 +246,6 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
             note("local-header", what, "error" if field == "method" else "warning")
     if entry[34:36] != b"\0\0":
         note("other-disk", "it is said to be on another disk")
-    if record.method == 0 and record.compressed != record.size:
-        note("stored-size", f"stored, yet {record.size:,} bytes are said to take {record.compressed:,}")
     _sizes(record, raw, note)
     if record.flags & 8 and record.compressed:
         end = _descriptor(near, record, end, note)
@@ -244,12 +256,9 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
     return end
 
 
-def _parses(extra: bytes) -> bool:
-    """Do the extra fields fill their block?"""
-    at = 0
-    while at + 4 <= len(extra):
-        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
-    return at == len(extra)
+def _no_header(record: Record) -> Oddity:
+    what = f"{shown(record.name)}: there is no local header at byte {record.header:,}, where the directory says"
+    return Oddity("no-local-header", what, where=record.name, offset=record.header)
 
 
 def _sizes(record: Record, raw: bytes, note: _Note) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from struct import Struct
 from typing import Final, NamedTuple
 
 from ..errors import ReadBackError
 from ..source import Computed, Piece, Plan, Span, merged, size_of
-from .read import FULL32, LOCAL, Archive, Record, extras
+from .read import FULL32, LOCAL, Archive, Record, contents, extras
 
-__all__ = ["PADDING", "Content", "Sum", "around", "fresh", "listed", "padding_of", "summed"]
+__all__ = ["PADDING", "Content", "Sum", "around", "content_of", "fresh", "inflated", "listed", "padding_of", "summed"]
 
 _GRID: Final = 64
 #: The extra field with which torch pads, "FB".
@@ -47,6 +48,21 @@ class Content(NamedTuple):
     crc: int | Sum
     size: int
     deflated: bool = False
+
+
+def content_of(name: str, piece: Piece, size: int, crc: int | None, compressed: bool) -> Content:
+    """A record of bytes that are there or were made: ``crc`` and ``size`` (bytes) inflated, ``compressed`` whether the
+    piece is a deflate stream. Where ``crc`` is None it is computed, of the inflated bytes.
+    """
+    if crc is None and size:
+        return summed(name, inflated(piece, size, name) if compressed else piece)
+    return Content(name, piece, crc or 0, size, compressed)
+
+
+def inflated(piece: Piece, size: int, name: str) -> Computed:
+    """What a deflate stream inflates to, ``size`` bytes; ``name`` is for errors."""
+    assert isinstance(piece, Span)
+    return Computed(size, partial(contents, piece, size, True, name))
 
 
 def summed(name: str, piece: Piece) -> Content:

@@ -20,7 +20,20 @@ from ..source import Source, Span
 from .versions import ENDING, note_at
 from .window import Window
 
-__all__ = ["LOCAL", "Archive", "End", "Local", "Oddity", "Record", "contents", "extras", "read_archive"]
+__all__ = [
+    "LOCAL",
+    "Archive",
+    "End",
+    "Local",
+    "Oddity",
+    "Record",
+    "contents",
+    "extras",
+    "folded",
+    "parses",
+    "read_archive",
+    "search_begin",
+]
 
 DIRECTORY: Final = "central directory"
 _ENTRY: Final = Struct("<4s6H3I5H2I")
@@ -29,12 +42,23 @@ _END64: Final = Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = Struct("<4sIQI")
 LOCAL: Final = Struct("<4s5H3I2H")
 FULL32: Final = 0xFFFFFFFF
+#: Torch looks for the end record in chunks of 4,096 bytes, three of them twice, until so many bytes are searched.
+_SEARCHED: Final = 0xFFFF + _END.size
+_CHUNK_OF_SEARCH: Final = 4096
+_STEP_OF_SEARCH: Final = _CHUNK_OF_SEARCH - 3
+#: Bytes of a name that torch lists (``MZ_ZIP_MAX_ARCHIVE_FILENAME_SIZE`` less one).
+LISTED_NAME: Final = 511
+_ZIP64: Final = 1
+#: Of Info-ZIP: the name in UTF-8, with the CRC-32 of the name that it replaces.
+_UNICODE_NAME: Final = 0x7075
+_SPOKEN_OF: Final = (_ZIP64, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
 _SPECIAL: Final = 0x20 | 0x40 | 0x2000
 #: An edit in place ends within a sector of a disk.
 _SECTOR: Final = 512
 #: Bytes read at once: they stay in the cache of the processor until they are summed.
 _CHUNK: Final = 1 << 18
+_FOLD: Final = {ord(letter): ord(letter.lower()) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
 #: Up to so many bytes a pickle may be deflated as well as it likes.
 _MODEST: Final = 64 << 20
 
@@ -84,7 +108,8 @@ class End(NamedTuple):
 
     ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory``
     and ``size`` are offset and bytes of the directory, ``entries`` what it counts. ``beyond`` are the bytes behind
-    them that an edit in place left which was not finished.
+    them that an edit in place left which was not finished. ``astray`` says that the locator of a zip64 end record
+    leads to none.
     """
 
     zip64: int
@@ -93,6 +118,7 @@ class End(NamedTuple):
     size: int
     entries: int
     beyond: int = 0
+    astray: bool = False
 
     @property
     def begin(self) -> int:
@@ -125,12 +151,14 @@ class Archive:
 
     def find(self, name: str) -> Record | None:
         """The record of this name under the root folder, or None; exact case first, as torch ends up with."""
+        if "\0" in name or (not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name)):
+            return None  # torch looks for the bytes in UTF-8, and only up to a NUL
         full = f"{self.root}/{name}" if self.root else name
         found = self.by_name.get(full)
         if found is None:
             if self._by_fold is None:
-                self._by_fold = {record.name.lower(): record for record in reversed(self.records)}
-            found = self._by_fold.get(full.lower())
+                self._by_fold = {folded(record.name): record for record in reversed(self.records)}
+            found = self._by_fold.get(folded(full))
         return found
 
     def local(self, record: Record) -> Local:
@@ -168,6 +196,11 @@ class Archive:
         return None if record is None else self.read(record, LIMITS.text_bytes)
 
 
+def folded(name: str) -> str:
+    """The name as torch's reader compares it: A to Z and a to z are one, everything else is not (``MZ_TOLOWER``)."""
+    return name.lower() if name.isascii() else name.translate(_FOLD)
+
+
 def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[bytes]:
     """The bytes of a record in pieces, inflated where they are compressed; ``name`` is for errors.
 
@@ -186,7 +219,7 @@ def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[byt
             yield data
             continue
         try:
-            while data:
+            while data and not inflater.eof:
                 plain = inflater.decompress(data, _CHUNK)
                 done += len(plain)
                 if done > size:
@@ -197,7 +230,7 @@ def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[byt
             raise MalformedError(f"damaged deflate stream: {error}", where=name, offset=span.offset) from error
     if inflater is not None:
         plain = inflater.flush()
-        if done + len(plain) != size:
+        if done + len(plain) != size or not inflater.eof:
             raise MalformedError("it inflates to another size than the directory says", where=name)
         yield plain
 
@@ -216,44 +249,53 @@ def read_archive(source: Source) -> Archive:
     if shift > 0 and raw[:4] != b"PK\x01\x02" and source.read(offset + shift, 4) == b"PK\x01\x02":
         what = f"the last archive in it begins only at byte {shift:,}: torch refuses bytes in front of an archive"
         raise MalformedError(what, where=DIRECTORY, offset=offset)
-    records, folders = _entries(raw, count, offset)
+    records, odd = _entries(raw, count, offset)
     archive = Archive(source, records, end)
-    for name in folders:
-        # miniz takes it for a folder by this bit of MS-DOS, and torch hands out memory that nobody wrote.
-        what = f"{shown(name)} is marked as a folder: torch does not read its bytes"
-        archive.oddities.append(Oddity("folder-attribute", what, True, where=name))
+    archive.oddities += odd
     _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
     return archive
 
 
 def _find_end(source: Source) -> End:
-    tail_size = min(source.size, 0xFFFF + _END.size)
-    start = source.size - tail_size
-    tail = source.read(start, tail_size)
-    at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
+    at = start = -1
+    tail = b""
+    for begin in (max(source.size - _CHUNK_OF_SEARCH, 0), search_begin(source.size)):
+        if at < 0 and begin != start:
+            start, tail = begin, source.read(begin, source.size - begin)
+            at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
     if at < 0:
         raise MalformedError("no end of the central directory: the file is cut or damaged", where=DIRECTORY)
     _, disk, first_disk, _, count, size, offset, _ = _END.unpack_from(tail, at)
     plain, zip64 = start + at, -1
-    locator = source.read(plain - _LOCATOR.size, _LOCATOR.size) if plain >= _LOCATOR.size else b""
-    if locator[:4] == b"PK\x06\x07":
+    room = _LOCATOR.size + _END64.size
+    locator = source.read(plain - _LOCATOR.size, _LOCATOR.size) if plain >= room else b""
+    astray = locator[:4] == b"PK\x06\x07"
+    if astray:
         _, _, there, _ = _LOCATOR.unpack(locator)
         raw = source.read(there, _END64.size) if there < source.size else b""
         if len(raw) == _END64.size and raw[:4] == b"PK\x06\x06":
             _, _, _, _, disk, first_disk, _, count, size, offset = _END64.unpack(raw)
-            zip64 = there
+            zip64, astray = there, False
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
     beyond = source.size - plain - _END.size
     # By what was read already: the edit may be finished in this very moment.
     unfinished = ENDING < beyond < _SECTOR and note_at(source, source.size) is not None
-    return End(zip64, plain, offset, size, count, beyond if unfinished else 0)
+    return End(zip64, plain, offset, size, count, beyond if unfinished else 0, astray)
 
 
-def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]]:
-    """The records, and the names of those that are files and marked as folders."""
+def search_begin(size: int) -> int:
+    """From where on torch looks for the end record in a file of so many bytes (``mz_zip_reader_locate_header_sig``)."""
+    begin = max(size - _CHUNK_OF_SEARCH, 0)
+    while begin >= _STEP_OF_SEARCH and size - begin < _SEARCHED:
+        begin -= _STEP_OF_SEARCH
+    return begin
+
+
+def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddity]]:
+    """The records, and what is odd about their entries."""
     records: list[Record] = []
-    folders: list[str] = []
+    odd: list[Oddity] = []
     unpack, size = _ENTRY.unpack_from, _ENTRY.size
     at = 0
     for _ in range(count):
@@ -284,8 +326,14 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]
         if end > len(raw):
             raise MalformedError("a directory entry reaches beyond the directory", where=DIRECTORY, offset=base + at)
         name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
+        fields: list[tuple[int, bytes]] = []
+        if extra_size:
+            fields = extras(raw[extra_at : extra_at + extra_size])
+            if not parses(raw[extra_at : extra_at + extra_size]) or any(kind in _SPOKEN_OF for kind, _ in fields):
+                odd += _odd_fields(name, raw[name_at:extra_at], raw[extra_at : extra_at + extra_size], base + at)
         if plain == FULL32 or packed == FULL32 or header == FULL32:
-            wide = dict(extras(raw[extra_at : extra_at + extra_size])).get(1, b"")
+            # Of two fields torch takes the first, as Python does (``mz_zip_file_stat_internal``, ``_decodeExtra``).
+            wide = next((data for kind, data in fields if kind == _ZIP64), b"")
             values = [int.from_bytes(wide[i : i + 8], "little") for i in range(0, len(wide) - 7, 8)]
             try:
                 plain = values.pop(0) if plain == FULL32 else plain
@@ -296,10 +344,44 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[str]
         if packed == plain:
             packed = plain  # one object for both
         records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
-        if attributes & 0x10 and not name.endswith("/"):
-            folders.append(name)
+        if attributes & 0x10 or name_size > LISTED_NAME or (plain != packed and (not packed or not method)):
+            odd += _odd_entry(records[-1], attributes)
+        elif plain and name[-1:] == "/":
+            odd += _odd_entry(records[-1], 0x10)
         at = end
-    return records, folders
+    return records, odd
+
+
+def _odd_entry(record: Record, attributes: int) -> Iterator[Oddity]:
+    name, packed, plain = record.name, record.compressed, record.size
+    if attributes & 0x10 and (plain or not name.endswith("/")):
+        # miniz takes it for a folder by this bit of MS-DOS or its slash, and torch hands out memory that nobody wrote.
+        what = f"{shown(name)} is marked as a folder: torch does not read its bytes"
+        yield Oddity("folder-attribute", what, True, where=name)
+    if len(name) > LISTED_NAME or len(name.encode("utf-8", "surrogateescape")) > LISTED_NAME:
+        what = f"the name {shown(name)} is longer than the {LISTED_NAME} bytes that torch's reader has room for"
+        yield Oddity("name-long", what, True, where=name, offset=record.entry)
+    if plain != packed and (not packed or not record.method):
+        # Torch reads the one or the other number of bytes, or refuses the file; Python the other one.
+        what = f"{shown(name)}: stored, yet {plain:,} bytes are said to take {packed:,}"
+        yield Oddity("stored-size", what, True, where=name, offset=record.entry)
+
+
+def _odd_fields(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Oddity]:
+    """What readers could see differently in the extra fields of a directory entry."""
+    fields = extras(extra)
+    if sum(kind == _ZIP64 for kind, _ in fields) > 1:
+        what = f"{shown(name)} has two zip64 fields; torch takes the first"
+        yield Oddity("zip64-twice", what, True, where=name, offset=offset)
+    for kind, data in fields:
+        if kind == _UNICODE_NAME and data[:5] == b"\1" + zlib.crc32(raw_name).to_bytes(4, "little"):
+            other = data[5:]
+            if other != raw_name:
+                what = f"{shown(name)} is called {shown(other.decode('utf-8', 'replace'))} by an extra field"
+                yield Oddity("name-twice", what, True, where=name, offset=offset)
+    if not parses(extra):
+        what = f"the extra fields of the directory's entry of {shown(name)} do not parse"
+        yield Oddity("entry-fields", what, True, where=name, offset=offset)
 
 
 def extras(raw: bytes) -> list[tuple[int, bytes]]:
@@ -313,6 +395,14 @@ def extras(raw: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
+def parses(extra: bytes) -> bool:
+    """Do the extra fields fill their block?"""
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    return at == len(extra)
+
+
 def _note_oddities(archive: Archive, unused: int) -> None:
     """Structural ambiguity, as far as the directory alone shows it."""
     note = archive.oddities.append
@@ -320,7 +410,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     if not _is_plain(archive):
         _note_names(archive)
     if unused:
-        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry"))
+        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry", True))
     end = archive.end
     gap = end.begin - end.directory - end.size
     # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
@@ -333,7 +423,18 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
     elif gap or between:
         what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
-        note(Oddity("directory-gap", what, gap < 0 or between < 0))
+        note(Oddity("directory-gap", what, True))
+    elif end.astray:
+        what = "a locator leads to no zip64 end record: torch goes by the plain one, other readers refuse the file"
+        note(Oddity("end-records", what, True, offset=end.plain - _LOCATOR.size))
+    limit = archive.source.size
+    for record in archive.records:
+        if record.header + LOCAL.size + record.compressed > limit:
+            what = f"{shown(record.name)} reaches beyond the end of the file; torch refuses such a file"
+            note(Oddity("beyond-end", what, where=record.name, offset=record.header))
+    if len(archive.root.encode("utf-8", "surrogateescape")) >= LISTED_NAME:
+        what = f"the folder {shown(archive.root)} has a longer name than torch's reader has room for"
+        note(Oddity("long-root", what, where=archive.root))
     if archive.records:
         first = min(record.header for record in archive.records)
         if first > 0 and note_at(archive.source, end.tail) is None:  # else a former version stands there
@@ -349,7 +450,9 @@ def _is_plain(archive: Archive) -> bool:
     if archive.root and not all(name.startswith(folder) for name in names):
         return False
     everything = "".join(names)
-    return everything == everything.lower() or len({name.lower() for name in names}) == len(names)
+    if "\0" in everything:
+        return False
+    return everything == everything.lower() or len({folded(name) for name in names}) == len(names)
 
 
 def _note_names(archive: Archive) -> None:
@@ -363,12 +466,15 @@ def _note_names(archive: Archive) -> None:
             what = f"two records are called {shown(name)}; torch takes either one"
             note(Oddity("duplicate-record", what, True, where=name))
         else:
-            fold = name.lower()
+            fold = folded(name)
             if fold in folds:
                 what = f"{shown(name)} differs from another record in case only; torch takes either"
                 note(Oddity("case-twin", what, True, where=name))
             folds.add(fold)
             archive.by_name[name] = record
+        if "\0" in name:
+            what = f"the name {shown(name)} has a NUL byte in it, where some readers take it to end"
+            note(Oddity("name-nul", what, True, where=name, offset=record.entry))
         if record.flags & _SPECIAL:
             what = f"{shown(name)} has flags of encryption or of patched data, which torch's reader refuses"
             note(Oddity("special-flags", what, True, where=name))

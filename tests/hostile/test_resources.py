@@ -31,6 +31,8 @@ from hostile_files import (
     with_record,
 )
 
+from ckptool.zips.versions import Note, spelled
+
 #: Of processor time: a machine with other work to do is no reason to fail.
 SECONDS = 10
 #: Of waiting, for each command: longer than that nothing is answered at all.
@@ -92,6 +94,58 @@ def nested_archives(levels: int) -> bytes:
     for _ in range(levels):
         data = with_record(Entry(f"{ROOT}/inner.pth", data, 8))
     return data
+
+
+def shared_payloads(levels: int, names: int) -> bytes:
+    """Archives in each other, in each of which many names lead to the one below."""
+    data = dumped(1)
+    for level in range(levels):
+        name = "a/0.pkl" if not level else "a/x"
+        data = archive([Entry(name, data), *[Entry(name, data, ghost=True, listed={"header": 0})] * (names - 1)])
+    return with_record(Entry(f"{ROOT}/inner", data))
+
+
+def shared_header(names: int) -> bytes:
+    """One local header with 16,000 extra fields, under many names."""
+    found = [Entry(f"{ROOT}/z", b"x", extra=bytes(64_000)), *entries().values()]
+    ghosts = [Entry(f"{ROOT}/y{number}", b"x", ghost=True, listed={"header": 0}) for number in range(names)]
+    return archive([*found, *ghosts])
+
+
+def headers_within_headers(count: int) -> bytes:
+    """Local headers, each with extra fields that reach over thousands of others."""
+    header = struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, 0, 0, 0, 60_000)
+    body = header * count + bytes(60_000)
+    found = [*entries().values(), Entry(f"{ROOT}/big", body)]
+    at = archive(found).index(header)
+    ghosts = [Entry(f"{ROOT}/{n}.pkl", ghost=True, listed={"header": at + 30 * n, "flags": 0}) for n in range(count)]
+    return archive([*found, *ghosts])
+
+
+def hidden_pickles(count: int) -> bytes:
+    """Headers that no directory lists, each of a pickle that runs over all the others."""
+    header = struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, 0, 0, 5, 0) + b"x.pkl"
+    pickled = b"\x80\x02" + b"B" + struct.pack("<I", len(header) + 3)
+    return plain() + (header + pickled) * count + b"N" * 2_000_000
+
+
+def bombs(count: int) -> bytes:
+    """Many small records that inflate to a thousand times their size."""
+    data = b"\x80\x02" + b"N" * (4 << 20)
+    return archive([*entries().values(), *(Entry(f"{ROOT}/{number}.pkl", data, 8) for number in range(count))])
+
+
+def forged_versions(count: int) -> bytes:
+    """A chain of notes of edits in place that nobody made, each with a directory of many entries."""
+    data = many_entries(2_000)
+    end = data[-98:]
+    parts = [data]
+    size = len(data)
+    for _ in range(count):
+        note = spelled(Note(size, zlib.crc32(end), "x", 0))
+        parts += [note, end]
+        size += len(note) + len(end)
+    return b"".join(parts)
 
 
 def nested_pickles(levels: int) -> bytes:
@@ -165,6 +219,12 @@ FILES: dict[str, Callable[[], bytes]] = {
         "data.pkl", data=bytes(200 << 20), method=8, listed={"size": 9}
     ),
     "archives in archives": lambda: nested_archives(40),
+    "archives in archives that share a payload": lambda: shared_payloads(8, 30),
+    "1,000 names of one header with 16,000 fields": lambda: shared_header(1_000),
+    "20,000 headers within each other": lambda: headers_within_headers(20_000),
+    "5,000 hidden pickles, one over the others": lambda: hidden_pickles(5_000),
+    "30 small bombs": lambda: bombs(30),
+    "10,000 forged versions": lambda: forged_versions(10_000),
     "pickles in pickles": lambda: nested_pickles(14),
     "10,000 bare pickles": lambda: dumped(1) * 10_000,
     "local headers without an end": lambda: b"PK\x03\x04" * 250_000,
@@ -189,6 +249,9 @@ HEAVY = {
     *("a million nested tuples", "a million nested lists", "a million globals", "100,000 globals of their own"),
     *("100,000 nested dicts", "a million MARKs", "60,000 entries", "60,000 pickles", "60,000 duplicates"),
     *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage", "a zip bomb in another .pkl"),
+    *("archives in archives that share a payload", "1,000 names of one header with 16,000 fields"),
+    *("20,000 headers within each other", "5,000 hidden pickles, one over the others"),
+    *("30 small bombs", "10,000 forged versions"),
     *("a zip bomb that lies about its size", "a legacy list of a million keys", "descriptors without an end"),
 }
 COMMANDS = ("inspect", "keys", "validate", "salvage")

@@ -37,6 +37,9 @@ from hostile_files import (
 )
 from saying import say
 
+import ckptool
+from ckptool.elements import stored_bytes
+
 LOADS, REFUSES, EITHER = "loads", "refuses", "either"
 FIRST, OTHER = dumped({"w": TENSOR}), dumped({"other": TENSOR})
 EXTRA = Entry(f"{ROOT}/extra.bin", b"more")
@@ -381,3 +384,25 @@ def test_what_torch_refuses_and_zipfile_takes_fails(name: str) -> None:
     assert not takes(path)
     with zipfile.ZipFile(path) as found:
         assert found.testzip() is None
+
+
+@pytest.mark.parametrize("method", [0, 8])
+@pytest.mark.parametrize("called", [f"{ROOT}/data/0", f"{ROOT}/DATA/0", "data/0"])
+@pytest.mark.parametrize("edit", ["repack", "torch", "safetensors", "legacy", "merge", "dcp"])
+def test_every_writer_knows_what_is_deflated(edit: str, called: str, method: int, tmp_path: Path) -> None:
+    """However a storage is called and found, the bytes that are written are those that torch reads."""
+    floats = struct.pack("<1000f", *range(1000))
+    found = entries({"w": tensor((1000,), of=storage("0", 1000))}, {"0": floats})
+    if not called.startswith(ROOT):
+        found = {short: replace(entry, name=short) for short, entry in found.items()}
+    found["data/0"] = replace(found["data/0"], name=called, method=method)
+    path, other = tmp_path / "seed.pth", tmp_path / "other.pth"
+    out = tmp_path / {"safetensors": "out.safetensors", "dcp": "out"}.get(edit, "out.pth")
+    path.write_bytes(archive(found.values()))
+    other.write_bytes(plain({"v": TENSOR}))
+    arguments = {"repack": ["repack", path], "merge": ["merge", other, path]}.get(edit)
+    done = say(*(arguments or ["convert", path, "--to-format", edit]), "-o", out)
+    assert (done.code, say("validate", out).code) == (0, 0), done.err
+    with ckptool.open(out) as checkpoint:
+        (key,) = [key for key, storage in checkpoint.survey.reader.storages.items() if storage.nbytes == len(floats)]
+        assert b"".join(stored_bytes(checkpoint, key)) == floats
