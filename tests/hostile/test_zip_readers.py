@@ -137,7 +137,7 @@ def test_names_lead_to_the_records_that_torch_finds(data: bytes, names: list[str
     try:
         archive = read(source).archive
         reader = torch._C.PyTorchFileReader(str(path))
-    except (CkptoolError, RuntimeError):
+    except (CkptoolError, RuntimeError, ValueError):  # an error of torch may quote what is no text
         return
     finally:
         source.close()
