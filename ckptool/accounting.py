@@ -12,11 +12,15 @@ __all__ = ["Account", "Share", "account", "distinct_elements"]
 
 
 class Share(NamedTuple):
-    """How much falls to one device or dtype: tensors (each place counts) and bytes (each byte counts once)."""
+    """How much falls to one device or dtype: tensors (each place counts) and bytes (each byte counts once).
+
+    ``others`` are those of its bytes that are in storages of no tensor here, such as the constants of a program.
+    """
 
     name: str
     tensors: int
     nbytes: int
+    others: int = 0
 
 
 class Account(NamedTuple):
@@ -74,6 +78,7 @@ def account(survey: Survey) -> Account:
             first.setdefault(storage.key, path)
             views.setdefault(storage.key, []).append((0, storage.nbytes, storage.nbytes))
     devices: dict[str, int] = dict.fromkeys(located, 0)
+    others: dict[str, int] = {}
     total = unused = 0
     wasteful = []
     for key, storage in storages.items():
@@ -82,6 +87,7 @@ def account(survey: Survey) -> Account:
         total += nbytes
         spans = views.get(key)
         if spans is None:
+            others[storage.location] = others.get(storage.location, 0) + nbytes
             continue
         waste = nbytes - min(_covered(spans), nbytes) if spans[0][2] != nbytes or len(spans) > 1 else 0
         if waste > 0:
@@ -89,7 +95,7 @@ def account(survey: Survey) -> Account:
             wasteful.append((first[key], nbytes - waste, nbytes))
     wasteful.sort(key=lambda item: item[1] - item[2])
     return Account(
-        [Share(name, located.get(name, 0), size) for name, size in devices.items()],
+        [Share(name, located.get(name, 0), size, others.get(name, 0)) for name, size in devices.items()],
         [Share(name, count, size) for name, (count, size) in typed.items()],
         entry_bytes,
         entry_tensors,

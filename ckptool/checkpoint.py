@@ -109,8 +109,9 @@ class Checkpoint:
         if self._survey is None:
             # Some containers have looked at the tensors of their graph before.
             reader = getattr(self.container, "reader", None)
+            own = reader if self.graph is self.container.graph else None
             try:
-                self._survey = survey(self.graph, reader if self.graph is self.container.graph else None)
+                self._survey = survey(self.graph, own, named=self.traits.named)
             except MalformedError as error:
                 error.path = self.path
                 raise

@@ -134,7 +134,7 @@ class Traits(NamedTuple):
     is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with another
     pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one behind the
     other after the pickles, in an order of their own. ``sharded``: a folder of weights, which an edit may put into one
-    file, by its name.
+    file, by its name. ``named``: the root is tensors by their names and nothing else, whatever these are.
     """
 
     pickled: bool = True
@@ -145,6 +145,7 @@ class Traits(NamedTuple):
     in_a_row: bool = False
     sharded: bool = False
     pieces: bool = False
+    named: bool = False
 
 
 class Container(Protocol):

@@ -13,12 +13,12 @@ from .edits.select import selected
 from .edits.sharded import local_parts
 from .elements import tensor_size
 from .errors import Again, RefusedError, TargetError
-from .human import human_bytes, listed
+from .human import argument, human_bytes, listed
 from .outputs import dcp, safetensors, torch_legacy
 from .outputs.losses import KINDS, Loss, refuse
 from .outputs.safetensors import Tied
 from .outputs.shards import parse_size
-from .programs import program_of
+from .programs import NO_WEIGHTS, program_of
 from .sharding import is_sharded
 from .survey import StateDict
 from .tensors import Tensor
@@ -120,6 +120,10 @@ def convert(
         what = f"no reader of {target} knows shards with an index"
         raise TargetError(what, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
+    if program is not None and not checkpoint.survey.tensors:
+        step = f"what it holds: ckptool inspect {argument(checkpoint.path)}"
+        what = f"{program.kind} of which there is nothing to convert: {NO_WEIGHTS}"
+        raise RefusedError(what, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
     return _WAYS[target](checkpoint, _Wanted(key, tied, allow, metadata or {}, size, beside))
 

@@ -9,11 +9,18 @@ from .checkpoint import Checkpoint
 from .human import argument, suggested_output
 from .survey import DeviceName
 
-__all__ = ["ABOUT", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
+__all__ = ["ABOUT", "NO_WEIGHTS", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
 
 #: The code of the problem that says so, and those of all that is said of a program.
 PROGRAM: Final = "program"
-ABOUT: Final = frozenset((PROGRAM, "program-parts", "code-devices", "code-unread", "code-missing", "hidden-state"))
+ABOUT: Final = frozenset(
+    (
+        *(PROGRAM, "program-parts", "code-devices", "code-unread", "code-missing", "hidden-state"),
+        "untold-buffers",
+    )
+)
+#: What is said of one without a single tensor in its state dict.
+NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
 
 class NamedDevice(NamedTuple):

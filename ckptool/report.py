@@ -54,6 +54,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "entries": _entries(checkpoint, sums),
         "devices": [
             {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
+            | ({"other_bytes": share.others} if share.others else {})
             | ({"lands_on": _landing(survey, share.name, map_location)} if map_location is not None else {})
             for share in sums.devices
         ],

@@ -139,19 +139,21 @@ _MODEL_KEY = re.compile(
 _Task: TypeAlias = tuple[Ref, str, str, bool, int, int, Ref]
 
 
-def survey(graph: Graph, reader: TensorReader | None = None) -> Survey:
+def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = False) -> Survey:
     """Walk the graph once. Each container is entered where it is first met; tensors count at every place.
 
-    ``reader`` is one of this very graph that has read something of it already. Raises MalformedError where lists are
-    the content of so many mappings that their entries cannot be followed.
+    ``reader`` is one of this very graph that has read something of it already; ``named`` says that the format has
+    state dicts at the root, whose keys may be any text. Raises MalformedError where lists are the content of so many
+    mappings that their entries cannot be followed.
     """
-    walk = _Walk(graph, reader or TensorReader(graph))
+    walk = _Walk(graph, reader or TensorReader(graph), named)
     walk.run()
     return walk.found._replace(unlisted=walk.unlisted)
 
 
 class _Walk:
-    def __init__(self, graph: Graph, reader: TensorReader) -> None:
+    def __init__(self, graph: Graph, reader: TensorReader, named: bool) -> None:
+        self.named = named
         self.graph = graph
         self.reader = reader
         self.found = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0)
@@ -287,8 +289,9 @@ class _Walk:
             return ""
         tensors = others = dotted = 0
         keys = [nodes[ref] for ref, _ in items]
+        sure = self.named and path == ""
         for key in keys:
-            if type(key) is not str or "/" in key or "\\" in key:
+            if type(key) is not str or (not sure and ("/" in key or "\\" in key)):
                 return ""
             dotted += "." in key
         if metadata >= 0:

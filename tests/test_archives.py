@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
+from saying import say
 
 import ckptool
 from ckptool.archives import checkpoints_in, file_name, is_address, open_any
@@ -77,7 +78,7 @@ def test_the_archive_is_an_input(outer: Path) -> None:
         edited = ckptool.strip_prefix(checkpoint, "module.")
         with pytest.raises(RefusedError, match="the output is the input"):
             ckptool.save(edited, outer, force=True)
-        with pytest.raises(RefusedError, match="only a file"):
+        with pytest.raises(RefusedError, match="cannot be edited in place"):
             ckptool.save_in_place(edited)
 
 
@@ -280,3 +281,25 @@ def test_real_ones() -> None:
         expected = torch.load(io.BytesIO(file.read("policy.pth")), weights_only=True)
     found = ckptool.load(f"{path}!policy.pth")
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a.weight": torch.zeros(2), "a.bias": torch.zeros(3)}, "a.pth")
+    torch.save({"b.weight": torch.zeros(2), "b.bias": torch.zeros(3)}, "b.pth")
+    assert say("strip-module", "b.pth", "--prefix", "b.", "--in-place").code == 0
+    assert say("lock", "a.pth", "-o", "a.lock.json").code == 0
+    with tarfile.open("x.tgz", "w:gz") as archive, zipfile.ZipFile("x.zip", "w", zipfile.ZIP_DEFLATED) as other:
+        for name in ("a.pth", "b.pth", "a.lock.json"):
+            archive.add(name, f"run/{name}")
+            other.write(name, f"run/{name}")
+    for outer in ("x.tgz", "x.zip"):
+        assert say("match", f"{outer}!run/a.pth", f"{outer}!run/a.pth").code == 0
+        assert say("match", "a.pth", f"{outer}!run/a.lock.json").code == 0
+        said = say("rename", f"{outer}!run/b.pth", "--like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
+        assert said.code == 0, said.all
+        assert list(torch.load(f"{outer}.pth")) == ["a.weight", "a.bias"]
+        said = say("history", f"{outer}!run/b.pth")
+        assert said.code == 0 and "2 versions" in said.out and "undo" not in said.out
+        said = say("undo", f"{outer}!run/b.pth")
+        assert said.code == 4 and "within an archive" in said.err and "then name the file inside" in said.err

@@ -301,6 +301,7 @@ def model_json(path: Path, change: Callable[[dict[str, Any]], Any] = lambda mode
             "submodules": [
                 {
                     "name": "layer",
+                    "attributes": [{"type": "Tensor", "id": "0", "name": "plain"}],
                     "parameters": [{"tensorId": "1", "name": "weight"}, {"tensorId": "2", "name": "bias"}],
                     "submodules": [{"name": "deep", "parameters": [{"isBuffer": True, "tensorId": "3", "name": "n"}]}],
                 },

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
 from saying import say
@@ -144,6 +145,10 @@ def test_the_state_dict_is_that_of_torch(maker: Maker, mobile: bool, tmp_path: P
     ]
     with ckptool.open(path) as checkpoint:
         assert checkpoint.format == "torchscript"
+        if not expected:
+            with pytest.raises(RefusedError, match="no parameters and no buffers"):
+                ckptool.convert(checkpoint, "torch", allow=["all"])
+            return
         ckptool.save(ckptool.convert(checkpoint, "torch", allow=["entries"]), tmp_path / "w.pth")
     found = torch.load(tmp_path / "w.pth", weights_only=True)
     assert list(found) == list(expected)
@@ -286,8 +291,50 @@ def test_it_is_said_to_be_a_program(maker: Maker, tmp_path: Path) -> None:
         torch.load(path, weights_only=True)
 
 
-def test_buffers_of_old_writers_are_found(tmp_path: Path) -> None:
-    """Before torch 1.6 the code did not tell buffers from attributes; its reader took every tensor for a buffer."""
+@pytest.mark.parametrize("frozen_one", [False, True])
+@pytest.mark.parametrize("mobile", [False, True])
+def test_a_program_without_parameters(frozen_one: bool, mobile: bool, tmp_path: Path) -> None:
+    path, out = tmp_path / "m.pt", tmp_path / "out"
+    module = torch.jit.freeze(torch.jit.script(torch.nn.Linear(3, 2).eval())) if frozen_one else None
+    module = module or torch.jit.script(torch.nn.ReLU())
+    module._save_for_lite_interpreter(str(path)) if mobile else module.save(str(path))
+    assert not torch.jit.load(path).state_dict()
+    assert "a program without parameters and buffers by name" in say("inspect", path).out
+    for command in ("inspect", "validate", "salvage", "sanitize"):
+        written = ("-o", out) if command in ("salvage", "sanitize") else ()
+        said = say(command, path, *written)
+        assert "convert" not in said.all, said.all
+    for name in ("w.pth", "w.safetensors"):
+        said = say("convert", path, "-o", tmp_path / name, "--allow-loss", "all")
+        assert said.code == 4 and "no parameters and no buffers by name" in said.all
+
+
+def test_keys_with_slashes(tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("down/1/w", torch.nn.Parameter(torch.ones(2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    path = tmp_path / "m.pt"
+    torch.jit.trace(Odd(), torch.ones(1)).save(str(path))
+    state = torch.jit.load(path).state_dict()
+    assert "down/1/w" in state
+    report = ckptool.inspect(path)
+    assert [item["keys"] for item in report["state_dicts"]] == [len(state)]
+    for name in ("w.pth", "w.safetensors"):
+        assert say("convert", path, "-o", tmp_path / name, "--allow-loss", "entries").code == 0
+    found = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    assert torch.equal(found["down/1/w"], state["down/1/w"])
+    # It is one in that format, too, and an edit works on it.
+    assert say("add-module", tmp_path / "w.safetensors", "-o", tmp_path / "x.safetensors").code == 0
+    assert list(safetensors.torch.load_file(tmp_path / "x.safetensors")) == ["module.down/1/w"]
+
+
+def test_buffers_of_old_writers_are_what_torch_takes_for_some(tmp_path: Path) -> None:
+    """Before torch 1.6 the code did not tell buffers from attributes; later ones take none of them for a buffer."""
     path = make(scripted, tmp_path / "m.pt")
 
     def old(name: str, data: bytes) -> bytes:
@@ -296,8 +343,13 @@ def test_buffers_of_old_writers_are_found(tmp_path: Path) -> None:
 
     again(path, tmp_path / "old.pt", old)
     keys = [row["key"] for row in ckptool.keys(tmp_path / "old.pt")["tensors"]]
-    assert "norm.running_mean" in keys and "plain" in keys
-    assert set(keys) == {row["key"] for row in ckptool.keys(path)["tensors"]} | {"plain"}
+    state = torch.jit.load(tmp_path / "old.pt").state_dict()
+    assert keys == list(state)
+    (device,) = ckptool.inspect(tmp_path / "old.pt")["devices"]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
+    assert device["bytes"] - device["other_bytes"] == sum(storages.values())
+    said = say("inspect", tmp_path / "old.pt")
+    assert "does not say which tensors are buffers" in said.out
 
 
 def again(path: Path, out: Path, change: Callable[[str, bytes], bytes]) -> None:

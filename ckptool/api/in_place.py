@@ -6,10 +6,11 @@ import os
 import time
 from typing import Any
 
+from ..archives import open_any
 from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
 from ..human import argument, counted
-from ..source import FileSource, SliceSource, open_source
+from ..source import ContainedSource, SliceSource, Source
 from ..zips import Version, note_at, read_archive, versions
 
 __all__ = ["history", "save_in_place", "undo"]
@@ -38,7 +39,7 @@ def history(path: Path) -> dict[str, Any]:
     that in ISO 8601 (UTC), and whether it was ``finished``: torch reads the last one that was.
     """
     name = os.fspath(path)
-    source = open_source(name)
+    source = open_any(name)
     try:
         found = versions(source, _end(source))[::-1]
     finally:
@@ -56,13 +57,16 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     from ..write import shorten
 
     name = os.fspath(path)
-    source = open_source(name)
+    source = open_any(name)
     try:
+        if isinstance(source, ContainedSource):
+            what = "it is a file within an archive, which is not changed in place"
+            raise RefusedError(what, path=name, next=source.unpack)
         end = _end(source)
         found = versions(source, end)
         if end < source.size:
             what = f"{counted(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
-            step = f"if nobody needs them: truncate -s {end} {argument(name)}, then undo"
+            step = f"if they are not needed: truncate -s {end} {argument(name)}, then undo"
             raise RefusedError(what, path=name, next=step)
         target = found[-1] if everything else found[min(1, len(found) - 1)]
         undone = found[: found.index(target)]
@@ -83,7 +87,7 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     }
 
 
-def _end(source: FileSource) -> int:
+def _end(source: Source) -> int:
     """Where the last version ends: what stands behind it belongs to somebody else."""
     if note_at(source, source.size) is not None:
         return source.size
@@ -94,7 +98,7 @@ def _end(source: FileSource) -> int:
     return source.size if note_at(source, tail) is None else tail
 
 
-def _check(source: FileSource, version: Version) -> None:
+def _check(source: Source, version: Version) -> None:
     """Raise RefusedError unless an archive stands where the version ended."""
     try:
         read_archive(SliceSource(source, 0, version.size))

@@ -66,6 +66,8 @@ def layout_words(report: dict[str, Any]) -> str:
     if kind == "module":
         return f"a pickled module of class {container}"
     start = "wrapped dict" if kind == "wrapped" else f"{container}"
+    if "program" in report and not report["tensors"]:
+        return "a program without parameters and buffers by name"
     if not sure:
         return f"{start} without a state dict"
     if len(sure) == 1:
@@ -127,7 +129,10 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _device(item: dict[str, Any]) -> str:
     lands = f" -> {item['lands_on']}" if "lands_on" in item else ""
-    return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {human_bytes(item['bytes'])})"
+    others = item.get("other_bytes", 0)
+    rest = f", and {human_bytes(others)} in none of them" if others else ""
+    size = human_bytes(item["bytes"] - others)
+    return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {size}{rest})"
 
 
 def _loads(report: dict[str, Any]) -> str:

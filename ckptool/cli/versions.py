@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .. import api
+from ..archives import is_address
 from ..errors import CkptoolError
 from ..human import counted, human_bytes, undo_step
 from .editing import Job, edit_all
@@ -114,6 +115,8 @@ def _listed(report: dict[str, Any]) -> list[str]:
     ]
     lines = [f"{path}: edited in place, {counted(len(found), 'version')}", ""]
     lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
+    if is_address(report["path"]):
+        return lines  # what is in an archive is not changed in place
     step = "take the unfinished edit back" if not found[-1]["finished"] else "go back by one version"
     return [*lines, "", f"  -> {step}: {clean(undo_step(report['path']))}"]
 

@@ -68,7 +68,9 @@ class HfFolder:
         safe = weights.suffix == "safetensors"
         self.format = "hf-safetensors" if safe else "hf-torch"
         unsummed = "safetensors" if safe else ""
-        self.traits = Traits(not safe, unsummed, "each file", "safetensors" if safe else "torch", sharded=True)
+        self.traits = Traits(
+            not safe, unsummed, "each file", "safetensors" if safe else "torch", sharded=True, named=True
+        )
         index = None
         if weights.index_name:
             try:

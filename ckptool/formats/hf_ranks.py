@@ -49,7 +49,7 @@ class HfRanks:
     """Tensors in pieces, each as one: a storage has the name of its tensor as its key."""
 
     format = "dcp-safetensors"
-    traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True)
+    traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True, named=True)
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()

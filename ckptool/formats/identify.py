@@ -16,7 +16,6 @@ from ..human import counted, human_bytes, listed, salvage_step, shown
 from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.nodes import Global, Node
-from ..programs import convert_step
 from ..source import Source
 from ..tars import is_header
 from ..zips import Archive
@@ -303,7 +302,7 @@ def zip_kind(archive: Archive) -> NotACheckpointError | None:
     source = archive.source
     for records, kind, what in _ZIP_KINDS:
         if all(archive.find(name) is not None for name in records):
-            step = f"take the weights out first: {convert_step(source.name)}"
+            step = f"what to do with it: ckptool inspect {quote(source.name)}"
             return _not(kind, f"it is {what}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None

@@ -38,7 +38,7 @@ class ProgramArchive(Program):
     ``inner`` the archives within it, by what their keys begin with."""
 
     format = ""
-    traits = Traits(written="program")
+    traits = Traits(written="program", named=True)
     kind = ""
     loader = ""
     edits: Collection[str] = frozenset()

@@ -30,7 +30,7 @@ class Safetensors:
     """A safetensors file: a dict of tensors. ``metadata`` are the texts of its header."""
 
     format = "safetensors"
-    traits = Traits(pickled=False, unsummed="safetensors", written="safetensors")
+    traits = Traits(pickled=False, unsummed="safetensors", written="safetensors", named=True)
     root = ""
     byteorder = "little"
     others: Sequence[Graph] = ()

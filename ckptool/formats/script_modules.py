@@ -1,7 +1,8 @@
 """The modules of a TorchScript program, and the tensors that they hold by name.
 
 A module is an object whose class the code declares as one; what of it is a parameter or a buffer the code declares,
-too. Before torch 1.6 it did not tell buffers from other attributes: then every tensor is one, as it was for these.
+too. Before torch 1.6 it did not tell buffers from other attributes: for later ones none is a buffer then
+(``import_source.cpp``, ``importClass``), and ``state_dict()`` has the parameters alone.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ class Held(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
     ``state`` are those of the state dict in the order of ``state_dict()``, ``parameters`` whether each is a parameter;
-    ``plain`` are mere attributes. ``hidden`` are modules whose state only their code restores, ``guessed`` those whose
-    code was not found.
+    ``plain`` are mere attributes, ``untold`` those of them in modules whose code does not tell buffers. ``hidden`` are
+    modules whose state only their code restores, ``guessed`` those whose code was not found.
     """
 
     state: list[tuple[str, Ref]]
     parameters: list[bool]
     plain: list[tuple[str, Ref]]
+    untold: list[str]
     hidden: list[str]
     guessed: list[str]
 
 
 def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
     """Walk the modules from the root, parents before children; raises MalformedError for what never ends."""
-    held = Held([], [], [], [], [])
+    held = Held([], [], [], [], [], [])
     work = [(graph.root, "")]
     characters = visited = 0
     while work:
@@ -81,6 +83,8 @@ def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
                     buffers.append((full, value))
                 else:
                     held.plain.append((full, value))
+                    if said is not None and said.buffers is None and name in said.tensors:
+                        held.untold.append(full)
             elif _is_module(graph, value, code):
                 below.append((value, f"{full}."))
             elif _name(graph, value).startswith(_NATIVE):
@@ -123,9 +127,7 @@ def state_dict(nodes: list[Node], reader: TensorReader, held: Held, base: int = 
 def _kind(said: ClassCode | None, name: str) -> str:
     if said is None or name in said.parameters:
         return "parameter"
-    if said.buffers is None:
-        return "buffer" if said.is_module and name in said.tensors else ""
-    return "buffer" if name in said.buffers else ""
+    return "buffer" if said.buffers is not None and name in said.buffers else ""
 
 
 def _name(graph: Graph, ref: Ref) -> str:

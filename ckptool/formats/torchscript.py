@@ -18,7 +18,7 @@ from ..limits import LIMITS
 from ..pickles import decode
 from ..pickles.moving import moved
 from ..pickles.nodes import Global, Graph, Node, Persistent, Ref, Style
-from ..programs import PROGRAM, NamedDevice, Program
+from ..programs import NO_WEIGHTS, PROGRAM, NamedDevice, Program
 from ..survey import DeviceName, survey
 from ..tensors import TensorReader
 from ..zips import Archive, Record
@@ -50,7 +50,7 @@ class TorchScript(TorchZip, Program):
     """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` what its code says as text."""
 
     format = "torchscript"
-    traits = Traits(written="program")
+    traits = Traits(written="program", named=True)
     deflates = True
     loader = "torch.jit.load"
     own_names = SCRIPT_NAMES
@@ -152,7 +152,7 @@ class TorchScript(TorchZip, Program):
         if self.plain:
             found.append(f"{counted(len(self.plain), 'tensor')} in plain attributes ({listed(self.plain, most=3)})")
         if self.constants:
-            frozen = "" if self.held.state else ": it is frozen, and its weights are among them"
+            frozen = "" if self.held.state else ", its weights among them: it is frozen"
             found.append(f"{counted(self.constants, 'constant')} of the code{frozen}")
         if self.held.hidden:
             found.append(f"what only code restores ({listed(self.held.hidden, most=3)})")
@@ -186,7 +186,14 @@ class TorchScript(TorchZip, Program):
             " it, and its code runs when it is called"
         )
         self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
-        self._note("program-parts", "note", "beside its parameters and buffers it holds " + "; ".join(self.beside))
+        beside = "beside its parameters and buffers it holds " if self.held.state else f"{NO_WEIGHTS}; it holds "
+        self._note("program-parts", "note", beside + "; ".join(self.beside))
+        if self.held.untold:
+            what = (
+                f"its code, of torch before 1.6, does not say which tensors are buffers: the state_dict() of later"
+                f" versions is without {listed(self.held.untold, most=3)}"
+            )
+            self._note("untold-buffers", "warning", what)
         if self.code.unread:
             files = listed([f"code/{name}" for name in self.code.unread], most=3)
             what = f"{files}: too large or damaged, not searched to the end for devices and names of parameters"

@@ -8,13 +8,13 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..archives import open_any
 from ..checkpoint import Checkpoint
 from ..edits.select import normal_path, selected
 from ..errors import MalformedError, TargetError
 from ..human import argument, listed, suggested_output
 from ..limits import LIMITS
 from ..objects import class_name
-from ..source import open_source
 from ..survey import StateDict
 from .comparison import Shape, Shaped
 
@@ -132,7 +132,7 @@ def is_lock(path: str) -> bool:
     """Is it text that begins like JSON, which no checkpoint does?"""
     if os.path.isdir(path):
         return False
-    source = open_source(path)
+    source = open_any(path)
     try:
         return source.read(0, min(source.size, 256)).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
     finally:
@@ -146,7 +146,7 @@ def wanted_of_lock(path: str, key: str | None = None, *, same: str | None = None
     """
     import json
 
-    source = open_source(path)
+    source = open_any(path)
     try:
         if source.size > LIMITS.pickle_bytes:
             raise MalformedError("it is too large for a lock file", path=path)

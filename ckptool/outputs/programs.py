@@ -13,7 +13,7 @@ from ..formats.torchscript import Part, TorchScript
 from ..pickles import encode
 from ..pickles.moving import moved
 from ..pickles.nodes import Graph, Node, Ref
-from ..programs import Program, convert_step
+from ..programs import NO_WEIGHTS, Program, convert_step
 from ..source import Appending, Plan
 from ..zips import Archive, Content, appended, fresh, rewritten
 from .proof import prove
@@ -63,7 +63,7 @@ def _editable(checkpoint: Checkpoint, program: Program) -> TorchScript:
     container = checkpoint.container
     step = f"take the weights out first: {convert_step(checkpoint.path)}"
     if not checkpoint.survey.tensors:
-        step = f"it has no weights by name that could be taken out: ckptool inspect {quote(checkpoint.path)}"
+        step = f"{NO_WEIGHTS} that could be taken out: ckptool inspect {quote(checkpoint.path)}"
     if not isinstance(container, TorchScript):
         what = f"{program.kind} is read here, and not written again"
         raise RefusedError(what, path=checkpoint.path, next=step)
