@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from .changes import Change
 from .container import Body, Container, Traits
-from .errors import MalformedError
+from .errors import MalformedError, UnreadableError
+from .human import argument
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
 from .source import ContainedSource, FileSource, FolderSource, Source
@@ -72,6 +74,7 @@ class Checkpoint:
         #: The format to write it in; None for that of its file.
         self.target = target
         self._survey: Survey | None = None
+        self._tolerant = False
         #: The storage whose bytes were inflated or computed last: (where they come from, the bytes).
         self.kept: tuple[object, bytes] | None = None
 
@@ -105,7 +108,11 @@ class Checkpoint:
 
     @property
     def survey(self) -> Survey:
-        """Tensors, state dicts, entries and devices; made at the first use."""
+        """Tensors, state dicts, entries and devices; made at the first use.
+
+        Raises UnreadableError where the pickle means something to torch that is not followed (``unfollowed``); see
+        ``tolerating``.
+        """
         if self._survey is None:
             # Some containers have looked at the tensors of their graph before.
             reader = getattr(self.container, "reader", None)
@@ -115,6 +122,10 @@ class Checkpoint:
             except MalformedError as error:
                 error.path = self.path
                 raise
+        if self._survey.unfollowed and not self._tolerant:
+            what = next(iter(self._survey.unfollowed.values()))
+            step = f"ckptool validate {argument(self.path)} says more"
+            raise UnreadableError(f"{what}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 
     @property
@@ -135,6 +146,8 @@ class Checkpoint:
         target: Target | None = None,
     ) -> Checkpoint:
         """The checkpoint after an edit: another object, and the account of what was done to it."""
+        if self.graph is self.container.graph:
+            assert self.survey  # raises for what is not followed: nothing is known to be unused there
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
         former = self.traits.former
@@ -157,6 +170,18 @@ class Checkpoint:
             return self.added[key]
         stored = self.container.stored(key)
         return None if stored.span is None else Body(stored.span, stored.size, stored.crc, stored.compressed)
+
+    def tolerating(self) -> Checkpoint:
+        """The same checkpoint, whose survey says what is not followed where this one's raises."""
+        twin = copy(self)
+        twin._tolerant = True
+        return twin
+
+    def regraphed(self, graph: Graph) -> Checkpoint:
+        """The same checkpoint with an equal graph: that of the pickle that will be written. It is tolerating."""
+        twin = self.tolerating()
+        twin.graph, twin._survey = graph, None
+        return twin
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import Final, TypeAlias
 
+from .pickles import opcodes as op
 from .pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref
-from .pickles.opcodes import REDUCE
 
 __all__ = [
     "Scalar",
@@ -16,7 +16,9 @@ __all__ = [
     "constant",
     "device_text",
     "elements",
+    "given_pairs",
     "is_ordered_dict",
+    "last_pairs",
     "listed_pairs",
     "mapped_name",
     "mapping",
@@ -123,6 +125,11 @@ _NAMES = {
 
 #: What makes an ordered or an exact mapping when it is called without arguments.
 _DICTS = frozenset(("collections.OrderedDict", "builtins.dict"))
+_COUNTER = "collections.Counter"
+#: Classes that copy the mapping which they are called with, and which argument that is.
+_COPYING = {"collections.OrderedDict": 0, "builtins.dict": 0, _COUNTER: 0, "collections.defaultdict": 1}
+#: Mappings made of mappings that are followed.
+_NESTED = 4
 
 #: Parts of one key that are looked at; beyond that, as for keys of unknown classes, it is equal to itself alone.
 _KEY_PARTS: Final = 1_000
@@ -199,30 +206,29 @@ def is_ordered_dict(graph: Graph, ref: Ref) -> bool:
 def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
     """The (key, value) references of a mapping, or None.
 
-    A mapping is a dict, an OrderedDict in any of its forms (Python 2 writes
-    ``OrderedDict([[k, v], ...])``), or another object that was filled by key, such as a dict subclass.
+    A mapping is a dict, an OrderedDict or Counter in any form that ``given_pairs`` follows (Python 2 writes
+    ``OrderedDict([[k, v], ...])``), or another object that was filled by key, such as a dict subclass. Of a key that
+    is written twice the last value counts, at the first place, as in Python.
     """
     node = graph.nodes[ref]
     if isinstance(node, Dict):
-        return _last(graph, zip(node.pairs[::2], node.pairs[1::2]))
+        return last_pairs(graph, node.pairs)
     if not isinstance(node, Call):
         return None
-    filled = list(zip(node.pairs[::2], node.pairs[1::2]))
-    listed = listed_pairs(graph, node)
-    if listed is not None:
-        entries = (elements(graph.nodes[pair]) for pair in listed)
-        return _last(graph, [*((key, value) for key, value in entries), *filled])
-    return _last(graph, filled) if filled or is_ordered_dict(graph, ref) else None
+    given = given_pairs(graph, node)
+    if given is not None:
+        return last_pairs(graph, [*given, *node.pairs])
+    return last_pairs(graph, node.pairs) if node.pairs or is_ordered_dict(graph, ref) else None
 
 
-def _last(graph: Graph, items: Iterable[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
-    """The entries that a dict ends up with: of equal keys the first key at its place, with the last value."""
+def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+    """(key, value) of alternating references as a dict ends up with them: the first of equal keys, the last value."""
     nodes = graph.nodes
     found: dict[Hashable, tuple[Ref, Ref]] = {}
-    for item in items:
-        name = nodes[item[0]]
-        key = name if type(name) is str else same_key(graph, item[0])
-        found[key] = item if key not in found else (found[key][0], item[1])
+    for ref, value in zip(pairs[::2], pairs[1::2]):
+        name = nodes[ref]
+        key = name if type(name) is str else same_key(graph, ref)
+        found[key] = (found[key][0] if key in found else ref, value)
     return list(found.values())
 
 
@@ -268,7 +274,7 @@ def _made_key(graph: Graph, ref: Ref, left: list[int]) -> Hashable:
     if isinstance(node, Global) and node.filling is None:
         name = mapped_name(node)
         return ("global", _SAME_NAMES.get(name, name))
-    if isinstance(node, Call) and node.op == REDUCE and node.filling is None:
+    if isinstance(node, Call) and node.op == op.REDUCE and node.filling is None:
         return _called_key(graph, ref, node, left)
     return ("own", ref)
 
@@ -319,20 +325,56 @@ def constant(graph: Graph, ref: Ref) -> bytes | complex | None:
     return None
 
 
+def given_pairs(graph: Graph, node: Call) -> list[Ref] | None:
+    """Alternating keys and values that a mapping was made with: its argument is copied when it is called.
+
+    None where it is not a call of a mapping class, or one with an argument that is not followed: see ``unfollowed``.
+    """
+    place = _COPYING.get(callable_name(graph, node.func))
+    if place is None:
+        return None
+    levels: list[Sequence[Ref]] = []
+    inner: Node = node
+    for _ in range(_NESTED):
+        if not isinstance(inner, Call) or (place := _COPYING.get(callable_name(graph, inner.func))) is None:
+            break
+        if inner is not node:
+            levels.append(inner.pairs)
+        args = graph.nodes[inner.args]
+        if type(args) is not tuple or inner.op in (op.NEWOBJ, op.NEWOBJ_EX) or len(args) <= place:
+            # ``__new__`` of a dict takes any arguments, and leaves them alone.
+            return [part for level in reversed(levels) for part in level] if type(args) is tuple else None
+        if len(args) > place + 1 or inner.kwargs >= 0:
+            return None
+        counts = callable_name(graph, inner.func) == _COUNTER
+        inner = graph.nodes[args[place]]
+        if isinstance(inner, Dict):
+            levels.append(inner.pairs)
+        elif isinstance(inner, List | tuple) and not (counts and elements(inner)):
+            couples = [elements(graph.nodes[couple]) for couple in elements(inner)]
+            if any(len(couple) != 2 for couple in couples):
+                return None
+            levels.append([part for couple in couples for part in couple])
+        else:
+            continue
+        return [part for level in reversed(levels) for part in level]
+    return None
+
+
 def listed_pairs(graph: Graph, node: Call) -> list[Ref] | None:
-    """The references of the [key, value] lists in ``OrderedDict([[k, v], ...])``, else None."""
-    if callable_name(graph, node.func) not in _DICTS:
+    """The references of the pairs in ``OrderedDict([[k, v], ...])`` or a tuple of them, else None."""
+    if callable_name(graph, node.func) not in _DICTS or node.op in (op.NEWOBJ, op.NEWOBJ_EX):
         return None
     args = graph.nodes[node.args]
     if type(args) is not tuple or len(args) != 1:
         return None
     listed = graph.nodes[args[0]]
-    if not isinstance(listed, List):
+    if not isinstance(listed, List | tuple):
         return None
-    for pair in listed.items:
+    for pair in elements(listed):
         if len(elements(graph.nodes[pair])) != 2:
             return None
-    return list(listed.items)
+    return list(elements(listed))
 
 
 def elements(node: Node) -> tuple[Ref, ...]:
@@ -351,7 +393,9 @@ def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
         parts = value if type(value) is tuple and len(value) == 2 else (state,)
         for part in parts:
             found += mapping(graph, part) or []
-    return _last(graph, found) if len(node.states) > 1 or len(parts) > 1 else found
+    if len(node.states) < 2 and len(parts) < 2:
+        return found
+    return last_pairs(graph, [ref for pair in found for ref in pair])
 
 
 def scalar(graph: Graph, ref: Ref) -> Scalar:

@@ -28,6 +28,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     ``tensors`` counts places: tied tensors count at each. ``parameters`` counts elements of state dicts (of
     all tensors where there is no state dict), those of one tensor once. Bytes count once.
     """
+    checkpoint = checkpoint.tolerating()
     survey = checkpoint.survey
     sums = account(survey)
     flaws = storage_flaws(checkpoint)

@@ -201,4 +201,7 @@ def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
 
 def _nonsense(checkpoint: Checkpoint) -> dict[int, str]:
     """Tensors and storages that the pickle describes in a way that torch cannot read, by reference."""
-    return {flaw.ref: flaw.path or "a tensor" for flaw in storage_flaws(checkpoint) if flaw.code == "geometry"}
+    flaws = storage_flaws(checkpoint)
+    return {
+        flaw.ref: flaw.path or "a tensor" for flaw in flaws if flaw.code in ("geometry", "arguments") and flaw.refused
+    }

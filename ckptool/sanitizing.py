@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint
+from .checks.storages import storage_flaws
 from .checks.torch_lists import NEWEST, allowed, registered
-from .checks.weights_only import graph_blockers
+from .checks.weights_only import WRONG_SUFFIX, weights_only
 from .edits.sanitize import sanitize as sanitized
 from .edits.sharded import local_parts as parts_of
 from .errors import RefusedError
-from .human import listed
+from .human import argument, listed, salvage_step
 from .pickles import decode, encode
+from .pickles.nodes import Ref
 
 __all__ = ["sanitize"]
+
+#: What became plain may be what torch fails at: a second look finds it.
+_ROUNDS = 3
 
 
 def sanitize(
@@ -26,9 +31,30 @@ def sanitize(
     names = allowed(NEWEST) | registered("2.6")
     if local_parts:
         checkpoint = parts_of(checkpoint)
-    edited = sanitized(checkpoint, names, as_state_dict=as_state_dict, drop_unknown=drop_unknown)
-    left = graph_blockers(decode(encode(edited.graph)).graph) if edited.edited else []
-    if left:
-        reasons = listed([blocker.name or blocker.rule for blocker in left])
-        raise RefusedError(f"torch.load would still refuse it: {reasons}", path=checkpoint.path)
+    edited = checkpoint.tolerating()
+    for _ in range(_ROUNDS if drop_unknown else 1):
+        unfit = _unfit(edited)
+        edited = sanitized(edited, names, unfit, as_state_dict=as_state_dict, drop_unknown=drop_unknown).tolerating()
+        if not _unfit(edited):
+            break
+    _check(edited)
     return edited
+
+
+def _unfit(checkpoint: Checkpoint) -> set[Ref]:
+    """What no other form makes loadable: calls that torch fails at, and what is not followed."""
+    flaws = (flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused)
+    return {*checkpoint.survey.unfollowed, *(flaw.ref for flaw in flaws)}
+
+
+def _check(edited: Checkpoint) -> None:
+    """Raise RefusedError where ``validate`` would say of the result that torch refuses it."""
+    # What no longer leads anywhere is not written.
+    written = edited.regraphed(decode(encode(edited.graph)).graph) if edited.edited else edited
+    flaws = storage_flaws(written)
+    found = weights_only(written, flaws)
+    left = [blocker.name or blocker.rule for blocker in found.blockers if blocker.rule != WRONG_SUFFIX]
+    left += dict.fromkeys(written.survey.unfollowed.values())
+    if left:
+        step = salvage_step(edited.path) if flaws else f"ckptool validate {argument(edited.path)} says where"
+        raise RefusedError(f"torch.load would still refuse it: {listed(left)}", path=edited.path, next=step)

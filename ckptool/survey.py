@@ -13,6 +13,7 @@ from .objects import attributes, callable_name, class_name, device_text, mapping
 from .paths import Child, as_children, beside, bounded, joined, sequence
 from .pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref
 from .tensors import Tensor, TensorReader
+from .unfollowed import unfollowed
 
 __all__ = ["DeviceName", "Entry", "StateDict", "Survey", "TensorEntry", "survey"]
 
@@ -83,6 +84,8 @@ class Survey(NamedTuple):
     holders: dict[Ref, Ref]
     #: places of tensors that are not listed: more than ``limits.places`` at which something stands again
     unlisted: int
+    #: what is not followed, in words: see ``unfollowed``
+    unfollowed: dict[Ref, str]
 
     def inside(self, ref: Ref) -> set[Ref]:
         """The node ``ref`` and the containers in it, each counted where it was first met."""
@@ -147,6 +150,7 @@ def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = Fa
     mappings that their entries cannot be followed.
     """
     walk = _Walk(graph, reader or TensorReader(graph), named)
+    walk.found.unfollowed.update(unfollowed(graph, walk.reader))
     walk.run()
     return walk.found._replace(unlisted=walk.unlisted)
 
@@ -156,7 +160,7 @@ class _Walk:
         self.named = named
         self.graph = graph
         self.reader = reader
-        self.found = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0)
+        self.found = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0, {})
         self.metadata_of: dict[int, Ref] = {}
         #: Tensors and names of devices that were met; how often one may be met again, and how often one was too often.
         self.met: set[Ref] = set()
@@ -320,8 +324,8 @@ class _Walk:
         found = self.metadata_of.get(id(node))
         if found is None:
             nodes = self.graph.nodes
-            named = (value for key, value in attributes(self.graph, node) if nodes[key] == "_metadata")
-            found = next((value for value in named if mapping(self.graph, value) is not None), -1)
+            named = [value for key, value in attributes(self.graph, node) if nodes[key] == "_metadata"]
+            found = next((value for value in reversed(named) if mapping(self.graph, value) is not None), -1)
             self.metadata_of[id(node)] = found
         return found
 

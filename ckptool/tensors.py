@@ -6,6 +6,7 @@ Sources: ``torch/_utils.py`` (the ``_rebuild`` functions), ``torch/_tensor.py`` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -75,10 +76,8 @@ _TOO_LARGE = 1 << 62
 
 #: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
 _PARTS = 64
-
-#: Wrappers within wrappers that torch never writes deeper than this.
+#: Wrappers within wrappers; torch never writes them deeper.
 _DEPTH = 8
-
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
@@ -89,14 +88,14 @@ class TensorReader:
         self.graph = graph
         self._tensors: dict[Ref, Tensor | None] = {}
         self._uses: dict[Ref, Storage] = {}
+        self._keys: dict[str, type] = {}
         self._functions: dict[Ref, str] = {}
         self._shapes: dict[tuple[Ref, ...], tuple[int, ...] | None] = {}
         #: Every storage mentioned, by key, in the order of the pickle.
         self.storages: dict[str, Storage] = {}
         #: Persistent ids of other kinds: the legacy format's ('module', class, file, source).
         self.modules: list[Ref] = []
-        #: Keys whose persistent ids disagree.
-        self.disagreeing: set[str] = set()
+        self.disagreeing: set[str] = set()  # keys whose persistent ids disagree
         self._depth = 0
         #: The views of legacy storages by their keys: of two with one key torch takes the first one.
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
@@ -159,6 +158,8 @@ class TensorReader:
         if type(text) is not str:
             return
         name = str(key)
+        if self._keys.setdefault(name, type(key)) is not type(key):
+            return  # to torch these are two storages, with the same bytes
         known = self.storages.get(name)
         if known is None:
             known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
@@ -205,14 +206,14 @@ class TensorReader:
             func = self.graph.nodes[node.func]
             name = self._functions[node.func] = mapped_name(func) if type(func) is Global else ""
         args = self.graph.nodes[node.args]
-        return self._rebuilt(name, args) if type(args) is tuple else None
+        return self._rebuilt(name, args, node.states) if type(args) is tuple else None
 
-    def _rebuilt(self, name: str, args: tuple[Ref, ...]) -> Tensor | None:
+    def _rebuilt(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref] = ()) -> Tensor | None:
         if name == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
-            return self._other(name, args)
+            return self._other(name, args, states)
         count = len(args)
         if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
             return self._dense(args, self._flag(args, 4), None)
@@ -247,11 +248,13 @@ class TensorReader:
             return self._wrapper(args, ())
         return None
 
-    def _other(self, name: str, args: tuple[Ref, ...]) -> Tensor | None:
+    def _other(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref]) -> Tensor | None:
         if name in ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable") and args:
             # torch 0.1-0.3: Parameter(data[, requires_grad]), built with (requires_grad, ...).
             inner = self.tensor(args[0])
             grad = self._flag(args, 1) if len(args) > 1 else True
+            state = self.graph.nodes[states[0]] if states else ()
+            grad = self._flag(state, 0) if type(state) is tuple and len(state) == 3 else grad
             return inner and inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
         if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
             held = mapping(self.graph, args[0]) or []

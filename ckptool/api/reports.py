@@ -87,6 +87,7 @@ def get(source: Path | Checkpoint, key: str) -> Any:
 
     # Tensors read from the file later: it is closed when the last of them goes.
     checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
+    assert checkpoint.survey  # raises for what is not followed
     found = lookup(checkpoint, key)
     return value_of(checkpoint, found.ref, found.path)
 

@@ -66,11 +66,14 @@ def findings(
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
     edits += _together(checkpoint.path, edits)
-    if any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems) or flaws:
+    if any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems) or any(
+        f.refused for f in flaws
+    ):
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
     found = [
         *_container(checkpoint, flaws, sanitize_step),
+        *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict, sanitize_step),
         *edits,
         *_shards(checkpoint),
@@ -146,7 +149,7 @@ def _container(
         for p in container.problems
     ]
     flaws: dict[str, list[str]] = {}
-    for flaw in all_flaws:
+    for flaw in (flaw for flaw in all_flaws if flaw.refused):
         flaws.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in flaws.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
@@ -158,6 +161,12 @@ def _container(
 
 def _has(container: Container, code: str) -> bool:
     return any(problem.code == code for problem in container.problems)
+
+
+def _unfollowed(checkpoint: Checkpoint) -> list[Finding]:
+    """What the pickle means to torch and not here: every other command refuses it."""
+    found = list(dict.fromkeys(checkpoint.survey.unfollowed.values()))
+    return [Finding("not-followed", "error", f"{what}, which ckptool does not follow") for what in found]
 
 
 def _inspect(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -10,15 +11,19 @@ from ..dtypes import BY_NAME
 from ..human import shown
 from ..objects import callable_name
 from ..pickles.nodes import Call, Persistent, Ref
+from ..programs import program_of
 from ..tensors import Tensor, extent
+from .arguments import refused_calls
+from .torch_lists import NEWEST, allowed, registered
 
 __all__ = ["Flaw", "storage_flaws"]
 
 
 class Flaw(NamedTuple):
-    """``code`` is "missing-storage", "storage-size" or "geometry"; ``path`` a tensor or the key of a storage.
+    """``code``: "missing-storage", "storage-size", "geometry" or "arguments"; ``path`` a tensor or key of a storage.
 
-    ``refused`` says that torch.load fails on it; ``ref`` is the reference of the tensor or storage, -1 for none.
+    ``refused`` says that torch.load fails on it, for certain; ``ref`` is the reference of the tensor, storage or other
+    object, -1 for none.
     """
 
     code: str
@@ -36,7 +41,8 @@ _ID_PARTS: Final = {"torch-zip": 5}
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
     """Everything that is wrong between tensors, storages and the bytes that are there."""
-    return _missing(checkpoint) + _geometry(checkpoint)
+    flaws = _missing(checkpoint) + _geometry(checkpoint)
+    return flaws + _arguments(checkpoint, {flaw.ref for flaw in flaws if flaw.code == "geometry"})
 
 
 def _missing(checkpoint: Checkpoint) -> list[Flaw]:
@@ -45,9 +51,9 @@ def _missing(checkpoint: Checkpoint) -> list[Flaw]:
         return []
     flaws = []
     for key, storage in checkpoint.survey.reader.storages.items():
-        if storage.location == "meta":
-            continue
-        size = container.stored_size(key)
+        if storage.location == "meta" and checkpoint.traits.in_a_row:
+            continue  # a legacy file has no bytes of it; in a zip even an empty one is a record
+        size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
             if storage.nbytes or not checkpoint.traits.in_a_row:
                 flaws.append(Flaw("missing-storage", key, f"the bytes of storage {key!r} are not in the file", True))
@@ -55,6 +61,28 @@ def _missing(checkpoint: Checkpoint) -> list[Flaw]:
             what = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"
             flaws.append(Flaw("storage-size", key, what, True))
     return flaws
+
+
+def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
+    """Calls that torch fails at; nothing where the pickle is for another loader than torch.load."""
+    if not checkpoint.pickled or program_of(checkpoint) is not None:
+        return []
+    survey = checkpoint.survey
+    refused = refused_calls(checkpoint.graph, survey.reader, allowed(NEWEST) | registered(NEWEST))
+    if not refused:
+        return []
+    paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
+    return [
+        Flaw(
+            "arguments",
+            paths.get(ref, ""),
+            f"{paths[ref]}: {found.why}" if ref in paths else found.why,
+            found.sure,
+            ref,
+        )
+        for ref, found in refused.items()
+        if ref not in known
+    ]
 
 
 def _geometry(checkpoint: Checkpoint) -> list[Flaw]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, FoundPickle, Problem
 from ..errors import MalformedError
 from ..human import counted, human_bytes, listed, shown
+from ..pickles.nodes import Ref
 from ..programs import ABOUT, program_of
 from ..sharding import spread
 from .checksums import Checksums, checksums
@@ -53,6 +55,9 @@ class Safety(NamedTuple):
     verdict: Verdict | None
     checks: list[Check]
 
+
+#: The code of a meaning that is not followed: see ``unfollowed``.
+NOT_FOLLOWED: Final = "not-followed"
 
 #: The checks that problems of a container belong to; the others are about its structure.
 _CHECK_OF: Final = {
@@ -104,8 +109,12 @@ def validation(
         Note("storage-twice", "warning", f"storage {shown(key)} is described in two ways; torch takes the first", key)
         for key in sorted(checkpoint.survey.reader.disagreeing)
     ]
+    unfollowed = checkpoint.survey.unfollowed
+    notes["pickles"] += [
+        Note(NOT_FOLLOWED, "error", f"{what}, which ckptool does not follow") for what in _each(unfollowed)
+    ]
     flaws = storage_flaws(checkpoint)
-    for flaw in flaws:
+    for flaw in (flaw for flaw in flaws if flaw.refused):
         notes.setdefault(_CHECK_OF.get(flaw.code, "geometry"), []).append(_of_flaw(flaw))
     count, size = len(keys), sum(storage.nbytes for storage in keys.values())
     stored = f"{counted(count, 'storage')}, {human_bytes(size)}"
@@ -147,7 +156,16 @@ def validation(
     if either:
         what = f"it depends on which record torch reads: {either[0].message}"
         found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
+    elif unfollowed and verdict.loads:
+        what = f"it depends on what ckptool does not follow: {next(iter(unfollowed.values()))}"
+        found.checks[-1] = Check("weights-only", "safety", NOT_POSSIBLE, what)
     return checks + found.checks, found
+
+
+def _each(unfollowed: Mapping[Ref, str]) -> list[str]:
+    """What is not followed, each sentence once, with how often."""
+    times = Counter(unfollowed.values())
+    return [f"{what} ({count:,} times)" if count > 1 else what for what, count in times.items()]
 
 
 def _shards(checkpoint: Checkpoint) -> list[Check]:

@@ -20,7 +20,16 @@ from ..source import FolderSource
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-__all__ = ["MISNAMED", "NOT_UTF8", "Blocker", "Verdict", "globals_outside", "graph_blockers", "weights_only"]
+__all__ = [
+    "MISNAMED",
+    "NOT_UTF8",
+    "WRONG_SUFFIX",
+    "Blocker",
+    "Verdict",
+    "globals_outside",
+    "graph_blockers",
+    "weights_only",
+]
 
 #: Whatever a user lists, these stay refused.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
@@ -31,6 +40,8 @@ MISNAMED: Final = "safetensors under another name"
 #: What stops torch.load in both modes: it decodes them strictly, where the caller names no other encoding
 #: (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in _weights_only_unpickler.py).
 NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeError"
+#: What stops torch.load at a pickle that is called a safetensors file.
+WRONG_SUFFIX: Final = "the name ends in .safetensors, so torch.load reads it as that"
 
 _FLAWS: Final = {
     "missing-storage": "bytes of a storage are missing",
@@ -63,8 +74,7 @@ class Verdict(NamedTuple):
 def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEWEST) -> Verdict:
     """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the torch ``torch``, such as "2.6".
 
-    ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is
-    absent, arguments that a function refuses.
+    ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is absent.
     """
     program = program_of(checkpoint)
     if program is not None:
@@ -74,7 +84,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
         rule = _without_pickle(checkpoint, torch)
         return Verdict(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
-    for other in checkpoint.container.others:
+    for other in checkpoint.container.others if not checkpoint.anew else ():
         # They come in one protocol, so only what the object itself does not show is said.
         known = {(blocker.name, blocker.rule) for blocker in blockers}
         blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
@@ -193,15 +203,17 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) 
     version = rules(torch)
     legacy = checkpoint.traits.in_a_row
     for problem in checkpoint.container.problems:
-        if problem.refused:
+        # Laid out anew nothing of the container is left.
+        if problem.refused and not checkpoint.anew:
             broken[problem.message] += 1
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
         # torch.load goes by this suffix alone (torch/serialization.py, ``load``).
-        broken["the name ends in .safetensors, so torch.load reads it as that"] += 1
+        broken[WRONG_SUFFIX] += 1
     for code in ("missing-storage", "storage-size", "geometry"):
         count = sum(flaw.code == code for flaw in flaws)
         if count and (code != "storage-size" or legacy or version.checks_record_size):
             broken[_FLAWS[code]] += count
+    broken.update(flaw.message for flaw in flaws if flaw.code == "arguments")
     for storage in checkpoint.survey.reader.storages.values():
         if storage.location == "meta" and not legacy:
             continue

@@ -11,7 +11,7 @@ from itertools import chain
 
 from ..errors import RefusedError
 from ..human import argument
-from ..objects import callable_name, elements, listed_pairs
+from ..objects import callable_name, elements, last_pairs, listed_pairs
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from ..tensors import Storage, TensorReader
 from .rewrite import Rewrite
@@ -83,12 +83,12 @@ def prune(rewrite: Rewrite, gone: Collection[Ref]) -> None:
         if ref in gone:
             continue
         node = rewrite.changed.get(ref, old)
-        new = _without(node, gone, nothing)
+        new = _without(graph, node, gone, nothing)
         if new is not None:
             rewrite.changed[ref] = new
 
 
-def _without(node: Node, gone: Collection[Ref], nothing: Callable[[], Ref]) -> Node | None:
+def _without(graph: Graph, node: Node, gone: Collection[Ref], nothing: Callable[[], Ref]) -> Node | None:
     """The node without references to what is gone; None where it has none."""
     if type(node) is tuple:
         return tuple(nothing() if part in gone else part for part in node) if _any(node, gone) else None
@@ -99,10 +99,10 @@ def _without(node: Node, gone: Collection[Ref], nothing: Callable[[], Ref]) -> N
     if isinstance(node, FrozenSet):
         return FrozenSet([part for part in node.items if part not in gone]) if _any(node.items, gone) else None
     if isinstance(node, Dict):
-        return Dict(_pairs(node.pairs, gone)) if _any(node.pairs, gone) else None
+        return Dict(_pairs(graph, node.pairs, gone)) if _any(node.pairs, gone) else None
     if isinstance(node, Call):
         items = [nothing() if part in gone else part for part in node.items]
-        pairs = _pairs(node.pairs, gone)
+        pairs = _pairs(graph, node.pairs, gone) if _any(node.pairs, gone) else node.pairs
         if list(node.items) != items or len(node.pairs) != len(pairs):
             return node.filled(items, pairs, node.states)
     return None
@@ -112,9 +112,10 @@ def _any(parts: Sequence[Ref], gone: Collection[Ref]) -> bool:
     return any(part in gone for part in parts)
 
 
-def _pairs(pairs: Sequence[Ref], gone: Collection[Ref]) -> list[Ref]:
+def _pairs(graph: Graph, pairs: Sequence[Ref], gone: Collection[Ref]) -> list[Ref]:
     kept: list[Ref] = []
-    for key, value in zip(pairs[::2], pairs[1::2]):
+    # Of a key that is written twice the first value must not come back when the last one goes.
+    for key, value in last_pairs(graph, pairs):
         if key not in gone and value not in gone:
             kept += (key, value)
     return kept
@@ -130,7 +131,7 @@ def _lost_pairs(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
         kept = [pair for pair in listed if not _any(elements(graph.nodes[pair]), gone)]
         if len(kept) < len(listed):
             (holder,) = elements(graph.nodes[node.args])
-            changes[holder] = List(kept)
+            changes[holder] = tuple(kept) if type(graph.nodes[holder]) is tuple else List(kept)
     return changes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..objects import elements, listed_pairs
+from ..objects import elements, given_pairs, listed_pairs
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Ref
 
 __all__ = ["Rewrite"]
@@ -78,9 +78,16 @@ class Rewrite:
         if not isinstance(node, Call):
             self.changed[ref] = Dict([part for item in items for part in item])
             return
+        flat = [part for item in items for part in item]
         listed = listed_pairs(self.graph, node)
+        if listed is None and given_pairs(self.graph, node):
+            # Made of another mapping, which may stand elsewhere too: it is filled instead.
+            kept = elements(self.graph.nodes[node.args])[:-1]
+            empty = Call(node.op, node.func, self.add(kept) if kept else self.constant(()))
+            self.changed[ref] = empty.filled(node.items, flat, node.states)
+            return
         if listed is not None:
-            # OrderedDict([[k, v], ...]): another one may be made of the same lists, so this one gets others.
+            # OrderedDict([[k, v], ...]): another one may be made of the same pairs, so this one gets others.
             nodes = self.graph.nodes
             pairs = [
                 pair if elements(nodes[pair]) == item else self.add(_pair(nodes[pair], item), pair)
@@ -88,10 +95,11 @@ class Rewrite:
             ]
             if pairs != listed:
                 (holder,) = elements(nodes[node.args])
-                args = self.add((self.add(List(pairs), holder),), node.args)
+                held = tuple(pairs) if type(nodes[holder]) is tuple else List(pairs)
+                args = self.add((self.add(held, holder),), node.args)
                 node = Call(node.op, node.func, args, node.kwargs).filled(node.items, node.pairs, node.states)
-            items = items[len(listed) :]
-        self.changed[ref] = node.filled(node.items, [part for item in items for part in item], node.states)
+            flat = flat[2 * len(listed) :]
+        self.changed[ref] = node.filled(node.items, flat, node.states)
 
     def done(self, root: Ref | None = None) -> Graph:
         """The edited graph; the old one when nothing changed. ``root`` is another root."""

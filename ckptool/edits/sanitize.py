@@ -33,11 +33,14 @@ _BROKEN: Final = frozenset((CUT, DAMAGED))
 def sanitize(
     checkpoint: Checkpoint,
     listed_names: Collection[str],
+    unfit: Collection[Ref] = (),
     *,
     as_state_dict: bool = False,
     drop_unknown: bool = False,
 ) -> Checkpoint:
     """Make everything plain that is not on the list ``listed_names`` of torch's globals ("module.name").
+
+    ``unfit`` are objects that no form of theirs makes loadable: calls that torch fails at, or that are not followed.
 
     ``as_state_dict`` turns pickled modules into their state dicts; ``drop_unknown`` leaves out what cannot be carried
     (an entry of a mapping goes, in a list None takes its place). Each change is in ``changes`` with its path.
@@ -46,17 +49,17 @@ def sanitize(
     damage = [problem for problem in checkpoint.container.problems if problem.code in _BROKEN]
     if damage:
         raise MalformedError(damage[0].message, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    walk = Walk(checkpoint, frozenset(listed_names), as_state_dict)
+    walk = Walk(checkpoint, frozenset(listed_names), unfit, as_state_dict)
     walk.run()
     unknown = walk.unknown
     if (unknown or walk.lost) and (not drop_unknown or checkpoint.graph.root in unknown):
-        raise _refusal(checkpoint, walk)
+        raise _refusal(checkpoint, walk, checkpoint.graph.root in unknown)
     graph = _plain_style(_untied(checkpoint, walk))
     changes = walk.changes
     if unknown:
         gone = fallen(graph, unknown.keys())
         if graph.root in gone:
-            raise _refusal(checkpoint, walk)
+            raise _refusal(checkpoint, walk, True)
         others = walk.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
         rewrite = Rewrite(graph)
         prune(rewrite, gone)
@@ -134,12 +137,18 @@ def _function(graph: Graph, ref: Ref) -> Ref:
     return node.func
 
 
-def _refusal(checkpoint: Checkpoint, walk: Walk) -> RefusedError:
+def _refusal(checkpoint: Checkpoint, walk: Walk, root_goes: bool) -> RefusedError:
+    """``root_goes`` says that nothing would be left without what cannot be carried."""
     places = [f"{path or 'the root'} ({name})" for path, name in (*walk.unknown.values(), *walk.lost)]
     what = f"{counted(len(places), 'object')} cannot be made plain: {listed(places)}"
     if walk.modules:
         what = f"it holds a pickled module at {listed([path or 'the root' for path in walk.modules])}"
         return RefusedError(what, path=checkpoint.path, next="--as-state-dict makes it its state dict")
+    if walk.packed:
+        what += "; the state dict of such a module only its own class can make"
+    if root_goes:
+        step = "load it where its classes are, if you trust it, and save module.state_dict()" if walk.packed else ""
+        return RefusedError(f"{what}; nothing would be left without it", path=checkpoint.path, next=step)
     step = "--drop-unknown leaves them out"
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = f"--local-parts makes plain tensors of what one rank had, {step}"

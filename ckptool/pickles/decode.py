@@ -276,4 +276,4 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     for ref, steps in machine.steps.items():
         if steps != usual_steps(nodes[ref], style.dialect):
             style.steps[ref] = tuple(steps)
-    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities))
+    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled)

@@ -41,6 +41,9 @@ _HASHABLE = frozenset(
 )
 _UNHASHABLE = (List, Dict, Set, ByteArray)
 
+#: When a container was filled that an object had taken as its state before: after every call.
+LATE = 1 << 62
+
 
 class Kind(NamedTuple):
     """What many tensors have in common (``phrase_reading``), as references; ``device`` -1 where it is always new."""
@@ -62,7 +65,8 @@ class Machine:
 
     ``outer`` are the stacks that wait below a MARK. ``memo`` holds what was memoised in order, as every
     pickler does; numbers out of order are in ``sparse``, so that a PUT of four billion costs nothing, and
-    ``gaps`` is set. ``bare`` are the nodes that a pickler never memoises, ascending.
+    ``gaps`` is set. ``bare`` are the nodes that a pickler never memoises, ascending. ``filled`` says of each container
+    how many nodes there were when it was last filled; ``given`` are those that went to BUILD.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
@@ -92,6 +96,8 @@ class Machine:
         self.kinds: dict[tuple[bytes | None, ...], Kind] = {}
         self.frame_end = -1
         self.hashed: set[Ref] = set()
+        self.filled: dict[Ref, int] = {}
+        self.given: set[Ref] = set()
 
     # -- errors and remarks ---------------------------------------------------------------------
 
@@ -279,6 +285,7 @@ class Machine:
         if len(pairs) & 1:
             self.fail(f"{op.NAMES[code]} with a key that has no value")
         node = self.nodes[ref]
+        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
         count = len(pairs) >> 1
         if isinstance(node, Dict):
             self.not_whole(ref)
@@ -308,6 +315,7 @@ class Machine:
     def add_items(self, ref: Ref, items: list[Ref], code: int) -> None:
         """APPEND, APPENDS and ADDITEMS."""
         node = self.nodes[ref]
+        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
         count = len(items)
         if isinstance(node, List if code != op.ADDITEMS else Set):
             held = node.items
@@ -355,6 +363,9 @@ class Machine:
         node = self.nodes[ref]
         if not isinstance(node, Instance):
             self.fail(f"BUILD on a {type(node).__name__}")
+        parts = self.nodes[state]
+        self.given.update(parts if type(parts) is tuple else (state,))
+        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
         if ref in self.steps:
             self.steps[ref].append((op.BUILD, 1))
         filling = node.filling

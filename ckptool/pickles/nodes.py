@@ -287,11 +287,13 @@ class Graph:
     """One pickled object: an arena of nodes, the number of the root, and the style to write it in.
 
     ``refused`` counts the opcodes that ``torch.load(weights_only=True)`` does not know, by opcode;
-    ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes.
+    ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes;
+    ``filled`` says of a container how many nodes there were when the pickle last filled it: a call of a lower number
+    that took it saw less of it.
     Never changed once made: ``edited`` gives another graph.
     """
 
-    __slots__ = ("memo", "nodes", "oddities", "refused", "root", "style")
+    __slots__ = ("filled", "memo", "nodes", "oddities", "refused", "root", "style")
 
     def __init__(
         self,
@@ -300,12 +302,14 @@ class Graph:
         style: Style,
         refused: Mapping[int, int] | None = None,
         oddities: Sequence[tuple[int, str]] = (),
+        filled: Mapping[Ref, int] | None = None,
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
         self.style: Final = style
         self.refused: Final[Mapping[int, int]] = refused or {}
         self.oddities: Final = oddities
+        self.filled: Final[Mapping[Ref, int]] = filled or {}
         #: What readers work out about single nodes, by a name of theirs and the reference; no part of the graph.
         self.memo: Final[dict[tuple[str, Ref], Any]] = {}
 

@@ -70,11 +70,14 @@ class _Step(NamedTuple):
 class Walk:
     """From the root to everything that it leads to. A slot is made plain first, then what it holds now is looked at."""
 
-    def __init__(self, checkpoint: Checkpoint, names: frozenset[str], as_state_dict: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, names: frozenset[str], unfit: Collection[Ref], as_state_dict: bool
+    ) -> None:
         self.checkpoint = checkpoint
         self.names = names
         self.as_state_dict = as_state_dict
         self.reader = checkpoint.survey.reader
+        self.unfit = unfit
         self.rewrite = Rewrite(checkpoint.graph)
         self.storages: dict[str, bytes] = {}
         self.stray = frozenset(not_utf8(checkpoint.graph))
@@ -83,6 +86,8 @@ class Walk:
         self.unknown: dict[Ref, tuple[str, str]] = {}
         #: Paths of modules that are not to become state dicts.
         self.modules: list[str] = []
+        #: Paths of modules whose state dict their classes alone can make.
+        self.packed: list[str] = []
         #: Entries of mappings that cannot stay because of their key: the path of the mapping, and why.
         self.lost: list[tuple[str, str]] = []
         #: Objects that became tuples: those can be in themselves, tuples cannot.
@@ -119,6 +124,9 @@ class Walk:
 
     def visit(self, step: _Step) -> None:
         """Make one slot plain; a rule's result may need another, such as an enumeration within a config."""
+        if step.ref in self.unfit:
+            self.unknown[step.ref] = (step.path, self.named(self.rewrite.node(step.ref)))
+            return
         for _ in range(8):
             node = self.rewrite.node(step.ref)
             if type(node) is Call:
@@ -210,9 +218,10 @@ class Walk:
         if direct in self.names and type(self.rewrite.node(node.func)) is Global:
             return self._allowed(case, node)
         if is_module(case):
-            if self.as_state_dict:
-                return state_dict_of(case, self.reader)
-            self.modules.append(step.path)
+            made = state_dict_of(case, self.reader)
+            if self.as_state_dict and not isinstance(made, str):
+                return made
+            (self.packed if isinstance(made, str) else self.modules).append(step.path)
             return UNKNOWN
         if self._is_tensor(step.ref) and case.args and self._is_tensor(case.args[0]):
             # A wrapper of old: Variable(data), Parameter(data).

@@ -1,0 +1,198 @@
+"""What a pickle means to torch beyond what ckptool follows: no library writes it, and nothing is said of such values.
+
+A tensor that BUILD changes after it was made, a mapping made of something that is no plain mapping, a container that
+is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than torch.load
+gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused (``unread_ids``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import KeysView, Sequence
+from typing import Final
+
+from .objects import callable_name, elements, given_pairs, mapping
+from .pickles import opcodes as op
+from .pickles.nodes import Call, Dict, Global, Graph, Instance, Persistent, Ref, children
+from .tensors import TensorReader
+
+__all__ = ["unfollowed", "unread_ids"]
+
+#: Classes that copy their argument when they are called, and mappings among them.
+_MAPPINGS: Final = frozenset(
+    ("collections.OrderedDict", "collections.Counter", "collections.defaultdict", "builtins.dict")
+)
+_COPYING: Final = _MAPPINGS | {
+    *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.bytearray"),
+    *("torch.Size", "collections.deque"),
+}
+_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
+_WITH_ATTRIBUTES: Final = {
+    "torch._tensor._rebuild_from_type_v2": 3,
+    "torch._utils._rebuild_parameter_with_state": 3,
+}
+#: Attributes of a tensor that are more than names: to set one changes its values, or what it is.
+_DESCRIPTORS: Final = frozenset(
+    (
+        *("data", "grad", "requires_grad", "names", "real", "imag", "grad_dtype", "volatile", "name", "H", "T", "mH"),
+        *("mT", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
+        *("device", "dtype", "grad_fn", "is_leaf", "is_nested", "is_quantized", "is_sparse", "itemsize", "layout"),
+        *("nbytes", "ndim", "output_nr", "retains_grad", "shape"),
+    )
+)
+
+
+def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
+    """What is not followed, in words, by reference; nothing for what a library wrote."""
+    nodes, found = graph.nodes, dict[Ref, str]()
+    names: dict[Ref, str] = {}
+    watched: dict[Ref, bool] = {}
+    copies: list[tuple[Ref, Call]] = []
+    changed = graph.filled.keys()
+    for ref, node in enumerate(nodes):
+        kind = type(node)
+        if kind is Call:
+            func = node.func  # type: ignore[union-attr]
+            watch = watched.get(func)
+            if watch is None:
+                name = names[func] = callable_name(graph, func)
+                watch = watched[func] = _is_watched(name)
+            if watch:
+                what = _of_call(graph, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
+                if what:
+                    found[ref] = what
+        elif kind is Persistent or kind is Global:
+            assert isinstance(node, Instance)
+            if node.filling is not None and (node.items or node.pairs or node.states):
+                thing = "a storage" if kind is Persistent else "a class"
+                if kind is Persistent and reader.storage(ref) is not None:
+                    found[ref] = f"{thing} is changed after it was made"
+    for ref in unread_ids(graph, reader):
+        found[ref] = "a storage is named in a way that no torch writes"
+    if copies:
+        found.update(_shared(graph, copies))
+    return found
+
+
+def unread_ids(graph: Graph, reader: TensorReader) -> list[Ref]:
+    """Persistent ids that may be storages to torch and are none to the reader: what they use is not known."""
+    nodes, found = graph.nodes, []
+    for ref, node in enumerate(nodes):
+        if type(node) is Persistent and reader.storage(ref) is None:
+            pid = nodes[node.pid]
+            kind = nodes[pid[0]] if type(pid) is tuple and pid else None
+            if isinstance(pid, Call) or isinstance(kind, Call) or kind == "storage" or kind == b"storage":
+                found.append(ref)
+    return found
+
+
+def _is_watched(name: str) -> bool:
+    if name in _COPYING or name in _PARAMETERS:
+        return True
+    module, _, last = name.rpartition(".")
+    if module in ("torch._utils", "torch._tensor", "torch.tensor"):
+        return last.startswith("_rebuild")
+    return module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse") and last.endswith("Tensor")
+
+
+def _of_call(
+    graph: Graph, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]], changed: KeysView[Ref]
+) -> str:
+    """What of a call is not followed, or ""."""
+    args = graph.nodes[node.args]
+    if name in _COPYING:
+        if args and type(args) is tuple:
+            copies.append((ref, node))
+        if name in _MAPPINGS:
+            return _of_mapping(graph, node, name, args)
+        return ""
+    if name in _PARAMETERS:
+        if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
+            return "a parameter is changed after it was made"
+        return ""
+    if node.filling is not None and (node.items or node.pairs or node.states):
+        return "a tensor is changed after it was made"
+    if name.endswith("Tensor"):
+        return f"a tensor is made by {name}"
+    place = _WITH_ATTRIBUTES.get(name)
+    if place is not None and type(args) is tuple and len(args) > place and _sets_more(graph, args[place]):
+        return "an attribute of a tensor is set that is more than a name"
+    if type(args) is not tuple or changed.isdisjoint(args):
+        return ""
+    late = any(graph.filled.get(arg, 0) > ref for arg in args)
+    return "what a tensor is made of is changed afterwards" if late else ""
+
+
+def _of_mapping(graph: Graph, node: Call, name: str, args: object) -> str:
+    short = name.rpartition(".")[2]
+    if args != () and given_pairs(graph, node) is None and not (short == "defaultdict" and _is_short(args)):
+        return f"a mapping is made of something else than pairs: {short}(...)"
+    if node.items:
+        return f"a mapping is filled as a list: {short}"
+    if node.states and short == "OrderedDict":
+        if len(node.states) > 1:
+            return "a mapping is built twice"
+        state = graph.nodes[node.states[0]]
+        if state is not None and mapping(graph, node.states[0]) is None:
+            return "a mapping has a state that is no dict"
+    return ""
+
+
+def _is_short(args: object) -> bool:
+    return type(args) is tuple and len(args) == 1
+
+
+def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
+    """Is it (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it?"""
+    if not states:
+        return True
+    state = graph.nodes[states[0]]
+    return len(states) == 1 and type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
+
+
+def _sets_more(graph: Graph, state: Ref) -> bool:
+    """Does the state of a tensor set what is no plain attribute (``_set_obj_state`` in torch/_utils.py)?"""
+    node = graph.nodes[state]
+    for part in node if type(node) is tuple else (state,):
+        for key, _ in mapping(graph, part) or ():
+            name = graph.nodes[key]
+            if type(name) is str and (name in _DESCRIPTORS or name.startswith(("__", "is_"))):
+                return True
+    return False
+
+
+def _shared(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
+    """Copies of containers that something else leads to, or that were changed after the call."""
+    nodes = graph.nodes
+    sources: dict[Ref, Ref] = {}
+    for ref, node in copies:
+        if node.op in (op.NEWOBJ, op.NEWOBJ_EX):
+            continue
+        for source in elements(nodes[node.args]):
+            sources[source] = ref
+            for inner in elements(nodes[source]) if callable_name(graph, node.func) in _MAPPINGS else ():
+                if type(nodes[inner]) is not tuple:
+                    sources.setdefault(inner, ref)
+    late = {
+        ref: "a container is changed after a call copied it"
+        for source, ref in sources.items()
+        if graph.filled.get(source, 0) > ref
+    }
+    holders = {
+        ref: elements(nodes[node.args])[-1]
+        for ref, node in copies
+        if callable_name(graph, node.func) in _MAPPINGS and node.op not in (op.NEWOBJ, op.NEWOBJ_EX)
+    }
+    wanted = {
+        holder for holder in holders.values() if isinstance(nodes[holder], Dict | Call) or elements(nodes[holder])
+    }
+    times: Counter[Ref] = Counter()
+    if wanted:
+        for other in nodes:
+            times.update(wanted.intersection(children(other)))
+    shared = {
+        ref: "a mapping is made of one that stands elsewhere too"
+        for ref, holder in holders.items()
+        if times[holder] > 1
+    }
+    return shared | late

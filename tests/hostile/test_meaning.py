@@ -1,0 +1,285 @@
+"""What a pickle means to torch: the same to ckptool, or refused. The oracle is torch.load(weights_only=True)."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_files import Code, call, name, plain, put, storage, tensor
+from hostile_files import ordered as empty
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import load
+
+import ckptool
+from ckptool.errors import CkptoolError, UnreadableError
+
+FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
+STORED = {"0": FLOATS, "1": NINES}
+GIVEN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def ordered(*pairs: tuple[Any, Any]) -> Code:
+    """An OrderedDict that is filled after it was made."""
+    flat = (part for pair in pairs for part in pair)
+    return raw(empty(), b"(", *flat, b"u") if pairs else empty()
+
+
+def written(path: Path, thing: Any, stored: dict[str, bytes] = STORED) -> Path:
+    path.write_bytes(plain(thing, stored))
+    return path
+
+
+def raw(*parts: Any) -> Code:
+    return Code(b"".join(part if isinstance(part, bytes) else put(part) for part in parts))
+
+
+def takes(path: Path) -> tuple[str, str]:
+    """The status, and that of the check weights-only."""
+    report = ckptool.validate(path)
+    return report["status"], next(check["status"] for check in report["checks"] if check["name"] == "weights-only")
+
+
+def loads(path: Path) -> bool:
+    try:
+        load(path)
+    except Exception:
+        return False
+    return True
+
+
+# -- values -----------------------------------------------------------------------------------------------------
+
+A, B = tensor((4,)), tensor((4,), of=storage("1"))
+TENSOR = "torch._utils"
+BUILDS: dict[str, Code] = {
+    "set_(storage, offset, size, stride)": raw(A, (storage("1"), 0, (4,), (1,)), b"b"),
+    "set_(tensor)": raw(A, (B,), b"b"),
+    "twice": raw(A, (storage("1"), 0, (4,), (1,)), b"b", (storage("0"), 0, (4,), (1,)), b"b"),
+    "a parameter": raw(call(name("torch.nn.parameter", "Parameter"), A, False), (storage("1"), 0, (4,), (1,)), b"b"),
+    "a parameter by five": raw(
+        call(name("torch.nn.parameter", "Parameter"), A, False), (B, None, ordered(), False, None), b"b"
+    ),
+    "data as an attribute": call(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_tensor_v2"),
+        name("torch", "Tensor"),
+        (storage(), 0, (4,), (1,), False, ordered()),
+        {"data": B},
+    ),
+    "data as an attribute of a parameter": call(
+        name("torch._utils", "_rebuild_parameter_with_state"), A, False, ordered(), {"data": B}
+    ),
+}
+
+
+@pytest.mark.parametrize("made", BUILDS.values(), ids=BUILDS.keys())
+def test_a_tensor_that_is_changed_after_it_was_made_is_refused(made: Code, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", ordered(("a", made)))
+    assert load(path)["a"].tolist() == [9, 9, 9, 9] or made is BUILDS["twice"]
+    assert takes(path) == ("invalid", "not possible")
+    with ckptool.open(path) as checkpoint:
+        for command in (ckptool.repack, ckptool.strip_module, lambda found: found.survey):
+            with pytest.raises(UnreadableError, match="does not follow"):
+                command(checkpoint)
+    for report in (ckptool.keys, ckptool.hash, ckptool.lock, lambda found: ckptool.get(found, "")):
+        with pytest.raises(UnreadableError, match="does not follow"):
+            report(path)
+
+
+IDS: dict[str, Any] = {
+    "a location of bytes": (name("torch", "FloatStorage"), "1", call(name("_codecs", "encode"), "cpu", "latin1"), 4),
+    "no location": (name("torch", "FloatStorage"), "1", None, 4),
+    "a device as location": (name("torch", "FloatStorage"), "1", call(name("torch", "device"), "cpu"), 4),
+    "a number as location": (name("torch", "FloatStorage"), "1", 7, 4),
+    "as many as true": (name("torch", "FloatStorage"), "1", "cpu", True),
+    "0 beside '0'": (name("torch", "FloatStorage"), 0, "cpu", 4),
+}
+
+
+@pytest.mark.parametrize("parts", IDS.values(), ids=IDS.keys())
+@pytest.mark.parametrize(
+    "kind", ["storage", call(name("_codecs", "encode"), "storage", "latin1")], ids=["text", "bytes"]
+)
+def test_storages_that_cannot_be_read_are_never_unused(parts: Any, kind: Any, tmp_path: Path) -> None:
+    size = 1 if parts[3] is True else 4
+    made = call(name(TENSOR, "_rebuild_tensor_v2"), raw((kind, *parts), b"Q"), 0, (size,), (1,), False, ordered())
+    path = written(tmp_path / "a.pth", {"a": A, "b": made}, {"0": FLOATS, "1": NINES[: 4 * size]})
+    assert loads(path)
+    for edit in (ckptool.repack, lambda found: ckptool.keep(found, ["a"]), lambda found: ckptool.remap(found, "cpu")):
+        with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
+            ckptool.save(edit(checkpoint), tmp_path / "out.pth")
+    assert takes(path)[0] == "invalid"
+
+
+ONE = Code(b"G" + struct.pack(">d", 1.0))
+KEYS = st.sampled_from(["a", "b", "module.c", 1, True, 0, None, ONE, (1, 2), (1, "x")])
+PAIRS = st.lists(st.tuples(KEYS, st.sampled_from([A, B, 5, "x"])), max_size=4)
+
+
+def listed(pairs: list[tuple[Any, Any]], form: str) -> Any:
+    if form == "dict":
+        return raw(b"}(", *(part for pair in pairs for part in pair), b"u")
+    if form == "OrderedDict":
+        return ordered(*pairs)
+    couples = [list(pair) if form[-1] == "s" else pair for pair in pairs]
+    return couples if form.startswith("list") else tuple(couples)
+
+
+FORMS = ["dict", "OrderedDict", "list", "lists", "tuple", "tuples", "characters", "set"]
+
+
+@GIVEN
+@given(
+    pairs=PAIRS,
+    more=PAIRS,
+    form=st.sampled_from(FORMS),
+    cls=st.sampled_from(["OrderedDict", "Counter"]),
+    new=st.booleans(),
+    late=st.booleans(),
+    built=st.booleans(),
+)
+def test_a_mapping_of_a_mapping_is_what_torch_makes_or_refused(
+    tmp_path: Path, pairs: Any, more: Any, form: str, cls: str, new: bool, late: bool, built: bool
+) -> None:
+    source = ["ab", "cd"] if form == "characters" else raw(b"c__builtin__\nset\n", (["ab"],), b"R")
+    source = listed(pairs, form) if form not in ("characters", "set") else source
+    made = raw(name("collections", cls), (source,), b"\x81" if new else b"R")
+    if more:
+        made = raw(made, b"(", *(part for pair in more for part in pair), b"u")
+    if built:
+        made = raw(made, {"_metadata": ordered()}, b"b")
+    whole: Any = made
+    if late and form in ("list", "lists", "dict"):
+        # The argument is filled once more, after the call has copied it.
+        again = raw(b"h\xfe", put("late"), put(1), b"s") if form == "dict" else raw(b"h\xfe", ["late", 1], b"a")
+        whole = raw(b"]", name("collections", cls), source, b"q\xfe\x85", b"\x81" if new else b"R", b"a", again, b"a")
+    path = written(tmp_path / "a.pth", whole)
+    try:
+        theirs = load(path)
+    except Exception:
+        assert takes(path)[1] != "pass"
+        return
+    try:
+        ours = ckptool.get(path, "")
+    except CkptoolError:
+        assert takes(path)[1] != "pass"
+        return
+    assert takes(path)[1] == "pass"
+    assert plainly(ours) == plainly(theirs)
+
+
+def plainly(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(repr(key), plainly(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plainly(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@GIVEN
+@given(pairs=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from([A, B])), min_size=1, max_size=5))
+def test_edits_of_repeated_keys_keep_what_torch_sees(tmp_path: Path, pairs: Any) -> None:
+    path, out = written(tmp_path / "a.pth", listed(pairs, "dict")), tmp_path / "out.pth"
+    theirs = load(path)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.add_prefix(checkpoint, "p."), out, force=True)
+        assert plainly(load(out)) == plainly({f"p.{key}": value for key, value in theirs.items()})
+    if len(theirs) > 1:
+        first = next(iter(theirs))
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(ckptool.drop(checkpoint, [first]), out, force=True)
+            assert plainly(load(out)) == plainly({key: value for key, value in theirs.items() if key != first})
+
+
+# -- arguments --------------------------------------------------------------------------------------------------
+
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        4,
+        -1,
+        1 << 63,
+        "",
+        "cpu",
+        "cuda:-1",
+        "latin1",
+        (),
+        (4,),
+        (1,),
+        (-4,),
+        (4, 4),
+        [4],
+        {},
+        {"a": 1},
+    ]
+)
+UNTYPED = raw(("storage", name("torch.storage", "UntypedStorage"), "0", "cpu", 16), b"Q")
+CALLS = {
+    "v2": (TENSOR, "_rebuild_tensor_v2", (storage(), 0, (4,), (1,), False, ordered())),
+    "v3": (
+        *(TENSOR, "_rebuild_tensor_v3"),
+        (UNTYPED, 0, (4,), (1,), False, ordered(), name("torch", "float32")),
+    ),
+    "parameter": (TENSOR, "_rebuild_parameter", (A, True, ordered())),
+    "with state": (TENSOR, "_rebuild_parameter_with_state", (A, True, ordered(), {"a": 1})),
+    "Parameter": ("torch.nn.parameter", "Parameter", (A, False)),
+    "typed": (
+        *("torch._tensor", "_rebuild_from_type_v2"),
+        (name(TENSOR, "_rebuild_tensor_v2"), name("torch", "Tensor"), (storage(), 0, (4,), (1,), False, ordered()), {}),
+    ),
+    "meta": (TENSOR, "_rebuild_meta_tensor_no_storage", (name("torch", "float32"), (4,), (1,), False)),
+    "Size": ("torch", "Size", ((1, 2),)),
+    "device": ("torch", "device", ("cuda", 1)),
+    "layout": ("torch.serialization", "_get_layout", ("torch.strided",)),
+    "encode": ("_codecs", "encode", ("x", "latin1")),
+    "bytearray": ("__builtin__", "bytearray", ("x", "latin1")),
+    "set": ("__builtin__", "set", ([1, 2],)),
+    "complex": ("__builtin__", "complex", (1, 2)),
+}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_arguments_are_those_that_torch_takes(tmp_path: Path, data: st.DataObject) -> None:
+    module, function, arguments = CALLS[data.draw(st.sampled_from(sorted(CALLS)))]
+    changed = list(arguments)
+    place = data.draw(st.integers(0, len(changed)))
+    how = data.draw(st.sampled_from(["none", "change", "add", "remove"]))
+    if how == "add" or (how == "change" and place == len(changed)):
+        changed.insert(place, data.draw(ODD))
+    elif how != "none" and place < len(changed):
+        changed[place : place + 1] = [data.draw(ODD)] if how == "change" else []
+    opcode = b"\x81" if data.draw(st.integers(0, 5)) == 0 else b"R"
+    path = written(tmp_path / "a.pth", {"a": raw(name(module, function), tuple(changed), opcode)})
+    if takes(path)[1] == "pass":
+        load(path)
+    elif how == "none" and opcode == b"R":
+        raise AssertionError("what torch itself writes is refused")
+
+
+@pytest.mark.parametrize("depth", [10, 200_000])
+def test_keys_that_are_too_deep_to_be_hashed(depth: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", raw(b"})", b"\x85" * depth, A, b"s"))
+    assert takes(path)[1] == ("pass" if depth == 10 else "warning")
+
+
+def test_requires_grad_of_old_parameters_is_that_of_their_state(tmp_path: Path) -> None:
+    made = raw(call(name("torch.nn.parameter", "Parameter"), A), (False, False, ordered()), b"b")
+    path = written(tmp_path / "a.pth", {"a": made})
+    assert load(path)["a"].requires_grad is False
+    assert takes(path) == ("valid", "pass")
+    with ckptool.open(path) as checkpoint:
+        assert [entry.tensor.requires_grad for entry in checkpoint.survey.tensors] == [False]
+
+
+def test_a_meta_storage_has_a_record_in_a_zip(tmp_path: Path) -> None:
+    made = tensor((4,), of=raw(("storage", name("torch", "FloatStorage"), "5", "meta", 4), b"Q"))
+    path = written(tmp_path / "a.pth", {"a": made})
+    assert not loads(path) and takes(path) == ("invalid", "warning")
