@@ -145,8 +145,8 @@ class _Calls:
     def rule(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         rule = _RULES.get(name)
         if rule is None:
-            if name.startswith("torch.distributed."):
-                return None
+            if name.startswith("torch.distributed.") or name == "torch._utils._rebuild_wrapper_subclass":
+                return None  # of classes that have rules of their own
             sure = name.rpartition(".")[2].endswith("Storage") or name in _VALUES
             return Refused(f"{name} is called, which {'is no function' if sure else 'ckptool does not follow'}", sure)
         if not rule.least <= len(args) <= len(rule.kinds):
@@ -247,8 +247,11 @@ class _Calls:
         if tensor is None:
             return Refused(f"{name} of something that is no tensor")
         known = mapped_name(cls) if type(cls) is Global else ""
+        if not known:
+            return Refused(f"{name} with something else than a class")
         if known not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-            return Refused(f"{name} with {known or 'something'} as a class", known == "")
+            # A subclass with a state of its own; of classes that are no tensors nobody knows it.
+            return Refused(f"{name} with {known} as a class") if known in _CLASSES | _VALUES else None
         return None if self.is_state(args[3]) else Refused(f"{name}: a state that is no dict of attributes")
 
     def sparse(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
