@@ -212,6 +212,9 @@ def _summed(checks: list[Check], found: Safety, policy: Policy, torch: str, stat
     return {
         "status": status,
         "valid": status == VALID,
+        # Two things, of which a file may be neither, one or both.
+        "damaged": any(check.status == FAIL and check.group in ("container", "integrity") for check in checks),
+        "runs_code": any(note.code == "dangerous-call" for check in checks for note in check.notes),
         "strict": policy.strict,
         "coverage": "complete" if complete else "partial",
         "not_checked": skipped if found.verdict is not None else ["everything that needs a whole container"],

@@ -86,6 +86,8 @@ class _Calls:
                 if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
                     continue
                 what = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
+                if what is None and name == _DICTS[0] and any(nodes[state] is None for state in node.states):
+                    what = Refused(f"{name}: a state that is None")
                 if what is None and node.filling is not None and node.pairs:
                     what = self.keys(node.pairs[::2])
                 if what is not None:
@@ -366,6 +368,8 @@ class _Calls:
             return Refused(f"{name} of something that is no tensor")
         if len(buffer.shape) != 1 or any(part.dtype != "int64" for part in (sizes, strides, offsets)):
             return Refused(f"{name}: tables that are of no int64")
+        if any(part.numel and not _is_contiguous(part) for part in (buffer, sizes, strides, offsets)):
+            return Refused(f"{name}: tables that are not contiguous")
         if len(sizes.shape) != 2 or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
             return Refused(f"{name}: tables of other shapes")
         return None
@@ -526,6 +530,15 @@ class _Calls:
             known[at] = -1 if bare or -1 in depths else 1 + max(depths, default=0)
             work.pop()
         return known[ref]
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _is_device(text: str) -> bool:

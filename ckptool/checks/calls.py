@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 from ..human import cut
 from ..objects import mapped_name
-from ..pickles.nodes import Call, Global, Graph, Ref
+from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 
 __all__ = ["suspicious_calls"]
 
@@ -17,37 +17,157 @@ _MODULES: Final = frozenset(
     (
         *("os", "posix", "nt", "subprocess", "sys", "runpy", "importlib", "pty", "shutil", "socket", "ctypes", "code"),
         *("codeop", "webbrowser", "pickle", "_pickle", "marshal", "pip", "platform", "tempfile", "urllib.request"),
-        *("http.client", "ftplib", "smtplib", "operator", "timeit", "cProfile", "pdb", "bdb", "doctest", "asyncio"),
-        *("multiprocessing", "torch.hub", "torch.utils.cpp_extension", "torch.storage", "numpy.testing"),
+        *("http.client", "ftplib", "smtplib", "operator", "_operator", "timeit", "cProfile", "profile", "pdb", "bdb"),
+        *("doctest", "asyncio", "multiprocessing", "torch.hub", "torch.utils.cpp_extension", "torch.storage"),
+        *("numpy.testing", "numpy.f2py", "pkgutil", "io", "_io", "_posixsubprocess", "_winapi", "_thread", "threading"),
+        *(
+            "pydoc",
+            "trace",
+            "venv",
+            "ensurepip",
+            "requests",
+            "aiohttp",
+            "httpx",
+            "ssl",
+            "telnetlib",
+            "imaplib",
+            "poplib",
+        ),
+        *("socketserver", "xmlrpc", "shelve", "joblib"),
+        *("distutils.file_util", "idlelib", "lib2to3", "zipimport", "_ctypes", "cffi", "posixpath.expandvars"),
+        *("torch.serialization", "torch.utils.collect_env", "torch.utils.bottleneck", "torch.utils._config_module"),
+        *("torch._inductor.codecache", "torch.jit.unsupported_tensor_ops", "torch.package"),
     )
 )
+#: Modules of those that hold classes and tables as well, which files name: what of them acts.
+_PARTS: Final = {
+    "torch.storage": frozenset(("_load_from_bytes",)),
+    "torch.serialization": frozenset(("load", "_load", "_legacy_load")),
+    "io": frozenset(("open", "open_code", "FileIO")),
+    "_io": frozenset(("open", "open_code", "FileIO")),
+    "threading": frozenset(("Thread", "Timer")),
+    "torch.package": frozenset(("PackageImporter",)),
+    "joblib": frozenset(("load",)),
+}
 _BUILTINS: Final = frozenset(
-    ("eval", "exec", "compile", "__import__", "getattr", "setattr", "delattr", "open", "input", "apply", "execfile")
+    (
+        *("eval", "exec", "compile", "__import__", "getattr", "setattr", "delattr", "open", "input", "apply"),
+        *("execfile", "breakpoint", "map", "filter", "globals", "locals", "vars", "help", "exit", "quit", "file"),
+    )
 )
+#: Single functions elsewhere that run, import or read what they are given.
+_FUNCTIONS: Final = frozenset(
+    (
+        *("functools.reduce", "itertools.starmap", "itertools.filterfalse", "itertools.takewhile"),
+        *("itertools.dropwhile", "itertools.accumulate", "itertools.groupby", "types.FunctionType", "types.CodeType"),
+        *("types.LambdaType", "functools.partialmethod", "numpy.load", "pandas.read_pickle"),
+        *("numpy.ctypeslib.load_library", "logging.config.listen", "logging.config._resolve", "torch.load"),
+        *("torch.jit.load", "uuid._get_command_stdout", "_osx_support._read_output", "site.execsitecustomize"),
+        *("torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression", "builtins.object.__reduce__"),
+        *("torch._dynamo.guards.GuardBuilder.get", "concurrent.futures.ThreadPoolExecutor", "sched.scheduler"),
+        *("atexit.register", "weakref.finalize"),
+    )
+)
+#: It only holds a function with arguments, as models do (a layer's class with its options): what calls it matters.
+_PARTIAL: Final = "functools.partial"
+#: Containers: what is in them is not called.
+_HOLDERS: Final = frozenset(
+    (
+        *("collections.OrderedDict", "collections.Counter", "builtins.dict", "builtins.list", "builtins.tuple"),
+        *("builtins.set", "builtins.frozenset"),
+    )
+)
+
+
+def _acts(name: str) -> bool:
+    """Is it a function that acts on the machine, or takes a function or a name and may call what that is?"""
+    module, _, function = name.rpartition(".")
+    if module == "builtins":
+        return function in _BUILTINS
+    if name in _FUNCTIONS:
+        return True
+    # The package itself, and what is in it: os.path, or STACK_GLOBAL's os with path.join.__globals__.
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        root = ".".join(parts[:end])
+        if root in _MODULES:
+            return root not in _PARTS or (end == len(parts) and function in _PARTS[root])
+    return False
 
 
 def suspicious_calls(graph: Graph) -> list[str]:
-    """The calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle."""
+    """The calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
+
+    So is one that is given what acts, as an argument, in a container or in a state: ``map(posix.system, ...)``.
+    """
+    nodes = graph.nodes
     names: dict[Ref, str] = {}
-    for ref, node in enumerate(graph.nodes):
+    partial: set[Ref] = set()
+    for ref, node in enumerate(nodes):
         if type(node) is Global:
             name = mapped_name(node)
-            module, _, function = name.rpartition(".")
-            # torch.storage holds classes as well, which every checkpoint names.
-            if module == "torch.storage" and function != "_load_from_bytes":
-                continue
-            roots = (module, module.partition(".")[0])
-            if any(root in _MODULES for root in roots) or (module == "builtins" and function in _BUILTINS):
+            if _acts(name):
                 names[ref] = name
-    if not names:
+            elif name == _PARTIAL:
+                partial.add(ref)
+    if not names and not partial:
         return []
-    calls = [(ref, node) for ref, node in enumerate(graph.nodes) if type(node) is Call and node.func in names]
-    called = {node.func for node in graph.nodes if type(node) is Call}
-    return [
-        f"{names[node.func]}({_arguments(graph, node)})"
+    calls = [(ref, node) for ref, node in enumerate(nodes) if type(node) is Call]
+    called = {node.func for _, node in calls}
+    harmless = {
+        ref
         for ref, node in calls
-        if not (names[node.func] == "builtins.getattr" and _is_harmless(graph, ref, node, names, called))
-    ]
+        if names.get(node.func) == "builtins.getattr" and _is_harmless(graph, ref, node, names, called)
+    }
+    found = {ref for ref, node in calls if node.func in names and ref not in harmless}
+    # What is made by a partial runs what that holds.
+    found |= {ref for ref, node in calls if type(held := nodes[node.func]) is Call and held.func in partial}
+    found |= _given(graph, calls, names.keys() - {node.func for ref, node in calls if ref in harmless}, found)
+    return [f"{_called(graph, node, names)}({_arguments(graph, node)})" for ref, node in calls if ref in found]
+
+
+def _called(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
+    """What a call calls: a name, or what a call gave."""
+    if node.func in names:
+        return names[node.func]
+    func = graph.nodes[node.func]
+    if isinstance(func, Call):
+        return (
+            f"{_called(graph, func, names)}({_arguments(graph, func)})"
+            if type(graph.nodes[func.func]) is Global
+            else "..."
+        )
+    return mapped_name(func) if isinstance(func, Global) else type(func).__name__.lower()
+
+
+def _given(
+    graph: Graph, calls: Sequence[tuple[Ref, Call]], acting: Collection[Ref], found: Collection[Ref]
+) -> set[Ref]:
+    """The calls that what acts is given to: from each such global upwards, through whatever holds it."""
+    nodes = graph.nodes
+    if not acting:
+        return set()
+    above: dict[Ref, list[Ref]] = {}
+    for ref, node in enumerate(nodes):
+        if isinstance(node, tuple | List | Dict | Set | FrozenSet | Call | Global):
+            held = children(node)
+            # Names and calls of them are said already.
+            for child in held if not isinstance(node, Call) else [part for part in held if part != node.func]:
+                above.setdefault(child, []).append(ref)
+    given: set[Ref] = set()
+    seen, work = set(acting), list(acting)
+    while work:
+        for ref in above.get(work.pop(), ()):
+            if ref in seen:
+                continue
+            seen.add(ref)
+            work.append(ref)
+            node = nodes[ref]
+            if isinstance(node, Call) and ref not in found:
+                func = nodes[node.func]
+                if not (isinstance(func, Global) and mapped_name(func) in _HOLDERS):
+                    given.add(ref)
+    return given
 
 
 #: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: of them nothing
@@ -65,7 +185,11 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Container[Ref], call
         outer, inner = graph.nodes[refs[0]], graph.nodes[refs[1]]
         if type(outer) is Global and type(inner) is str and (mapped_name(outer), inner) in _NESTED:
             return True
-    return ref not in called and _is_member(graph, node, names)
+    if not _is_member(graph, node, names):
+        return False
+    # Protocol 2 names a class within a class like this; to make one of it runs no more than of any class.
+    inner = graph.nodes[refs[1]] if type(refs) is tuple else None
+    return ref not in called or (type(inner) is str and inner.lstrip("_")[:1].isupper())
 
 
 def _is_member(graph: Graph, node: Call, names: Container[Ref]) -> bool:
@@ -85,5 +209,10 @@ def _is_member(graph: Graph, node: Call, names: Container[Ref]) -> bool:
 def _arguments(graph: Graph, node: Call) -> str:
     refs = graph.nodes[node.args]
     values = [graph.nodes[ref] for ref in refs[:4]] if type(refs) is tuple else []
-    words = [repr(value) if isinstance(value, str | bytes | float | bool) else type(value).__name__ for value in values]
-    return cut(", ".join(cut(word, 80) for word in words))
+    return cut(", ".join(cut(_word(value), 80) for value in values))
+
+
+def _word(value: Node) -> str:
+    if isinstance(value, Global):
+        return mapped_name(value)
+    return repr(value) if isinstance(value, str | bytes | float | bool) else type(value).__name__

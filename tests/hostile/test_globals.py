@@ -358,3 +358,63 @@ def test_the_report_is_json_whatever_a_global_is_called(tmp_path: Path) -> None:
     path.write_bytes(plain({"x": call(odd), "y": Code(b"\x8c\x03\xed\xa0\x80\x8c\x01x\x93")}))
     said = say("validate", path, "--format", "json")
     assert "a\x1b[2J\u202e.b\ufeff" in {item["mapped"] for item in json.loads(said.out)["globals"]}
+
+
+# -- what acts, however it is reached ---------------------------------------------------------------------------
+
+ECHO = name("posix", "system")
+LISTED = name("builtins", "list")
+
+
+def built(made: Code, state: object) -> Code:
+    """An object, and its state by BUILD."""
+    return Code(made.raw + put(state) + b"b")
+
+
+REACHED = {
+    "map": call(LISTED, call(name("builtins", "map"), ECHO, ["true"])),
+    "map of Python 2": call(name("itertools", "imap"), ECHO, ["true"]),
+    "filter": call(LISTED, call(name("builtins", "filter"), ECHO, ["true"])),
+    "an unknown function": call(name("some.module", "each"), ["true"], ECHO),
+    "in a list": call(name("some.module", "each"), [["true"], [ECHO]]),
+    "in a dict": call(name("some.module", "each"), {"then": ECHO}),
+    "in an OrderedDict": call(name("some.module", "each"), call(name("collections", "OrderedDict"), [["a", ECHO]])),
+    "in a state": built(call(name("some.module", "Later")), {"then": ECHO}),
+    "resolve_name": call(call(name("pkgutil", "resolve_name"), "os:system"), "true"),
+    "partial": call(call(name("functools", "partial"), ECHO), "true"),
+    "partial of a name that is not listed": call(call(name("functools", "partial"), name("a", "b")), "true"),
+    "methodcaller": call(call(name("operator", "methodcaller"), "system", "true"), name("a", "b")),
+    "attrgetter": call(call(name("_operator", "attrgetter"), "system"), name("a", "b")),
+    "reduce": call(name("functools", "reduce"), name("a", "b"), ["true"]),
+    "starmap": call(LISTED, call(name("itertools", "starmap"), ECHO, [["true"]])),
+    "breakpoint": call(name("builtins", "breakpoint")),
+    "open": call(name("io", "open"), "/dev/null"),
+    "_io's open": call(name("_io", "open"), "/dev/null"),
+    "getattr of a method that is called": call(call(name("builtins", "getattr"), name("a", "B"), "run"), "true"),
+    "NEWOBJ": Code(name("subprocess", "Popen").raw + put(("true",)) + b"\x81"),
+}
+
+
+@pytest.mark.parametrize("made", by_key(REACHED))
+def test_what_acts_counts_as_run_however_it_is_reached(made: Code, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain({"x": made}))
+    assert report["status"] == "invalid"
+    assert "dangerous-call" in notes(report, "error")
+
+
+HARMLESS = {
+    "a class within a class": Code(
+        call(name("builtins", "getattr"), name("pkg", "Outer"), "Block").raw + b")\x81" + put({"a": 1}) + b"b"
+    ),
+    "a class that is not listed": call(name("pkg", "Config"), 1),
+    "a partial of a class, which nothing calls": call(name("functools", "partial"), name("torch.nn", "LayerNorm")),
+    "what acts in a dict, which nothing gets": {"f": ECHO},
+    "a file in memory": call(name("_io", "BytesIO")),
+}
+
+
+@pytest.mark.parametrize("made", by_key(HARMLESS))
+def test_what_runs_nothing_is_a_warning(made: Any, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain({"x": made}))
+    assert report["status"] == "valid", report["checks"]
+    assert "dangerous-call" not in notes(report, "error")
