@@ -253,7 +253,7 @@ class _Calls:
             return Refused(f"{name} with something else than a class")
         if known not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             # A subclass with a state of its own; of classes that are no tensors nobody knows it.
-            return Refused(f"{name} with {known} as a class") if known in _CLASSES | _VALUES else None
+            return Refused(f"{name} with {known} as a class") if _is_no_tensor(known) else None
         return None if self.is_state(args[3]) else Refused(f"{name}: a state that is no dict of attributes")
 
     def sparse(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
@@ -539,6 +539,11 @@ def _is_contiguous(tensor: Tensor) -> bool:
             return False
         step *= size
     return True
+
+
+def _is_no_tensor(name: str) -> bool:
+    """Is it on torch's list, and no class of tensors?"""
+    return name in _CLASSES | _VALUES or name.endswith("Storage") or "._rebuild" in name or name in _RULES
 
 
 def _is_device(text: str) -> bool:
