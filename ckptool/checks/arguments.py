@@ -449,7 +449,7 @@ class _Calls:
         node = self.nodes[args[0]]
         if type(node) is tuple or isinstance(node, List | Set | FrozenSet):
             return self.keys(node if type(node) is tuple else node.items)  # type: ignore[union-attr]
-        if type(node) is str or isinstance(node, bytes | Dict) or self.called(args[0]) in (*_DICTS, "builtins.set"):
+        if type(node) is str or isinstance(node, bytes | Dict) or self.called(args[0]) in _ITERABLE:
             return None
         return Refused("set of something that has no members", not isinstance(node, Call))
 
@@ -552,6 +552,8 @@ def _is_device(text: str) -> bool:
 
 _V2: Final = "torch._utils._rebuild_tensor_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
+#: Calls of torch's list that give something with members, each of which has a hash.
+_ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
 _UNHASHED: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
 #: On the list, and neither functions nor classes.
