@@ -297,11 +297,11 @@ NAMES = (
 def hostile(path: Path, data: bytes, out: Path) -> None:
     """Any options, with an end: an output, or an error of ours."""
     in_zip(path, data)
-    began = time.process_time()
     for options in ({}, {"drop_unknown": True, "as_state_dict": True}):
+        began = time.process_time()
         with contextlib.suppress(CkptoolError), ckptool.open(path) as checkpoint:
             ckptool.save(sanitize(checkpoint, **options), out, force=True)
-    assert time.process_time() - began < 10
+        assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("module,name", NAMES)
