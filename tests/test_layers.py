@@ -45,6 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 
+
 class Import(NamedTuple):
     """One import: ``target`` as an absolute name, ``local`` when it stands in a function, ``typing`` when it is for
     type checkers only."""
