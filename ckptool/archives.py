@@ -1,5 +1,6 @@
 """Files within zip, tar and gzipped tar archives, by addresses such as ``outer.zip!policy.pth``.
 
+The one file in gzip data that is no tar has the name of the data without ``.gz``: ``model.pth.gz!model.pth``.
 A stored member is read where it stands. A deflated or gzipped one is inflated to memory, up to ``limits.member_bytes``;
 a larger one must be unpacked first. A path with ``!`` that exists is that file.
 """
@@ -20,7 +21,7 @@ from .source import BytesSource, ContainedSource, FileSource, SliceSource, Sourc
 from .tars import is_header, members
 from .zips import read_archive
 
-__all__ = ["MARK", "Inside", "checkpoints_in", "file_name", "is_address", "open_any"]
+__all__ = ["MARK", "Inside", "checkpoints_in", "file_name", "gzip_name", "is_address", "open_any"]
 
 #: Stands between an archive and its member.
 MARK: Final = "!"
@@ -110,6 +111,8 @@ def _member(source: Source, address: str, rest: str) -> Source:
         gzipped = head[:2] == _GZIP
         if head[:2] == b"PK":
             name, found = _from_zip(source, address, names)
+        elif gzipped and not is_header(_Gzip(source).read(0, 512)):
+            name, found = _from_gzip(source, address, names)
         elif gzipped or is_header(head[:512]):
             name, found = _from_tar(source, gzipped, address, names)
         else:
@@ -173,6 +176,22 @@ def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> 
     return name, SliceSource(source, member.begin, member.size, name)
 
 
+def gzip_name(path: str) -> str:
+    """Return the name of the one file that gzip data holds: that of the data itself, without ``.gz``."""
+    return os.path.basename(path.rpartition(MARK)[2]).removesuffix(".gz")
+
+
+def _from_gzip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
+    """The one file that gzip data holds, where that is no tar archive."""
+    name = gzip_name(address)
+    if name not in names:
+        raise _no_member(address, names[-1], [name])
+    data = _Gzip(source, LIMITS.inflated_bytes).read(0, LIMITS.member_bytes + 1)
+    if len(data) > LIMITS.member_bytes:
+        raise UnreadableError(f"it has more than {human_bytes(LIMITS.member_bytes)}, which are not inflated to memory")
+    return name, BytesSource(data, name)
+
+
 def _check_size(name: str, size: int, how: str) -> None:
     if size > LIMITS.member_bytes:
         what = f"{shown(name)} is {how} and has {human_bytes(size)}: more than {human_bytes(LIMITS.member_bytes)}"
@@ -192,6 +211,8 @@ def _unpack(file: FileSource, member: str) -> str:
     head = file.read(0, 4)
     if head[:2] == b"PK":
         return f"unzip {quote(file.name)} {quote(member)}, then name the file inside"
+    if head[:2] == _GZIP and member == gzip_name(file.name):
+        return f"gunzip -c < {quote(file.name)} > {quote(member)}.unpacked, then name that"
     flags = "-xzf" if head[:2] == _GZIP else "-xf"
     return f"tar {flags} {quote(file.name)} {quote(member)}, then name the file inside"
 
@@ -210,6 +231,8 @@ def _listing(source: Source, head: bytes) -> Iterable[Inside]:
         for record in read_archive(source).records[:_LOOKED]:
             if record.name.lower().endswith(_SUFFIXES):
                 yield Inside(record.name, record.size)
+    elif head[:2] == _GZIP and not is_header(_Gzip(source, _LOOK).read(0, 512)):
+        return  # its one file may be anything
     elif head[:2] == _GZIP or is_header(head[:512]):
         inner = _Gzip(source, _LOOK) if head[:2] == _GZIP else source
         for number, member in enumerate(members(inner)):

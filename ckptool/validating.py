@@ -10,14 +10,14 @@ from .archives import open_any
 from .beside import look_beside
 from .checkpoint import Checkpoint
 from .checks.expectations import expectations
-from .checks.findings import command
+from .checks.findings import command, rescue_step
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .container import AMBIGUOUS
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
-from .human import counted, listed, safetensors_name, salvage_step
+from .human import counted, listed, safetensors_name
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
@@ -110,7 +110,7 @@ def _checked(
     if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
         folder = isinstance(checkpoint.source, FolderSource)
         step = "get the files again that are missing or damaged" if folder or not checkpoint.pickled else ""
-        report["next"] = step or salvage_step(checkpoint.path)
+        report["next"] = step or rescue_step(checkpoint)
     elif not unclear:
         bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
         report["next"] = _remedy(checkpoint, policy, bad)

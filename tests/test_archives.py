@@ -303,3 +303,32 @@ def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.Monke
         assert said.code == 0 and "2 versions" in said.out and "undo" not in said.out
         said = say("undo", f"{outer}!run/b.pth")
         assert said.code == 4 and "within an archive" in said.err and "then name the file inside" in said.err
+
+
+@pytest.mark.parametrize("name", ["model.pth.gz", "model.pth"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_gzipped_checkpoint(name: str, legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"module.w": torch.arange(6.0)}
+    torch.save(state, "plain.pth", _use_new_zipfile_serialization=not legacy)
+    Path(name).write_bytes(gzip.compress(Path("plain.pth").read_bytes()))
+    said = say("inspect", name)
+    assert said.code == 3 and f"ckptool inspect '{name}!model.pth'" in said.err
+    address = f"{name}!model.pth"
+    assert say("validate", address).code == 0
+    assert say("strip-module", address, "-o", "out.pth").code == 0
+    assert torch.equal(torch.load("out.pth")["w"], state["module.w"])
+    said = say("inspect", f"{name}!other.pth")
+    assert said.code == 3 and f"ckptool inspect '{address}'" in said.err
+    Path(name).write_bytes(Path(name).read_bytes()[:-40])
+    said = say("validate", address)
+    assert said.code in (1, 3) and "cut" in said.all
+
+
+def test_gzip_data_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.archives.LIMITS", LIMITS._replace(member_bytes=1 << 20))
+    path = tmp_path / "m.pth.gz"
+    path.write_bytes(gzip.compress(b"PK\3\4" + os.urandom(2 << 20)))
+    with pytest.raises(UnreadableError, match="not inflated to memory") as caught:
+        open_any(f"{path}!m.pth")
+    assert "gunzip -c" in caught.value.next

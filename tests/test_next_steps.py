@@ -14,8 +14,6 @@ from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
 from ckptool.cli.main import run
 from ckptool.human import suggested_output
 
-#: Of these nothing can be saved, which only reading all of the file tells.
-NOTHING_LEFT = ("legacy_protocol0.pth",)
 #: Damage that only ``validate`` sees, as it reads every byte: what ``inspect`` advises carries it on, and says nothing.
 UNSEEN = ("zip_wrong_crc.pth",)
 
@@ -45,9 +43,7 @@ def check(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
             capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "item", [item for item in CHECKPOINTS if item.path.name not in (*NOTHING_LEFT, *UNSEEN)], ids=by_name
-)
+@pytest.mark.parametrize("item", [item for item in CHECKPOINTS if item.path.name not in UNSEEN], ids=by_name)
 def test_on_fixtures(
     item: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

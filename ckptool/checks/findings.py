@@ -32,7 +32,7 @@ from .calls import suspicious_calls
 from .storages import Flaw
 from .weights_only import MISNAMED, NOT_UTF8, Blocker, Verdict
 
-__all__ = ["Finding", "command", "findings", "rule_words"]
+__all__ = ["Finding", "command", "findings", "rescue_step", "rule_words"]
 
 
 class Finding(NamedTuple):
@@ -48,6 +48,15 @@ def command(name: str, path: str, *options: str, word: str = "", extension: str 
     """Return a command line that writes beside the input, under a name as of ``suggested_output``."""
     output = argument(suggested_output(path, word, extension))
     return " ".join(["ckptool", name, argument(path), *map(shlex.quote, options), "-o", output])
+
+
+def rescue_step(checkpoint: Checkpoint) -> str:
+    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
+    tensors = (entry.tensor for entry in checkpoint.survey.tensors)
+    left = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
+    if not left and not isinstance(checkpoint.source, FolderSource):
+        return "get another copy of the file"
+    return salvage_step(checkpoint.path)
 
 
 def findings(
@@ -131,8 +140,7 @@ def _container(
     checkpoint: Checkpoint, all_flaws: Sequence[Flaw], sanitize_step: Callable[[Checkpoint], str]
 ) -> list[Finding]:
     container = checkpoint.container
-    whole_file = not isinstance(checkpoint.source, FolderSource)
-    rescue = command("salvage", checkpoint.path, word="saved") if whole_file else salvage_step(checkpoint.path)
+    rescue = rescue_step(checkpoint)
     ways = {
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if _has(container, "legacy-untyped") else "",

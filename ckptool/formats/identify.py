@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Final, cast
 
-from ..archives import checkpoints_in
+from ..archives import MARK, checkpoints_in, gzip_name
 from ..errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ..human import counted, human_bytes, listed, salvage_step, shown
 from ..limits import LIMITS
@@ -123,7 +123,11 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         around = _around(source, "gzip", "a gzipped tar archive", step) if inner == " of a tar" else None
         if around is not None:
             return around
-        return _not("gzip", f"it is gzip data{inner}", source, f"{step}, then name the file inside")
+        if inner and inner != " of a tar" and _gzip_size(source) <= LIMITS.member_bytes:
+            step = f"ckptool inspect {quote(f'{name}{MARK}{gzip_name(name)}')}"
+        else:
+            step += ", then name what it holds"
+        return _not("gzip", f"it is gzip data{inner}", source, step)
     if head[:1] == b"\x78" and head[1:2] in b"\x01\x5e\x9c\xda" and len(head) > 2:
         return _zlib(head, source)
     for magic, kind, tool in (
@@ -135,8 +139,13 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     ):
         if head.startswith(magic):
             step = _unpacked(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
-            return _not(kind, f"it is {kind} data", source, f"{step}, then name the file inside")
+            return _not(kind, f"it is {kind} data", source, f"{step}, then name what it holds")
     return None
+
+
+def _gzip_size(source: Source) -> int:
+    """The bytes that gzip data inflates to, as it ends with their number modulo 2**32."""
+    return int.from_bytes(source.read(max(0, source.size - 4), 4), "little")
 
 
 def _gzipped(head: bytes) -> str:
@@ -163,7 +172,7 @@ def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
             source,
             "joblib.load reads it, and runs what it names",
         )
-    step = f"{_unpacked('zlib-flate -uncompress', source.name, '.zlib')}, then name the file inside"
+    step = f"{_unpacked('zlib-flate -uncompress', source.name, '.zlib')}, then name what it holds"
     return _not("zlib", "it is zlib data", source, step)
 
 
