@@ -12,6 +12,7 @@ __all__ = [
     "AMBIGUOUS",
     "CUT",
     "DAMAGED",
+    "DEFLATED",
     "EDITED",
     "INCOMPLETE",
     "ODD_MEMBER",
@@ -32,6 +33,8 @@ __all__ = [
 #: Problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
 CUT = "cut"
+#: Its values are not what stands in the file: readers that map it take a deflate stream for them.
+DEFLATED = "deflated"
 #: Of a file that holds former versions of itself.
 EDITED = "edited-in-place"
 #: Of a checkpoint in several files something is missing.

@@ -32,8 +32,6 @@ __all__ = ["Promise", "check_file", "check_folder", "promise_in_place", "promise
 _Facts: TypeAlias = Mapping[str, tuple[object, ...]]
 #: The records that torch.save writes beside the object and the storages.
 _OWN: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
-#: Codes of problems that another input may bring along.
-_BROUGHT: Final = frozenset(("deflated",))
 #: References in the persistent id of a storage: the word, its class, its key, its location, its elements.
 _ID: Final = 5
 #: What an edit in place may take out: where storages no longer stand as torch computes it, it must look them up.
@@ -234,8 +232,7 @@ def _read(promise: Promise, opened: Callable[[], tuple[Source, Container]], *, c
 
 def _check(promise: Promise, source: Source, container: Container) -> None:
     _alike("the format", promise.format, container.format)
-    known = promise.odd | _BROUGHT
-    worse = [one for one in container.problems if one.level in ("error", "warning") and one.code not in known]
+    worse = [one for one in container.problems if one.level in ("error", "warning") and one.code not in promise.odd]
     if worse:
         raise ReadBackError(f"something is wrong with it: {worse[0].message}", promised="no flaw", read=worse[0].code)
     if promise.byteorder:

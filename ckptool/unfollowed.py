@@ -13,7 +13,7 @@ from typing import Final
 
 from .objects import callable_name, elements, given_pairs, mapping
 from .pickles import opcodes as op
-from .pickles.nodes import Call, Dict, Global, Graph, Instance, Persistent, Ref, children
+from .pickles.nodes import Buffer, Call, Dict, Global, Graph, Instance, Persistent, Ref, children
 from .tensors import TensorReader
 
 __all__ = ["unfollowed", "unread_ids"]
@@ -67,6 +67,9 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
                 thing = "a storage" if kind is Persistent else "a class"
                 if kind is Persistent and reader.storage(ref) is not None:
                     found[ref] = f"{thing} is changed after it was made"
+    if graph.refused.get(op.NEXT_BUFFER):
+        what = "the pickle takes bytes from outside of the file"
+        found.update((ref, what) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
     for ref in unread_ids(graph, reader):
         found[ref] = "a storage is named in a way that no torch writes"
     if copies:

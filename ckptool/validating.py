@@ -14,7 +14,7 @@ from .checks.findings import command, rescue_step
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
-from .container import AMBIGUOUS
+from .container import AMBIGUOUS, DEFLATED
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
 from .human import counted, listed, safetensors_name
@@ -107,7 +107,16 @@ def _checked(
     report = _summed(checks, found, policy, torch, "")
     report["files"] = beside.as_json() if beside is not None else []
     unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
-    if not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
+    broken_by = {
+        note.code
+        for check in checks
+        if check.status == FAIL and check.name in _SALVAGE
+        for note in check.notes
+        if note.level == "error"
+    }
+    if broken_by == {DEFLATED}:
+        report["next"] = command("repack", checkpoint.path, word="clean")
+    elif not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
         folder = isinstance(checkpoint.source, FolderSource)
         step = "get the files again that are missing or damaged" if folder or not checkpoint.pickled else ""
         report["next"] = step or rescue_step(checkpoint)

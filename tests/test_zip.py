@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import oracle
@@ -13,6 +14,7 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
+from ckptool.checkpoint import Checkpoint
 from ckptool.errors import MalformedError, RefusedError
 from ckptool.source import BytesSource, FileSource, Plan, Span, merged, open_source
 from ckptool.zips import read_archive, rewritten
@@ -108,6 +110,16 @@ def test_what_stands_behind_the_archive_comes_along(out: Path) -> None:
     with ckptool.open(FIXTURES / "zip_trailing.pth") as checkpoint:
         ckptool.save(ckptool.add_prefix(checkpoint), out)
     assert out.read_bytes()[-1000:] == (FIXTURES / "zip_trailing.pth").read_bytes()[-1000:]
+
+
+@pytest.mark.parametrize("edit", [ckptool.repack, ckptool.sanitize, lambda found: ckptool.convert(found, "torch")])
+def test_what_is_laid_out_anew_can_be_mapped(edit: Callable[[Checkpoint], Checkpoint], out: Path) -> None:
+    assert ckptool.validate(FIXTURES / "zip_deflated.pth")["status"] == "invalid"
+    with ckptool.open(FIXTURES / "zip_deflated.pth") as checkpoint:
+        ckptool.save(edit(checkpoint), out)
+    assert ckptool.validate(out)["status"] == "valid"
+    mapped = torch.load(out, weights_only=True, mmap=True)
+    assert oracle.difference(oracle.load(FIXTURES / "zip_deflated.pth"), mapped) == ""
 
 
 def test_deflated_storages_stay_deflated(out: Path) -> None:

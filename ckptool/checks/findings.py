@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ..accounting import Account
 from ..archives import is_address
 from ..checkpoint import Checkpoint
-from ..container import AMBIGUOUS, CUT, DAMAGED, EDITED, INCOMPLETE, UNEDITABLE, Container
+from ..container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE, Container
 from ..human import (
     argument,
     counted,
@@ -145,6 +145,7 @@ def _container(
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if _has(container, "legacy-untyped") else "",
         DAMAGED: "get the file again",
+        DEFLATED: command("repack", checkpoint.path, word="clean"),
         INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": command("convert", checkpoint.path, word="converted"),
         "in-pieces": command("convert", checkpoint.path, extension=".safetensors"),

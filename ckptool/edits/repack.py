@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ..changes import Change
 from ..checkpoint import Checkpoint
-from ..container import Body
 from ..human import counted, human_bytes
 from ..programs import program_of
-from ..zips import inflated
 from .prune import used_storages
 
 __all__ = ["repack"]
@@ -24,14 +22,8 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
         return checkpoint.changed(checkpoint.graph, [change], anew=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
-    bodies = {key: body for key in used if (body := checkpoint.body(key)) is not None and body.compressed}
-    plain = {
-        key: Body(inflated(body.piece, body.size, f"storage {key}"), body.size, body.crc or None)
-        for key, body in bodies.items()
-    }
-    notes = []
-    if plain:
-        notes.append(f"{counted(len(plain), 'deflated storage')} inflated")
+    deflated = sum((body := checkpoint.body(key)) is not None and body.compressed for key in used)
+    notes = [f"{counted(deflated, 'deflated storage')} inflated"] if deflated else []
     unused = [record for record in checkpoint.container.records() if record.key and record.key not in used]
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
@@ -44,4 +36,4 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         f"laid out anew, as {'torch.save' if checkpoint.pickled else 'safetensors'} does",
         tuple(notes),
     )
-    return checkpoint.changed(checkpoint.graph, [change], plain, anew=True)
+    return checkpoint.changed(checkpoint.graph, [change], anew=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..changes import Change
 from ..checkpoint import Checkpoint
-from ..container import CUT, DAMAGED
+from ..container import CUT, DAMAGED, DEFLATED
 from ..elements import added_storages
 from ..errors import MalformedError, RefusedError
 from ..human import counted, listed, salvage_step
@@ -67,7 +67,11 @@ def sanitize(
         changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in unknown.values()]
         changes += [Change("drop", path, 1, 0, f"{name}: dropped with a part of it") for path, name in others]
     changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in walk.lost]
-    anew = bool(walk.storages) or any(problem.refused for problem in checkpoint.container.problems)
+    # To a plain torch.load deflated storages are fine; to one that maps the file they are not.
+    anew = bool(walk.storages) or any(
+        problem.refused or (problem.code == DEFLATED and problem.level == "error")
+        for problem in checkpoint.container.problems
+    )
     # What is left out must not stay behind as bytes that nothing uses.
     before, after = used_storages(checkpoint.graph, checkpoint.path), used_storages(graph, checkpoint.path)
     # And the layout contract of .format_version wants them in the order in which a reader meets them.
@@ -86,6 +90,8 @@ def sanitize(
         protocol = checkpoint.graph.style.protocol
         what = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
         changes.insert(0, Change("protocol", "", 1, 0, what))
+    if anew and not changes and checkpoint.format == "torch-zip":
+        changes = [Change("repack", "", 1, 0, "laid out anew, as torch.save does")]
     made = added_storages(checkpoint, walk.storages, after)
     return checkpoint.changed(graph, changes, made, anew=anew)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from ..container import DAMAGED, EDITED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ..container import DAMAGED, DEFLATED, EDITED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
@@ -61,7 +61,7 @@ class TorchZip:
     traits = Traits()
     others: Sequence[Graph] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
-    #: Does its writer deflate records that are no storages?
+    #: Does its writer deflate records, and does every reader inflate them?
     deflates = False
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
@@ -208,13 +208,13 @@ class TorchZip:
         alignment = alignment_problem(archive)
         if alignment is not None:
             self.problems.append(alignment)
-        data = self._data
-        deflated = [r for r in archive.records if r.method == 8 and r.size and folded(r.name).startswith(data)]
-        if deflated:
-            what = f"{counted(len(deflated), 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
-            self._note("deflated", "warning", what)
-        elif not self.deflates and any(record.method == 8 and record.size for record in archive.records):
-            self._note("deflated", "warning", "records are deflated, which torch.save never does")
+        deflated = [record.name for record in archive.records if record.method == 8 and record.size]
+        storages = sum(folded(name).startswith(self._data) for name in deflated)
+        if storages and not self.deflates:
+            what = f"{counted(storages, 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
+            self._note(DEFLATED, "error", what)
+        elif deflated and not self.deflates:
+            self._note(DEFLATED, "warning", "records are deflated, which torch.save never does")
         foreign = [r for r in archive.records if r.method not in (0, 8)]
         if foreign:
             what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"

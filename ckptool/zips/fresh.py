@@ -51,12 +51,14 @@ class Content(NamedTuple):
 
 
 def content_of(name: str, piece: Piece, size: int, crc: int | None, compressed: bool) -> Content:
-    """A record of bytes that are there or were made: ``crc`` and ``size`` (bytes) inflated, ``compressed`` whether the
-    piece is a deflate stream. Where ``crc`` is None it is computed, of the inflated bytes.
+    """A stored record of bytes that are there or were made: ``crc`` and ``size`` (bytes) inflated, ``compressed``
+    whether the piece is a deflate stream, which is inflated: ``torch.load(mmap=True)`` takes bytes as they are stored.
+    A checksum that is not there is computed: where ``crc`` is None, or 0 for "not computed" with a deflate stream.
     """
-    if crc is None and size:
-        return summed(name, inflated(piece, size, name) if compressed else piece)
-    return Content(name, piece, crc or 0, size, compressed)
+    plain = inflated(piece, size, name) if compressed else piece
+    if size and (crc is None or (compressed and not crc)):
+        return summed(name, plain)
+    return Content(name, plain, crc or 0, size)
 
 
 def inflated(piece: Piece, size: int, name: str) -> Computed:

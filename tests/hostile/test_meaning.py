@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hostile_files import Code, call, name, plain, put, storage, tensor
 from hostile_files import ordered as empty
 from hypothesis import HealthCheck, given, settings
@@ -73,6 +75,20 @@ BUILDS: dict[str, Code] = {
         name("torch._utils", "_rebuild_parameter_with_state"), A, False, ordered(), {"data": B}
     ),
 }
+
+
+@pytest.mark.parametrize("made", [b"\x97", b"\x97\x98"], ids=["writable", "read only"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_bytes_from_outside_of_the_file_are_given_to_no_reader(made: bytes, kept: bool, tmp_path: Path) -> None:
+    """Also where the pickle throws them away: torch.load fails in both modes, and an edit would mend that unseen."""
+    whole = ordered(("a", A))
+    path = written(tmp_path / "a.pth", raw(made, whole, b"\x86") if kept else raw(made, b"0", whole))
+    for weights_only in (True, False):
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=weights_only)
+    assert takes(path)[0] == "invalid"
+    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="outside of the file"):
+        ckptool.repack(checkpoint)
 
 
 @pytest.mark.parametrize("made", BUILDS.values(), ids=BUILDS.keys())
