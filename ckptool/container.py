@@ -49,7 +49,7 @@ UNCHECKED = "not-checked"
 _UNCLEAR = (
     *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
     *("directory-gap", "directory-rest", "end-records", "zip64-twice", "entry-fields", "name-twice", "name-long"),
-    *("name-nul", "stored-size", "two-versions"),
+    *("name-nul", "stored-size", "two-versions", "other-disk", "end-count"),
 )
 #: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
 TWO_FORMATS = "two-formats"

@@ -26,6 +26,7 @@ from ..zips import (
     appended,
     audit,
     check_places,
+    end_records,
     folded,
     layout_holds,
     read_archive,
@@ -192,7 +193,7 @@ class TorchZip:
     def _check_records(self) -> None:
         """What torch's reader would refuse, and what two readers could see differently."""
         archive = self.archive
-        for oddity in archive.oddities[: LIMITS.listed]:
+        for oddity in [*end_records(archive), *archive.oddities[: LIMITS.listed]]:
             self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
@@ -250,8 +251,8 @@ class TorchZip:
 
 
 def stored_in(archive: Archive, record: Record) -> StoredBytes:
-    """The content of a record. An empty one has the checksum 0 and nothing to check."""
-    crc = record.crc if record.size else None
+    """The content of a record. An empty one that is stored has the checksum 0 and nothing to check."""
+    crc = record.crc if record.size or record.crc or record.method else None
     return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .append import appended
-from .audit import Audit, audit, check_places, signatures
+from .audit import Audit, audit, check_places, end_records, signatures
 from .fresh import Content, Sum, content_of, fresh, inflated, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, folded, read_archive, search_begin
@@ -25,6 +25,7 @@ __all__ = [
     "check_places",
     "content_of",
     "contents",
+    "end_records",
     "folded",
     "fresh",
     "inflated",

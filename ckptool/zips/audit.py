@@ -18,7 +18,7 @@ from .read import FULL32, LOCAL, Archive, Oddity, Record, extras, parses, read_a
 from .versions import versions
 from .window import Window
 
-__all__ = ["Audit", "audit", "check_places", "signatures"]
+__all__ = ["Audit", "audit", "check_places", "end_records", "signatures"]
 
 #: (code, what is wrong with the record, level, ambiguous)
 _Note: TypeAlias = Callable[..., None]
@@ -30,6 +30,10 @@ _WINDOW: Final = 1 << 20
 _SPARE: Final = 16 << 20
 _ENDS: Final = 4096
 _HEADER: Final = b"PK\x03\x04"
+#: The newest version of zip that an entry may need for Python's zipfile (``MAX_EXTRACT_VERSION``).
+_NEWEST: Final = 63
+#: The flag of a name in UTF-8.
+_UTF8: Final = 0x800
 _PADDING: Final = 0x4246  # "FB", as torch pads
 #: What a name without any flaw does not have.
 _ODD_NAME: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
@@ -86,11 +90,13 @@ def check_places(archive: Archive) -> None:
 def _names(archive: Archive) -> Iterator[Oddity]:
     for record in archive.records:
         name = record.name
-        if name and not _ODD_NAME(name):
+        unmarked = not name.isascii() and not record.flags & _UTF8
+        if name and not unmarked and not _ODD_NAME(name):
             continue
         parts = name.split("/")
         flaws = [
             ("name-encoding", "is not UTF-8", any("\udc80" <= char <= "\udcff" for char in name)),
+            ("name-flag", "is not marked as UTF-8: to Python's zipfile it has other letters", unmarked),
             ("name-backslash", "has a backslash in it, a folder to some readers", "\\" in name),
             ("name-absolute", "is an absolute path", name.startswith("/") or name[1:3] == ":/"),
             ("name-parent", "leads out of its folder", ".." in parts),
@@ -244,8 +250,8 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
             values = [int.from_bytes(value, "little") for value in (here, there)]
             what = f"{field} {values[0]} in its local header, {values[1]} in the directory"
             note("local-header", what, "error" if field == "method" else "warning")
-    if entry[34:36] != b"\0\0":
-        note("other-disk", "it is said to be on another disk")
+    if entry[6] > _NEWEST:
+        note("version-needed", f"it is said to need version {entry[6]} of zip; Python's zipfile refuses the archive")
     _sizes(record, raw, note)
     if record.flags & 8 and record.compressed:
         end = _descriptor(near, record, end, note)
@@ -300,21 +306,22 @@ def _descriptor(near: Window, record: Record, at: int, note: _Note) -> int:
     return at + (24 if record.header >= FULL32 or record.size >= FULL32 else 16)
 
 
-def _ends(archive: Archive, found: Audit) -> None:
-    """The end records: what they count, and what stands behind them."""
-    source, end, note = archive.source, archive.end, found.oddities.append
-    _, _, _, here, total, size, offset, comment = _END(source.read(end.plain, 22))
+def end_records(archive: Archive) -> Iterator[Oddity]:
+    """How the end records contradict each other. Torch refuses nearly all such files, others take one of the two."""
+    source, end = archive.source, archive.end
+    _, _, _, here, total, size, offset, _ = _END(source.read(end.plain, 22))
     if here != total:
-        note(Oddity("end-count", f"the end record counts {here:,} entries here and {total:,} in all", offset=end.plain))
+        what = f"the end record counts {here:,} entries here and {total:,} in all"
+        yield Oddity("end-count", what, True, offset=end.plain)
     if end.zip64 >= 0:
         raw = source.read(end.zip64, 56)
         wide = [int.from_bytes(raw[i : i + 8], "little") for i in (24, 32, 40, 48)]
         if int.from_bytes(raw[4:12], "little") != 44:
             what = "the zip64 end record has another size than its fields"
-            note(Oddity("end-records", what, offset=end.zip64))
+            yield Oddity("end-records", what, True, offset=end.zip64)
         if wide[0] != wide[1]:
             what = f"the zip64 end record counts {wide[0]:,} entries here and {wide[1]:,} in all"
-            note(Oddity("end-count", what, offset=end.zip64))
+            yield Oddity("end-count", what, True, offset=end.zip64)
         for what, plain, true, full in (
             ("entries", total, wide[1], 0xFFFF),
             ("bytes of directory", size, wide[2], FULL32),
@@ -322,10 +329,17 @@ def _ends(archive: Archive, found: Audit) -> None:
         ):
             if plain not in (full, true):
                 text = f"the end record says {plain:,} {what}, the zip64 end record {true:,}"
-                note(Oddity("end-records", text, offset=end.plain))
+                yield Oddity("end-records", text, True, offset=end.plain)
         locator = source.read(end.plain - 20, 20)
         if int.from_bytes(locator[16:20], "little") != 1:
-            note(Oddity("end-records", "the archive is said to be in several parts", offset=end.plain - 20))
+            yield Oddity("end-records", "the archive is said to be in several parts", True, offset=end.plain - 20)
+
+
+def _ends(archive: Archive, found: Audit) -> None:
+    """The end records, and what stands behind them."""
+    source, end, note = archive.source, archive.end, found.oddities.append
+    found.oddities.extend(end_records(archive))
+    comment = int.from_bytes(source.read(end.plain + 20, 2), "little")
     rest = source.size - end.tail
     if comment:
         what = f"the archive has a comment of {counted(comment, 'byte')}"

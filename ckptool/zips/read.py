@@ -315,7 +315,7 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
             name_size,
             extra_size,
             comment_size,
-            _,
+            disk,
             _,
             attributes,
             header,
@@ -348,6 +348,10 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
             odd += _odd_entry(records[-1], attributes)
         elif plain and name[-1:] == "/":
             odd += _odd_entry(records[-1], 0x10)
+        if disk:
+            # Torch refuses the file, but for disk 1; Python does not look.
+            what = f"{shown(name)} is said to be on another disk"
+            odd.append(Oddity("other-disk", what, True, where=name, offset=base + at))
         at = end
     return records, odd
 

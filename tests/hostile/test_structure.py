@@ -113,6 +113,7 @@ def no_descriptor(**told: int) -> bytes:
     return altered("data/0", local=sizes, listed={"flags": 0x0800}, descriptor=b"")
 
 
+EMPTY = {"method": 8, "size": 0, "crc": 0}
 FAILURES = {
     "two data.pkl": Case("duplicate-record", twice(FIRST, OTHER)),
     "two data.pkl alike": Case("duplicate-record", twice(OTHER, OTHER)),
@@ -176,6 +177,13 @@ FAILURES = {
     "name with ..": Case("name-parent", with_record(Entry(f"{ROOT}/../../etc/passwd", b"x"))),
     "name with a backslash": Case("name-backslash", with_record(Entry(f"{ROOT}/data\\0", b"x"))),
     "name with NUL": Case("name-nul", with_record(Entry(f"{ROOT}/data/0\0.txt", b"x")), EITHER),
+    "name that is not marked as UTF-8": Case(
+        "name-flag", with_record(Entry(f"{ROOT}/café", b"x", listed={"flags": 8}, local={"flags": 8}))
+    ),
+    "a version of zip that is to come": Case("version-needed", altered("version", listed={"version": 64}), LOADS),
+    "an empty storage that does not inflate": Case(
+        "unreadable-record", with_record(Entry(f"{ROOT}/empty", b"\xff\xff", listed=EMPTY, local=EMPTY)), EITHER
+    ),
     "name not UTF-8": Case("name-encoding", with_record(Entry(b"seed/caf\xe9", b"x")), REFUSES),
     "name with an empty part": Case("name-empty", with_record(Entry(f"{ROOT}//data/0", b"x"))),
     "byteorder nonsense": Case("bad-byteorder", altered("byteorder", data=b"middle"), REFUSES),
