@@ -131,4 +131,4 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _key(key: Any) -> Any:
-    return (type(key), key)
+    return (type(key), key) if key == key else (type(key), repr(key))

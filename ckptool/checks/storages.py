@@ -12,7 +12,7 @@ from ..human import shown
 from ..objects import callable_name
 from ..pickles.nodes import Call, Persistent, Ref
 from ..programs import program_of
-from ..tensors import Tensor, extent
+from ..tensors import Tensor, TensorReader, extent
 from .arguments import refused_calls
 from .torch_lists import NEWEST, allowed, registered
 
@@ -68,19 +68,27 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
     if not checkpoint.pickled or program_of(checkpoint) is not None:
         return []
     survey = checkpoint.survey
-    refused = refused_calls(checkpoint.graph, survey.reader, allowed(NEWEST) | registered(NEWEST))
+    names = allowed(NEWEST) | registered(NEWEST)
+    # The other pickles of a legacy file, which torch loads before and after it; those of shards are in its own.
+    beside = checkpoint.container.others if checkpoint.traits.in_a_row and not checkpoint.anew else ()
+    found = [
+        Flaw("arguments", "", f"in a pickle beside the checkpoint's: {refusal.why}", refusal.sure)
+        for other in beside
+        for refusal in refused_calls(other, TensorReader(other), names).values()
+    ]
+    refused = refused_calls(checkpoint.graph, survey.reader, names)
     if not refused:
-        return []
+        return found
     paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
-    return [
+    return found + [
         Flaw(
             "arguments",
             paths.get(ref, ""),
-            f"{paths[ref]}: {found.why}" if ref in paths else found.why,
-            found.sure,
+            f"{paths[ref]}: {what.why}" if ref in paths else what.why,
+            what.sure,
             ref,
         )
-        for ref, found in refused.items()
+        for ref, what in refused.items()
         if ref not in known
     ]
 

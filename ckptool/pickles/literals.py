@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from codecs import raw_unicode_escape_decode
 from collections.abc import Iterator
+from math import isinf
 from struct import Struct
 from typing import Final
 
@@ -64,12 +65,15 @@ def text_number(machine: Machine, code: int) -> None:
         machine.fail(f"a number of {len(raw):,} digits; the limit is {limit:,} (limits.int_digits)")
     try:
         if code == op.FLOAT:
-            _number(machine, code, raw, float(raw), op.float_opcode(machine.dialect))
+            value = float(raw)
+            if isinf(value) and b"n" not in raw.lower():
+                machine.fail("a number that is too large")  # as the unpickler of C says; that of Python takes it
+            _number(machine, code, raw, value, op.float_opcode(machine.dialect))
         elif code == op.INT and raw in (b"00", b"01"):
             _number(machine, code, raw, raw == b"01", op.INT if machine.dialect < 2 else op.NEWTRUE)
         else:
-            value = int(raw[:-1] if code == op.LONG and raw.endswith(b"L") else raw, 0)
-            _number(machine, code, raw, value, op.int_opcode(value, machine.dialect))
+            whole = int(raw[:-1] if code == op.LONG and raw.endswith(b"L") else raw, 0)
+            _number(machine, code, raw, whole, op.int_opcode(whole, machine.dialect))
     except ValueError:
         machine.fail("a number that is no number")
 

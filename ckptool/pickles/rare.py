@@ -172,6 +172,10 @@ def _shuffle(machine: Machine, code: int) -> None:
         machine.dropped(machine.stack.pop())
 
 
+#: Places in a memo: as many as LONG_BINPUT can name. The unpickler of C makes a table as long as its largest number.
+_MEMOS: Final = 1 << 32
+
+
 def _text_memo(machine: Machine, code: int) -> None:
     """GET and PUT."""
     try:
@@ -180,6 +184,8 @@ def _text_memo(machine: Machine, code: int) -> None:
         machine.fail("a memo number that is no number")
     if index < 0:
         machine.fail("a negative memo number")
+    if index >= _MEMOS:
+        machine.fail("a memo number that is too large")
     if code == op.GET:
         machine.stack.append(machine.get(index))
     elif index == len(machine.memo):

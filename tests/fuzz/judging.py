@@ -196,7 +196,7 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
             finds.append(Find(RUNS, "valid", f"torch.load(weights_only=False) runs {answer.ran}"))
         words.append("stopped before it ran")
     elif answer.error or answer.died:
-        if said.valid and not _is_named_class(said, answer.error):
+        if said.valid and not _is_said(said, answer.error):
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
         words.append("refused by torch")
     else:
@@ -209,10 +209,11 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
     return Verdict(said.valid, opened, tuple(words), tuple(finds))
 
 
-def _is_named_class(said: Said, error: str) -> bool:
-    """Whether a load without weights_only failed for a class that is not installed, and validate named one."""
+def _is_said(said: Said, error: str) -> bool:
+    """Whether a load without weights_only fails for what validate names, with no promise about it: globals that are not
+    on torch's list, which are looked up and called (no weights_only load comes as far), and texts of Python 2."""
     named = any(check["name"] == "globals" and check["status"] != "pass" for check in said.report["checks"])
-    return named and error.startswith(("ModuleNotFoundError", "AttributeError: Can't get attribute"))
+    return named or (error.startswith("UnicodeDecodeError") and "UnicodeDecodeError" in _why_not(said))
 
 
 def _tar_edits(path: str, folder: str, refused: bool, entries: list[Any], chance: random.Random) -> list[Find]:

@@ -131,7 +131,7 @@ def content(tensor: torch.Tensor) -> bytes:
     # As they are stored: what conjugates or negates comes later.
     plain = plain.conj() if plain.is_conj() else plain
     plain = torch._neg_view(plain) if plain.is_neg() else plain
-    plain = plain.contiguous().reshape(-1)
+    plain = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # one element may have any stride
     if not plain.numel():
         return b""
     return (

@@ -46,12 +46,19 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     if facts != (other.dtype, other.shape, other.layout, other.is_quantized, other.requires_grad):
         return False
     if one.layout != torch.strided or one.is_quantized or one.device.type == "meta":
-        return repr(one) == repr(other)
+        return _shown(one) == _shown(other)
     if one.numel() > 1 << 20:  # a view that repeats itself: it is not spelled out
         return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
     # Bytes: a flipped bit may make NaNs, of which there are many.
     first, second = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
     return bool(torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)))
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    try:
+        return repr(tensor)
+    except RuntimeError as error:  # a quantized one without its scale, which torch makes and cannot show
+        return f"{tensor.dtype} {tuple(tensor.shape)}: {type(error).__name__}"
 
 
 def stripped(loaded: Any, prefix: str = "module.") -> Any:
