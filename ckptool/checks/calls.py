@@ -20,20 +20,14 @@ _MODULES: Final = frozenset(
         *("http.client", "ftplib", "smtplib", "operator", "_operator", "timeit", "cProfile", "profile", "pdb", "bdb"),
         *("doctest", "asyncio", "multiprocessing", "torch.hub", "torch.utils.cpp_extension", "torch.storage"),
         *("numpy.testing", "numpy.f2py", "pkgutil", "io", "_io", "_posixsubprocess", "_winapi", "_thread", "threading"),
-        *(
-            "pydoc",
-            "trace",
-            "venv",
-            "ensurepip",
-            "requests",
-            "aiohttp",
-            "httpx",
-            "ssl",
-            "telnetlib",
-            "imaplib",
-            "poplib",
-        ),
-        *("socketserver", "xmlrpc", "shelve", "joblib"),
+        *("pydoc", "trace", "venv", "ensurepip", "requests", "aiohttp", "httpx", "ssl", "telnetlib", "imaplib"),
+        *("poplib", "socketserver", "xmlrpc", "shelve", "joblib", "http.server", "_socket", "select", "nntplib"),
+        *("imp", "_imp", "_frozen_importlib", "_frozen_importlib_external", "py_compile", "compileall", "zipapp"),
+        *("gzip", "bz2", "fileinput", "glob", "linecache", "tokenize", "filecmp", "mailbox", "mmap", "_pyio", "netrc"),
+        *("sqlite3", "_sqlite3", "dbm", "gc", "fcntl", "faulthandler", "getpass", "readline", "site", "_posixshmem"),
+        *("tkinter", "_tkinter", "turtle", "antigravity", "_xxsubinterpreters", "_interpreters", "_testcapi"),
+        *("concurrent.futures", "pathlib.Path", "pathlib.PosixPath", "pathlib.WindowsPath", "test.support"),
+        *("torch.distributed.run", "torch.distributed.launcher", "torch.utils.model_zoo"),
         *("distutils.file_util", "idlelib", "lib2to3", "zipimport", "_ctypes", "cffi", "posixpath.expandvars"),
         *("torch.serialization", "torch.utils.collect_env", "torch.utils.bottleneck", "torch.utils._config_module"),
         *("torch._inductor.codecache", "torch.jit.unsupported_tensor_ops", "torch.package"),
@@ -64,8 +58,18 @@ _FUNCTIONS: Final = frozenset(
         *("numpy.ctypeslib.load_library", "logging.config.listen", "logging.config._resolve", "torch.load"),
         *("torch.jit.load", "uuid._get_command_stdout", "_osx_support._read_output", "site.execsitecustomize"),
         *("torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression", "builtins.object.__reduce__"),
-        *("torch._dynamo.guards.GuardBuilder.get", "concurrent.futures.ThreadPoolExecutor", "sched.scheduler"),
-        *("atexit.register", "weakref.finalize"),
+        *("torch._dynamo.guards.GuardBuilder.get", "sched.scheduler", "atexit.register", "weakref.finalize"),
+        *("tarfile.open", "tarfile.TarFile", "tarfile.TarFile.open", "zipfile.ZipFile", "zipfile.PyZipFile"),
+        *("lzma.open", "lzma.LZMAFile", "codecs.open", "wave.open", "logging.FileHandler", "pstats.Stats"),
+        *("signal.signal", "signal.raise_signal", "signal.alarm", "signal.setitimer", "signal.pthread_kill"),
+        *("resource.setrlimit", "resource.prlimit", "tracemalloc.Snapshot.load", "unittest.main", "fsspec.open"),
+        *("numpy.save", "numpy.savez", "numpy.savetxt", "numpy.fromfile", "numpy.loadtxt", "numpy.genfromtxt"),
+        *("torch.save", "torch.from_file", "torch.jit._serialization.load", "torch.jit.save", "torch.onnx.export"),
+        *("torch.ops.load_library", "torch.classes.load_library", "torch._C._load_for_lite_interpreter"),
+        *("torch._C.import_ir_module", "torch._dynamo.utils.import_module", "pandas.eval", "numexpr.evaluate"),
+        *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "dill.load", "dill.loads", "cloudpickle.load"),
+        *("cloudpickle.loads", "sympy.sympify", "sympy.core.sympify.sympify", "psutil.Process", "psutil.Popen"),
+        *("pkg_resources.run_script", "setuptools.setup", "IPython.embed", "IPython.start_ipython"),
     )
 )
 #: It only holds a function with arguments, as models do (a layer's class with its options): what calls it matters.
@@ -95,6 +99,12 @@ def _acts(name: str) -> bool:
     return False
 
 
+def _acts_within(path: str) -> bool:
+    """Does a dotted name lead into another module, ``argparse`` with ``_os.remove``?"""
+    parts = [part.lstrip("_") for part in path.split(".")]
+    return any(_acts(".".join(parts[at:])) for at in range(len(parts) - 1))
+
+
 def suspicious_calls(graph: Graph) -> list[str]:
     """The calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
 
@@ -106,7 +116,7 @@ def suspicious_calls(graph: Graph) -> list[str]:
     for ref, node in enumerate(nodes):
         if type(node) is Global:
             name = mapped_name(node)
-            if _acts(name):
+            if _acts(name) or ("." in node.name and _acts_within(node.name)):
                 names[ref] = name
             elif name == _PARTIAL:
                 partial.add(ref)
@@ -123,7 +133,12 @@ def suspicious_calls(graph: Graph) -> list[str]:
     # What is made by a partial runs what that holds.
     found |= {ref for ref, node in calls if type(held := nodes[node.func]) is Call and held.func in partial}
     found |= _given(graph, calls, names.keys() - {node.func for ref, node in calls if ref in harmless}, found)
-    return [f"{_called(graph, node, names)}({_arguments(graph, node)})" for ref, node in calls if ref in found]
+    said = {ref: f"{_called(graph, node, names)}({_arguments(graph, node)})" for ref, node in calls if ref in found}
+    for ref in found - said.keys():
+        node = nodes[ref]
+        assert isinstance(node, Global)
+        said[ref] = f"setattr({mapped_name(node)}, ...)"
+    return [said[ref] for ref in sorted(said)]
 
 
 def _called(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
@@ -143,7 +158,7 @@ def _called(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
 def _given(
     graph: Graph, calls: Sequence[tuple[Ref, Call]], acting: Collection[Ref], found: Collection[Ref]
 ) -> set[Ref]:
-    """The calls that what acts is given to: from each such global upwards, through whatever holds it."""
+    """The calls and classes that what acts is given to: from each such global upwards, through whatever holds it."""
     nodes = graph.nodes
     if not acting:
         return set()
@@ -167,6 +182,8 @@ def _given(
                 func = nodes[node.func]
                 if not (isinstance(func, Global) and mapped_name(func) in _HOLDERS):
                     given.add(ref)
+            elif isinstance(node, Global) and node.filling is not None:
+                given.add(ref)  # BUILD on a class: what is made of it calls its __setstate__
     return given
 
 

@@ -392,6 +392,19 @@ REACHED = {
     "_io's open": call(name("_io", "open"), "/dev/null"),
     "getattr of a method that is called": call(call(name("builtins", "getattr"), name("a", "B"), "run"), "true"),
     "NEWOBJ": Code(name("subprocess", "Popen").raw + put(("true",)) + b"\x81"),
+    "a state of a class": Code(name("pkg", "Config").raw + put((None, {"__setstate__": ECHO})) + b"b"),
+    "the factory of a defaultdict": call(name("collections", "defaultdict"), name("os", "getcwd")),
+    "the element of a deque": call(name("collections", "deque"), [ECHO]),
+    "through another module": Code(b"\x8c\x08argparse\x8c\x0a_os.remove\x93" + put(("gone",)) + b"R"),
+    "a method of a path": Code(b"\x8c\x07pathlib\x8c\x0aPath.touch\x93" + put(("new",)) + b"R"),
+    **{
+        full: call(name(*full.rpartition(".")[::2]), "true")
+        for full in (
+            *("ctypes.CDLL", "_ctypes.dlopen", "os.remove", "gzip.open", "zipfile.ZipFile", "tarfile.open"),
+            *("sqlite3.connect", "glob.glob", "imp.load_source", "numpy.fromfile", "torch.save", "yaml.unsafe_load"),
+            *("concurrent.futures.process.ProcessPoolExecutor", "torch._C._load_for_lite_interpreter"),
+        )
+    },
 }
 
 
