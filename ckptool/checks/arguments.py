@@ -86,6 +86,8 @@ class _Calls:
                 if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
                     continue
                 what = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
+                if not name and (self.reader.storage(node.func) or self.reader.tensor(node.func)) is not None:
+                    what = Refused("a tensor or storage is called")
                 if what is None and name == _DICTS[0] and any(nodes[state] is None for state in node.states):
                     what = Refused(f"{name}: a state that is None")
                 if what is None and node.filling is not None and node.pairs:

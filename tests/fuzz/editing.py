@@ -224,7 +224,8 @@ def _spelled_otherwise(edit: Edit, path: str, folder: str, after: Any) -> bool:
 
     answer = contained(compared, folder)
     # What would run is not in the output, or weights_only would refuse that, too; nor are classes that are not here.
-    missing = answer.error.startswith(("ModuleNotFoundError", "AttributeError: Can't get attribute"))
+    absent = ("ModuleNotFoundError", "AttributeError: Can't get attribute", "ValueError: unregistered extension code")
+    missing = answer.error.startswith(absent)
     return bool(answer.ran) or missing or not (answer.error or answer.died or answer.value)
 
 

@@ -317,3 +317,11 @@ def test_the_pickles_beside_the_one_of_a_legacy_file_are_called_as_well(made: by
     path = tmp_path / "a.pt"
     path.write_bytes(whole.read_bytes().replace(b"u.", b"X\x01\x00\x00\x00x" + made + b"su.", 1))
     assert not loads(path) and takes(path) == ("invalid", "warning")
+
+
+@pytest.mark.parametrize("made", [A, storage()], ids=["tensor", "storage"])
+def test_a_tensor_is_no_function(made: Code, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", {"a": call(made, 1)})
+    with pytest.raises(TypeError, match="not callable"):
+        torch.load(path, weights_only=False)
+    assert takes(path) == ("invalid", "warning")

@@ -50,8 +50,9 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() > 1 << 20:  # a view that repeats itself: it is not spelled out
         return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
     # Bytes: a flipped bit may make NaNs, of which there are many.
-    first, second = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
-    return bool(torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)))
+    # In memory of their own: where there is one element, contiguous() leaves it any stride.
+    first, second = (tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in (one, other))
+    return bool(torch.equal(*(torch.empty(len(t), dtype=t.dtype).copy_(t).view(torch.uint8) for t in (first, second))))
 
 
 def _shown(tensor: torch.Tensor) -> str:
