@@ -301,15 +301,6 @@ def test_a_meta_storage_has_a_record_in_a_zip(tmp_path: Path) -> None:
     assert not loads(path) and takes(path) == ("invalid", "warning")
 
 
-def test_a_buffer_outside_of_the_pickle_is_one_that_no_load_has(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.pth", raw({"a": A}, b"\x97\x980"))
-    with pytest.raises(pickle.UnpicklingError, match="out-of-band"):
-        torch.load(path, weights_only=False)
-    assert takes(path)[0] == "invalid"
-    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="outside of the file"):
-        ckptool.save(ckptool.repack(checkpoint), tmp_path / "out.pth")
-
-
 @pytest.mark.parametrize("made", [b"ccollections\nOrderedDict\nK\x01\x85R", b"ccollections\nCounter\n]]a\x85R"])
 def test_the_pickles_beside_the_one_of_a_legacy_file_are_called_as_well(made: bytes, tmp_path: Path) -> None:
     whole = tmp_path / "whole.pt"
