@@ -96,7 +96,7 @@ class _Comparison:
         for name in ("stride", "storage_offset", "is_conj", "is_neg"):
             if getattr(a, name)() != getattr(b, name)():
                 return f"{path}: {name}"
-        if a.is_quantized and str(a.qscheme()) != str(b.qscheme()):
+        if a.is_quantized and _scheme(a) != _scheme(b):
             return f"{path}: qscheme"
         return self.storage(a.untyped_storage(), b.untyped_storage(), path) or self.compare(
             dict(a.__dict__), dict(b.__dict__), path + ".__dict__"
@@ -128,6 +128,13 @@ class _Comparison:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _scheme(tensor: torch.Tensor) -> str:
+    try:
+        return str(tensor.qscheme())
+    except RuntimeError:  # one of a quantized dtype without a scale, which torch makes of an id and cannot describe
+        return "none"
 
 
 def _key(key: Any) -> Any:
