@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from ..container import AMBIGUOUS, DAMAGED
 from ..dtypes import Dtype
 from ..elements import contiguous_strides
-from ..errors import MalformedError, PickleError, UnreadableError
+from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..pickles.nodes import Graph
 from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
@@ -67,7 +67,7 @@ def open_item(item: Item, file: FileSource) -> Opened:
             if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
         return opened
-    except UnreadableError as error:
+    except (MalformedError, NotACheckpointError) as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
         what = f"{item.name!r}: no archive of torch.save is where .metadata says ({why})"
         raise MalformedError(what, path=file.name, where=item.place) from error

@@ -110,7 +110,7 @@ def pickles_in(source: Source) -> Iterator[FoundPickle]:
 
 def _in_file(source: Source, look: _Look) -> Iterator[FoundPickle]:
     head = source.read(0, 512)
-    if head[:4] == _HEADER or b"PK\x05\x06" in source.read(search_begin(source.size), source.size):
+    if head[:4] == _HEADER or b"PK\x05\x06" in _tail(source):
         try:
             archive = read_archive(source)
             look.budget.take(archive.end.size)
@@ -130,6 +130,12 @@ def _behind_npy(head: bytes) -> int:
         return 0
     wide = head[6] > 1
     return 8 + (4 if wide else 2) + int.from_bytes(head[8 : 12 if wide else 10], "little")
+
+
+def _tail(source: Source) -> bytes:
+    """The bytes in which torch looks for the end of an archive."""
+    begin = search_begin(source.size)
+    return source.read(begin, source.size - begin)
 
 
 def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:

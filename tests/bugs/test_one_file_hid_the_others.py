@@ -64,4 +64,5 @@ def test_one_line_for_objects_of_a_damaged_file(folder: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
     with ckptool.open(folder) as checkpoint:
         (problem,) = checkpoint.container.problems
-    assert problem.message.endswith("so it is with 4 more objects of that file")
+    assert problem.message.startswith("__1_0.distcp cannot be read: it begins with zeros")
+    assert problem.message.endswith(" and 10 more")

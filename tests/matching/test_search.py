@@ -122,7 +122,8 @@ def test_a_search_loses_no_name_and_never_worsens(one: Names, other: Names) -> N
     if not any(step.option in ("like", "by-order") for step in found.steps):
         names = list(one)
         for step in found.steps:
-            names = [renaming(step)(name) for name in names]
+            rename = renaming(step, names)
+            names = [rename(name) for name in names]
         assert names == found.names
 
 
@@ -218,7 +219,7 @@ def test_by_order_names_the_first_disagreement() -> None:
     ],
 )
 def test_steps(step: Step, name: str, expected: str) -> None:
-    assert renaming(step)(name) == expected
+    assert renaming(step, [name])(name) == expected
 
 
 def test_fewer_steps_cost_less() -> None:

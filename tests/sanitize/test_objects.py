@@ -143,7 +143,7 @@ def test_each_change_has_its_path_and_its_size(tmp_path: Path, out: Path) -> Non
         ("args", "argparse.Namespace -> dict, 41 entries"),
         ('["a b"][0].x', "argparse.Namespace -> dict, 1 entry"),
         ("[3]", "argparse.Namespace -> dict, 0 entries"),
-        ("[?]", "pathlib.PurePosixPath -> str 'a'"),
+        ("[(1, 2)]", "pathlib.PurePosixPath -> str 'a'"),
     ]
 
 
