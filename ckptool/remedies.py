@@ -11,6 +11,8 @@ from .sharding import is_sharded
 
 __all__ = ["sanitize_step"]
 
+#: Objects of a pickle beyond which the edit is not tried for the sake of a hint: it takes as long as ``sanitize``.
+_MOST_TRIED = 100_000
 _HOPELESS = AMBIGUOUS | UNEDITABLE | {CUT, DAMAGED}
 
 
@@ -19,6 +21,8 @@ def sanitize_step(checkpoint: Checkpoint) -> str:
 
     The edit is tried, without output: only that shows which options it takes.
     """
+    if len(checkpoint.graph.nodes) > _MOST_TRIED:
+        return ""
     if any(problem.code in _HOPELESS for problem in checkpoint.container.problems):
         return ""
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)

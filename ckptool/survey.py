@@ -11,7 +11,7 @@ from .errors import MalformedError
 from .limits import LIMITS
 from .objects import attributes, callable_name, class_name, device_text, mapping
 from .paths import Child, as_children, beside, bounded, joined, sequence
-from .pickles.nodes import Call, Dict, Graph, Node, Persistent, Ref
+from .pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
 
@@ -192,6 +192,8 @@ class _Walk:
                 if _DEVICE.match(node) and self.listed(ref, False):  # type: ignore[arg-type]
                     found.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
+            elif kind is Global and node.filling is None:  # type: ignore[union-attr]
+                continue  # a name: millions of them are nothing to enter
             if ref in holders:
                 continue
             holders[ref] = holder

@@ -6,6 +6,7 @@ its name, so that a part can be compared with the whole that it is a part of.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -256,7 +257,8 @@ def test_the_class_within_a_class_is_no_dangerous_call_and_everything_else_is() 
             ref for ref, node in enumerate(graph.nodes) if type(node) is Global and node.name == "ShardedTensor"
         )
         assert len(suspicious_calls(graph.edited({text: "__init_subclass__"}, []))) == 1
-        assert len(suspicious_calls(graph.edited({outer: Global("os", "system")}, []))) == 1
+        calls = suspicious_calls(graph.edited({outer: Global("os", "system")}, []))
+        assert calls[0] == "builtins.getattr(os.system, 'ProcessGroupState')"
 
 
 # -- torch takes what edits make --------------------------------------------------------------------------------------
@@ -545,9 +547,14 @@ EDITS: tuple[Callable[[Checkpoint], Checkpoint], ...] = (
 
 def tried(checkpoint: Checkpoint) -> None:
     """Everything that looks at sharded tensors; what is wrong with them is told, and not as a bug."""
-    key_listing(checkpoint, everything=True)
-    inspection(checkpoint)
-    tree_of(checkpoint, 4)
+    looks: tuple[Callable[[Checkpoint], object], ...] = (
+        lambda it: key_listing(it, everything=True),
+        inspection,
+        lambda it: tree_of(it, 4),
+    )
+    for look in looks:
+        with contextlib.suppress(CkptoolError):
+            look(checkpoint)
     for edit in EDITS:
         try:
             made = edit(checkpoint)

@@ -99,7 +99,7 @@ def _execute(machine: Machine) -> Ref:
     stack = machine.stack
     at = pos = machine.start
     # A node takes one byte of pickle at least: only beyond so many bytes there can be too many.
-    stop = pos + machine.limits.nodes
+    stop = pos + machine.most
     try:
         while True:
             if pos > stop:

@@ -78,6 +78,7 @@ class Machine:
         self.limits = limits
         self.style = style
         self.dialect = style.dialect
+        self.most = min(limits.nodes, limits.few_nodes + (len(data) - start) // limits.bytes_per_node)
         self.nodes: list[Node] = []
         self.stack: list[Ref] = []
         self.outer: list[list[Ref]] = []
@@ -120,9 +121,9 @@ class Machine:
 
         Fails for too many nodes; returns the offset behind which it must be called again.
         """
-        left = self.limits.nodes - len(self.nodes)
+        left = self.most - len(self.nodes)
         if left < 0:
-            self.fail(f"more than {self.limits.nodes:,} objects in one pickle, which is the limit")
+            self.fail(f"more than {self.most:,} objects in {len(self.data) - self.start:,} bytes, which is the limit")
         if 0 <= self.frame_end < pos:
             self.odd("a FRAME ends inside an instruction")
             self.frame_end = -1
