@@ -18,10 +18,10 @@ class Limits(NamedTuple):
     #: nodes of one pickle: 200,000 tensors with their optimizer take about 6 million.
     nodes: int = 40_000_000
     #: nodes that a pickle may have whatever its size, and bytes that each further one must take: those of tensors and
-    #: their optimizers take nine, lists of pairs of numbers seven. Made by hand, a node takes one: a megabyte of them
+    #: their optimizers take nine, lists of pairs of numbers ten. Made by hand, a node takes one: a megabyte of them
     #: would take ten seconds.
     few_nodes: int = 250_000
-    bytes_per_node: int = 6
+    bytes_per_node: int = 8
     #: times that a deflated record may grow; deflate itself stops at 1,032, text and numbers stay below 30.
     inflation: int = 100
     #: bytes that a deflated storage may grow to beyond that, all zeros: some seconds of work.

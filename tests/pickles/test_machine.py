@@ -11,6 +11,7 @@ import pytest
 from pickle_objects import dump
 
 from ckptool.errors import PickleError, TruncatedPickleError
+from ckptool.limits import LIMITS
 from ckptool.pickles import decode, difference, encode
 from ckptool.pickles import opcodes as op
 from ckptool.pickles.nodes import Buffer, Dict, Graph, List, Node, Persistent, children
@@ -83,8 +84,9 @@ def test_a_memo_number_costs_no_memory(index: int) -> None:
 
 
 def test_a_memo_number_of_thousands_of_digits_is_only_a_number() -> None:
-    digits = b"9" * 4000
+    digits = b"0" * 4000 + b"7"
     assert isinstance(root_of(b"]p" + digits + b"\ng" + digits + b"\n\x86."), tuple)
+    assert refusal(b"]p" + b"9" * 4000 + b"\n.").what == "a memo number that is too large"
     assert refusal(b"]p" + b"9" * 5000 + b"\n.").what == "a memo number that is no number"
 
 
@@ -127,8 +129,13 @@ def test_depth_is_no_recursion(kind: str) -> None:
 
 
 def test_a_million_nested_tuples_are_a_key() -> None:
-    graph = decode(b"}" + DEEP["tuples"](MILLION)[:-1] + b"Ns.").graph
-    assert len(graph.nodes) > MILLION
+    data = b"}" + DEEP["tuples"](MILLION)[:-1] + b"Ns."
+    assert len(decode(data, limits=LIMITS._replace(few_nodes=2 * MILLION)).graph.nodes) > MILLION
+
+
+def test_objects_are_bounded_by_bytes() -> None:
+    """Made by hand a node takes one byte: tensors take nine."""
+    assert "objects in 1,000,003 bytes, which is the limit" in refusal(DEEP["tuples"](MILLION)).what
 
 
 def test_a_million_marks_are_only_marks() -> None:
