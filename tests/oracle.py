@@ -138,4 +138,4 @@ def _scheme(tensor: torch.Tensor) -> str:
 
 
 def _key(key: Any) -> Any:
-    return (type(key), key) if key == key else (type(key), repr(key))
+    return (type(key), repr(key) if isinstance(key, float) and key != key else key)
