@@ -15,6 +15,7 @@ __all__ = [
     "DEFLATED",
     "EDITED",
     "INCOMPLETE",
+    "NO_INDEX",
     "ODD_MEMBER",
     "TWO_FORMATS",
     "UNCHECKED",
@@ -39,6 +40,8 @@ DEFLATED = "deflated"
 EDITED = "edited-in-place"
 #: Of a checkpoint in several files something is missing.
 INCOMPLETE = "incomplete"
+#: Shards without an index that transformers takes: all is there, and an output has one.
+NO_INDEX = "no-index"
 UNEDITABLE = frozenset(
     (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole", "item-overlap")
 )

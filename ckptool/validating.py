@@ -14,7 +14,7 @@ from .checks.findings import command, rescue_step
 from .checks.policy import Policy
 from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
-from .container import AMBIGUOUS, DEFLATED
+from .container import AMBIGUOUS, DEFLATED, NO_INDEX
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from .formats.pickles_in import pickles_in
 from .human import counted, listed, safetensors_name
@@ -114,7 +114,7 @@ def _checked(
         for note in check.notes
         if note.level == "error"
     }
-    if broken_by == {DEFLATED}:
+    if broken_by and broken_by <= {DEFLATED, NO_INDEX}:
         report["next"] = command("repack", checkpoint.path, word="clean")
     elif not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
         folder = isinstance(checkpoint.source, FolderSource)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,27 @@ def test_shards_without_an_index_are_read_and_it_is_said(folder: Path) -> None:
     gone = second(folder)
     gone.unlink()
     assert f"of 3 shards {gone.name} is not there" in problems(folder)["incomplete"]
+
+
+@pytest.mark.parametrize("told", ["no index", {}, {"metadata": None}, {"metadata": []}, {"metadata": "x"}])
+def test_shards_that_transformers_does_not_load_without_more_in_the_index(
+    folder: Path, tmp_path: Path, told: dict[str, Any] | str
+) -> None:
+    index = index_of(folder)
+    if told == "no index":
+        index.unlink()
+    else:
+        assert isinstance(told, dict)
+        index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"], **told}))
+    report = ckptool.validate(folder)
+    assert report["status"] == "invalid" and index.name in problems(folder)["no-index"]
+    words = shlex.split(report["next"])
+    assert words[:2] == ["ckptool", "repack"]
+    assert run([*words[1:-1], str(tmp_path / "out")]) == 0
+    assert ckptool.validate(tmp_path / "out")["status"] == "valid"
+    modeling, sharded = (pytest.importorskip(f"transformers.{name}") for name in ("modeling_utils", "utils.hub"))
+    files, _ = sharded.get_checkpoint_shard_files(str(tmp_path / "out"), str(index_of(tmp_path / "out")))
+    assert {name for file in files for name in modeling.load_state_dict(file)} == tensors().keys()
 
 
 @pytest.mark.parametrize(

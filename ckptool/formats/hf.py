@@ -13,7 +13,17 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ..building import Builder, PlainTensor
-from ..container import INCOMPLETE, Container, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ..container import (
+    INCOMPLETE,
+    NO_INDEX,
+    Container,
+    FoundPickle,
+    Manifest,
+    Problem,
+    StoredBytes,
+    StoredRecord,
+    Traits,
+)
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown
 from ..objects import mapping
@@ -152,7 +162,10 @@ class HfFolder:
                 self._note(INCOMPLETE, "error", what, True, gone[0])
             name = index_name(weights.stem, weights.suffix, weights.variant)
             what = f"there is no index, {name}: transformers does not load the shards without it"
-            self._note("no-index", "warning", what, where=name)
+            self._note(NO_INDEX, "error", what, where=name)
+        elif index is not None and not index.described:
+            what = f'{weights.index_name} has no object "metadata": transformers does not load the shards without it'
+            self._note(NO_INDEX, "error", what, where=weights.index_name)
         stray = [name for name in weights.files if name not in wanted and name in names]
         if stray:
             self._note("stray-shard", "warning", f"the index does not name {listed(stray)}", where=stray[0])

@@ -119,10 +119,15 @@ class Weights(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An index: the file of each tensor in its order, and the bytes that it speaks of, -1 where it does not."""
+    """An index: the file of each tensor in its order, and the bytes that it speaks of, -1 where it does not.
+
+    ``described`` is whether it has the object "metadata", without which transformers ends with a KeyError
+    (``get_checkpoint_shard_files`` in utils/hub.py).
+    """
 
     files: Mapping[str, str]
     total: int
+    described: bool
 
 
 def sniff(names: Collection[str]) -> bool:
@@ -249,7 +254,8 @@ def read_index(source: Source) -> Index:
     metadata = told.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers have it as a float, and some as text.
-    return Index(files, int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else -1)
+    total = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else -1
+    return Index(files, total, isinstance(metadata, dict))
 
 
 def _broken(path: str, rule: str) -> MalformedError:
