@@ -43,7 +43,10 @@ INCOMPLETE = "incomplete"
 #: Shards without an index that transformers takes: all is there, and an output has one.
 NO_INDEX = "no-index"
 UNEDITABLE = frozenset(
-    (DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole", "item-overlap")
+    (
+        *(DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"),
+        *("item-overlap", "odd-metadata"),
+    )
 )
 
 #: What would have taken too long to find out.

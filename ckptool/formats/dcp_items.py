@@ -13,6 +13,7 @@ from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
 from .dcp_chunks import RowSource
+from .dcp_forms import tensor_flaw
 from .dcp_metadata import Item
 from .torch_zip import TorchZip, read_records
 
@@ -111,9 +112,18 @@ def tensor_rows(opened: Opened, dtype: Dtype, shape: tuple[int, ...]) -> tuple[S
             f" and the item holds {_words(tensor.dtype, tensor.shape)}"
         )
         raise MalformedError(what, where=item.place)
+    flaw = tensor_flaw(opened.graph)
+    if flaw:
+        raise MalformedError(f"{item.name!r}: torch does not load it: {flaw}", where=item.place)
     if 0 in shape:
         return opened.archive.source, 0
     span, _ = storage_span(opened, tensor.storage)
+    storage = reader.storages[tensor.storage]
+    if storage.nbytes != span.size:
+        what = f"{item.name!r}: its storage has {span.size:,} bytes, and should have {storage.nbytes:,}"
+        raise MalformedError(what, where=item.place)
+    if tensor.requires_grad and not (dtype.floating or dtype.name.startswith("complex")):
+        raise MalformedError(f"{item.name!r}: {dtype.name} cannot require gradients", where=item.place)
     if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
         raise MalformedError(f"{item.name!r}: strides that make no sense", where=item.place)
     if (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize > span.size:

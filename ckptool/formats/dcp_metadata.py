@@ -17,6 +17,7 @@ from ..objects import attributes, callable_name, class_name, elements, mapped_na
 from ..pickles import decode
 from ..pickles.nodes import Call, Global, Graph, Ref, children
 from ..pickles.opcodes import NEWOBJ
+from .dcp_forms import metadata_flaws
 
 __all__ = [
     "EXPECTED",
@@ -139,7 +140,8 @@ def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
     used: set[Ref] = {graph.root}
     for node in graph.nodes:
         used.update(children(node)[1:] if isinstance(node, Call) and _is_bare(graph, node) else children(node))
-    called = {name for ref, name in strange.items() if ref in used}
+    # Of torch and Python themselves all is known: none of their classes belongs there.
+    called = {name for ref, name in strange.items() if ref in used or name.partition(".")[0] in _OURS}
     return sorted(called), sorted(set(strange.values()) - called)
 
 
@@ -148,6 +150,7 @@ def _is_bare(graph: Graph, call: Call) -> bool:
     return call.op == NEWOBJ and graph.nodes[call.args] == ()
 
 
+_OURS: Final = ("torch", "builtins")
 #: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
 _GETATTR: Final = "builtins.getattr"
 
@@ -199,10 +202,14 @@ class _Reader:
         paths: dict[str, tuple[str | int, ...]] = {}
         for key, value in self._pairs(root.get("planner_data")):
             path = tuple(self._step(ref) for ref in elements(self.graph.nodes[value]))
-            if path and None not in path and len(path) <= _DEPTH:
-                paths[key] = path  # type: ignore[assignment]  # None was looked for
-            else:
+            if not path or None in path or type(path[0]) is int or len(path) > _DEPTH:
                 self._note(f"the place of {shown(key)} in the object makes no sense")
+                continue
+            paths[key] = path  # type: ignore[assignment]  # None was looked for
+            if ".".join(map(str, path)) != key and key in listed:
+                # create_default_local_load_plan: it asks for what the place is called.
+                at = shown(".".join(map(str, path)))
+                self._note(f"{shown(key)} belongs at {at}, under which torch looks for it: Missing key")
         items = []
         storage = root.get("storage_data")
         for number, (key_ref, value) in enumerate(mapping(self.graph, storage) or () if storage is not None else ()):
@@ -214,6 +221,8 @@ class _Reader:
         version = self.graph.nodes[root["version"]] if "version" in root else ""
         version = version if isinstance(version, str) else ""
         foreign, relatives = foreign_globals(self.graph)
+        for text in metadata_flaws(self.graph, EXPECTED):
+            self._note(text)
         for offset, text in self.graph.oddities:
             self._note(f"at byte {offset:,}: {text}")
         return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign, relatives)
@@ -243,6 +252,8 @@ class _Reader:
     def _pairs(self, ref: Ref | None) -> list[tuple[str, Ref]]:
         """The entries of a dict whose keys are strings; nothing for what is none."""
         pairs = mapping(self.graph, ref) if ref is not None else None
+        if pairs is None and ref is not None and self.graph.nodes[ref] is not None:
+            self._note(f"{class_name(self.graph, ref)} where a dict belongs")
         found = []
         for key_ref, value in pairs or ():
             key = self.graph.nodes[key_ref]

@@ -73,7 +73,7 @@ def test_ranks_with_metadata_of_their_own() -> None:
         for rank in range(ranks):
             listed = {"w": Listed(None, (ranks,), (((rank,), (1,)),))}
             item = Item("w", (rank,), f"__{rank}_0.distcp", 0, 1)
-            found.append(Metadata(None, 0, listed, {"w": ("w",)}, [item], "", [], []))
+            found.append(Metadata(None, 0, listed, {"w": ("w",)}, [item], "", [], [], []))
         return lambda: merged_metadata(found)
 
     assert grows(call) < 4 * 1.5
