@@ -7,16 +7,21 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from conftest import FIXTURES
+from dcp_folders import write_ranks
 from hostile_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
 from test_structure import FAILURES
 from torch import Size, float32
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -430,3 +435,82 @@ def test_the_empty_places_of_a_list_are_bounded(tmp_path: Path) -> None:
         assert len(checkpoint.graph.nodes) < 100_000
     assert ckptool.validate(folder)["coverage"] == "partial"
     refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.planner_data.update({UP: ("model", "other")}),
+        lambda m: m.planner_data.update({UP: (0, UP)}),
+        lambda m: m.state_dict_metadata.update(lost=m.state_dict_metadata.pop(UP)),
+        lambda m: m.state_dict_metadata.update(lost=m.state_dict_metadata["epoch"]),
+    ],
+)
+def test_a_name_that_dcp_does_not_find(change: Callable[[Any], None], folder: Path, tmp_path: Path) -> None:
+    spoil(folder, change)
+    with pytest.raises(CheckpointException, match=r"Missing key|KeyError"):
+        dcp_to_torch_save(folder, tmp_path / "by_torch.pt")
+    assert found(folder)
+    refused(folder, tmp_path)
+
+
+class _Made(NamedTuple):
+    """An object that pickle makes by a call."""
+
+    func: Any
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.func, self.args
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _Made(type(TensorProperties().__getstate__()[3]), (7,)),
+        _Made(torch.serialization._get_layout, ("torch.odd",)),
+        _Made(torch.serialization._get_layout, ("torch.strided", 1)),
+        _Made(Size, ("x",)),
+        _Made(Size, (["x"],)),
+        _Made(Metadata, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
+    ],
+    ids=str,
+)
+def test_metadata_that_pickle_cannot_make(made: _Made, folder: Path, tmp_path: Path) -> None:
+    spoil(folder, lambda metadata: metadata.__dict__.update(more=made))
+    with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
+        pickle.loads((folder / ".metadata").read_bytes())
+    assert ".metadata" in found(folder)
+    refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "kept"),
+    [
+        (lambda a: a, True),
+        (lambda a: (*a[:4], 1, a[5]), False),
+        (lambda a: a[:5], False),
+        (lambda a: (*a, 1), False),
+        (lambda a: (*a, {}), True),
+        (lambda a: (*a[:5], {"x": 1}), False),
+        (lambda a: (*a[:5], os.getcwd), False),
+    ],
+)
+def test_an_item_is_a_tensor_as_torch_takes_it(
+    args: Callable[[tuple[Any, ...]], tuple[Any, ...]], kept: bool, tmp_path: Path
+) -> None:
+    tensor = torch.ones(3)
+    func, given = tensor.__reduce_ex__(2)
+    data = BytesIO()
+    torch.save(_Made(func, args(given)), data)
+    saved = write_ranks(tmp_path / "saved", {"w": tensor}, 1)
+    (saved / "__0_0.distcp").write_bytes(data.getvalue())
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = len(data.getvalue())
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert (ckptool.validate(saved)["status"] == "valid") == kept
+    if kept:
+        dcp_to_torch_save(saved, tmp_path / "by_torch.pt")
+    else:
+        refused(saved, tmp_path)
