@@ -474,7 +474,7 @@ class _Made(NamedTuple):
         _Made(Size, (["x"],)),
         _Made(Metadata, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
     ],
-    ids=str,
+    ids=lambda made: f"{made.func.__name__}{made.args}",
 )
 def test_metadata_that_pickle_cannot_make(made: _Made, folder: Path, tmp_path: Path) -> None:
     spoil(folder, lambda metadata: metadata.__dict__.update(more=made))
