@@ -88,7 +88,7 @@ KINDS = {
     "HTML page": Kind(b"<!DOCTYPE html><html><title>Sign in</title>", r"web page .*Sign in", r"download"),
     "JSON error": Kind(b'{"error": "Repository not found"}', r"JSON", r"download"),
     "empty": Kind(b"", r"empty", r"download"),
-    "gzip": Kind(gzip.compress(TRAINING), r"gzip", r"gunzip"),
+    "gzip": Kind(gzip.compress(TRAINING), r"gzip", r"ckptool inspect .*!model\.pth"),
     "PNG": Kind(b"\x89PNG\r\n\x1a\n" + bytes(99), r"PNG", r""),
     "tar of a checkpoint": Kind(tarred(), r"tar archive.*model\.pth", r"ckptool inspect .*!model"),
     "zip of a checkpoint": Kind(zipped(), r"zip archive.*model\.pth", r"ckptool inspect .*!model"),

@@ -114,7 +114,8 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
     spelled = saved({key: 1}, tmp_path / "key.pth", 4)
     with ckptool.open(spelled) as checkpoint:
         step, *_ = [one.step for one in children(checkpoint.graph, checkpoint.graph.root)]
-    assume(not step.startswith("[#") and step != "[nan]")
+    # A NaN, also one in a tuple, is equal to nothing once it was saved and loaded.
+    assume(not step.startswith("[#") and "nan" not in step)
     path = saved({"d": mapping}, tmp_path / "a.pth", 4)
     with ckptool.open(path) as checkpoint:
         try:

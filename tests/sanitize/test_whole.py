@@ -45,8 +45,11 @@ def test_what_torch_loads_stays_the_same_byte_for_byte(fixture: Fixture, out: Pa
     if not loads(fixture.path):
         pytest.skip("torch refuses it")
     with ckptool.open(fixture.path) as checkpoint:
-        ckptool.save(sanitize(checkpoint), out)
-    assert out.read_bytes() == fixture.path.read_bytes()
+        again = sanitize(checkpoint)
+        ckptool.save(again, out)
+        deflated = any(problem.code == "deflated" for problem in checkpoint.container.problems)
+    # Deflated storages are stored plain, or torch.load(mmap=True) would read other values.
+    assert (out.read_bytes() == fixture.path.read_bytes()) is not deflated
 
 
 @pytest.mark.filterwarnings("ignore")
