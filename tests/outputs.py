@@ -74,7 +74,9 @@ def checked(out: Path, *paths: Path) -> Any:
     report = validation_report(str(out))
     problems = [note["code"] for check in report["checks"] if check["status"] == "fail" for note in check["notes"]]
     # An edit that keeps the layout keeps deflated storages, which are not valid, as they were.
-    assert set(problems) <= {"deflated"}, [check for check in report["checks"] if check["status"] != "pass"]
+    assert report["status"] == "valid" or (report["failures"] == 1 and set(problems) == {"deflated"}), [
+        check for check in report["checks"] if check["status"] != "pass"
+    ]
     loaded = oracle.load(out)
     names = {path.name for path in paths}
     for mode in (plainly, mapped) if names & set(CRASHES) else (plainly, mapped, on_meta, faked):
