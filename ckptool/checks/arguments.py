@@ -94,6 +94,10 @@ class _Calls:
                     what = self.keys(node.pairs[::2])
                 if what is not None:
                     found[ref] = what
+            elif kind is Global:
+                # Of other globals nothing is known: a class may take it.
+                if node.filling is not None and self.name(ref) in names:  # type: ignore[union-attr]
+                    found[ref] = Refused(f"{self.name(ref)} itself is changed, and nothing that is made of it")
             elif kind is Dict or kind is Set or kind is FrozenSet:
                 what = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)  # type: ignore[union-attr]
                 if what is not None:

@@ -316,3 +316,11 @@ def test_a_tensor_is_no_function(made: Code, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not callable"):
         torch.load(path, weights_only=False)
     assert takes(path) == ("invalid", "warning")
+
+
+@pytest.mark.parametrize("state", [[1], {"a": 1}, (None, {"a": 1})], ids=repr)
+def test_what_is_on_the_list_is_not_changed_itself(state: Any, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", {"a": raw(name("collections", "OrderedDict"), state, b"b")})
+    with pytest.raises((TypeError, pickle.UnpicklingError)):
+        torch.load(path, weights_only=False)
+    assert takes(path) == ("invalid", "warning")
