@@ -240,6 +240,6 @@ def read_table(path: str) -> dict[str, str]:
         with open(path, encoding="utf-8") as file:
             text = file.read(_TABLE)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not a text file"
         raise UnreadableError(reason, path=path, next=f"see what it is: ckptool inspect {quote(path)}") from error
     return parse_table(text, path)

@@ -136,7 +136,7 @@ def _flaw(lock: Any) -> str:
         return f"its schema is {lock.get('schema')!r}, not {SCHEMA!r}"
     for name in ("layout", "container"):
         if not isinstance(lock.get(name), str):
-            return f"{name!r} is no text"
+            return f"{name!r} is not a string"
     for name in ("state_dicts", "tensors", "entries"):
         if not isinstance(lock.get(name), dict):
             return f"{name!r} is no object"

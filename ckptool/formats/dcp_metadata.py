@@ -260,7 +260,7 @@ class _Reader:
             if isinstance(key, str):
                 found.append((key, value))
             else:
-                self._note("a key is no text")
+                self._note("a key is not a string")
         return found
 
     def _step(self, ref: Ref) -> str | int | None:

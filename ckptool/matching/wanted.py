@@ -114,7 +114,7 @@ def wanted_of_names(values: Mapping[str, Any], source: str, kind: str = "names")
     found: dict[str, Shaped] = {}
     for name, value in values.items():
         if not isinstance(name, str):
-            raise TargetError(f"its key {name!r} is no text", path=source)
+            raise TargetError(f"its key {name!r} is not a string", path=source)
         if isinstance(value, Shaped):
             found[name] = value
             continue
