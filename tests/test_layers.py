@@ -310,7 +310,7 @@ def test_no_reader_but_ckptools_own() -> None:
 
 
 def test_modules_can_be_read_in_one_go() -> None:
-    assert {module.path: module.lines for module in MODULES if module.lines > 650} == {}
+    assert {module.path: module.lines for module in MODULES if module.lines > 600} == {}
 
 
 # -- the rules can fail ---------------------------------------------------------------------------------------------

@@ -17,18 +17,19 @@ from ..objects import elements, mapped_name, mapping
 from ..pickles import opcodes as op
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Persistent, Ref, Set
 from ..tensors import Tensor, TensorReader
+from . import parts as parts_of
 
 __all__ = ["Refused", "refused_calls"]
 
 
 class Refused(NamedTuple):
-    """Why torch fails at a call, or at a key; ``sure`` is False where nobody tried."""
+    """Why torch fails at a call, or at a key; ``sure`` is False where it was not tried."""
 
     why: str
     sure: bool = True
 
 
-#: Tuples in a key: Python hashes them by recursion, and dies of some ten thousands.
+#: Tuples in a key: Python hashes them by recursion, and crashes at some ten thousand levels.
 _DEEP: Final = 1000
 _INT64: Final = 1 << 63
 
@@ -43,12 +44,6 @@ _LAYOUTS: Final = frozenset(
         *("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged"),
     )
 )
-_COMPRESSED: Final = {
-    "torch.sparse_csr": (0, 0),
-    "torch.sparse_csc": (1, 0),
-    "torch.sparse_bsr": (0, 2),
-    "torch.sparse_bsc": (1, 2),
-}
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
 _FLOATS: Final = ("float", "bfloat", "complex")
 #: The classes among what is on the list: NEWOBJ makes those.
@@ -62,12 +57,12 @@ _CLASSES: Final = frozenset(
 
 
 def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refused]:
-    """The calls and containers that torch fails at, by reference; ``names`` is its list, of others nothing is said."""
+    """Return the calls of ``names`` (torch's list) and the containers that torch fails at, by reference."""
     return _Calls(graph, reader).refused(names)
 
 
 class _Calls:
-    """One look at a graph; what is asked often is remembered by the reference of the function."""
+    """One pass over a graph; names are cached by the reference of the function."""
 
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
         self.graph = graph
@@ -104,7 +99,7 @@ class _Calls:
                     found[ref] = what
         return found
 
-    # -- what is there ----------------------------------------------------------------------------
+    # -- nodes ------------------------------------------------------------------------------------
 
     def name(self, func: Ref) -> str:
         name = self.names.get(func)
@@ -116,12 +111,12 @@ class _Calls:
         return name
 
     def called(self, ref: Ref) -> str:
-        """What a call calls, "" for something else."""
+        """Return the name of the callee, "" for anything but a call."""
         node = self.nodes[ref]
         return self.name(node.func) if isinstance(node, Call) else ""
 
     def dtype(self, ref: Ref) -> str:
-        """The name of a dtype, "" for something else."""
+        """Return the name of a dtype, "" for anything else."""
         node = self.nodes[ref]
         return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
 
@@ -140,12 +135,12 @@ class _Calls:
     def call(self, ref: Ref, node: Call, name: str) -> Refused | None:
         args = self.nodes[node.args]
         if type(args) is not tuple:
-            return Refused(f"{name} is called with arguments that are no tuple")
+            return Refused(f"{name} is called with arguments that are not a tuple")
         if node.op not in (op.REDUCE, op.NEWOBJ) or node.kwargs >= 0:
             return None  # an opcode that is refused as such
         if node.op == op.NEWOBJ:
             if name not in _CLASSES:
-                return Refused(f"{name} is no class that can be made")
+                return Refused(f"{name} is not a class that can be made")
             if name in _DICTS or name in ("builtins.bytearray", "builtins.set"):
                 return None  # their __new__ takes anything
         return self.rule(name, args, self.reader.tensor(ref))
@@ -156,12 +151,14 @@ class _Calls:
             if name.startswith("torch.distributed.") or name == "torch._utils._rebuild_wrapper_subclass":
                 return None  # of classes that have rules of their own
             sure = name.rpartition(".")[2].endswith("Storage") or name in _VALUES
-            return Refused(f"{name} is called, which {'is no function' if sure else 'ckptool does not follow'}", sure)
+            return Refused(
+                f"{name} is called, which {'is not a function' if sure else 'ckptool does not follow'}", sure
+            )
         if not rule.least <= len(args) <= len(rule.kinds):
             return Refused(f"{name} with {len(args)} arguments")
         for number, (ref, kind) in enumerate(zip(args, rule.kinds)):
             if kind and not _KINDS[kind](self, ref):
-                return Refused(f"{name}: argument {number + 1} is no {kind}")
+                return Refused(f"{name}: argument {number + 1} is not a {kind}")
         if rule.tensor and tensor is None:
             return Refused(f"{name}: a tensor that cannot be")
         return rule.more(self, name, args, tensor) if rule.more is not None else None
@@ -222,7 +219,7 @@ class _Calls:
         if inner is not None and asks and not inner.dtype.startswith(_FLOATS):
             return Refused(f"{name}: a parameter of {inner.dtype} that requires a gradient")
         if len(args) > 3 and not self.is_state(args[3]):
-            return Refused(f"{name}: a state that is no dict of attributes")
+            return Refused(f"{name}: a state that is not a dict of attributes")
         return None
 
     def is_state(self, ref: Ref) -> bool:
@@ -253,21 +250,21 @@ class _Calls:
         if what is not None:
             return what
         if tensor is None:
-            return Refused(f"{name} of something that is no tensor")
+            return Refused(f"{name} of something that is not a tensor")
         known = mapped_name(cls) if type(cls) is Global else ""
         if not known:
-            return Refused(f"{name} with something else than a class")
+            return Refused(f"{name} with something other than a class")
         if known not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             # A subclass with a state of its own; of classes that are no tensors nobody knows it.
             return Refused(f"{name} with {known} as a class") if _is_no_tensor(known) else None
-        return None if self.is_state(args[3]) else Refused(f"{name}: a state that is no dict of attributes")
+        return None if self.is_state(args[3]) else Refused(f"{name}: a state that is not a dict of attributes")
 
     def sparse(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         layout = self.layout(args[0])
         data = elements(self.nodes[args[1]])
         if layout == "torch.sparse_coo":
             return self.coo(name, data)
-        if layout not in _COMPRESSED:
+        if layout not in parts_of.COMPRESSED:
             return Refused(f"{name} of the layout {layout}")
         if len(data) != 4:
             return Refused(f"{name} with {len(data)} parts")
@@ -277,45 +274,20 @@ class _Calls:
             return Refused(f"{name} with a size that torch does not take")
         rows, columns, values = parts
         if rows is None or columns is None or values is None:
-            return Refused(f"{name} of something that is no tensor")
-        return self.compressed(name, layout, rows, columns, values, shape)
-
-    def compressed(
-        self, name: str, layout: str, rows: Tensor, columns: Tensor, values: Tensor, shape: Sequence[int]
-    ) -> Refused | None:
-        """What ``_sparse_compressed_tensor_unsafe`` needs before it checks anything."""
-        _, block = _COMPRESSED[layout]
-        for part in (rows, columns):
-            if part.dtype not in ("int32", "int64"):
-                return Refused(f"{name}: indices of {part.dtype}")
-        if rows.dtype != columns.dtype:
-            return Refused(f"{name}: indices of two dtypes")
-        batch = len(rows.shape) - 1
-        if batch < 0 or len(columns.shape) != batch + 1 or len(values.shape) < batch + 1 + block:
-            return Refused(f"{name}: indices and values of other numbers of dimensions")
-        if len(shape) != batch + 2 + len(values.shape) - batch - 1 - block:
-            return Refused(f"{name}: a size of {len(shape)} dimensions")
-        return None
+            return Refused(f"{name} of something that is not a tensor")
+        return _refused(name, parts_of.compressed(layout, rows, columns, values, shape))
 
     def coo(self, name: str, data: Sequence[Ref]) -> Refused | None:
         if len(data) not in (3, 4):
             return Refused(f"{name} with {len(data)} parts")
         indices, values, shape = self.reader.tensor(data[0]), self.reader.tensor(data[1]), self.ints(data[2])
         if indices is None or values is None:
-            return Refused(f"{name} of something that is no tensor")
+            return Refused(f"{name} of something that is not a tensor")
         if shape is None or min(shape, default=0) < 0:
             return Refused(f"{name} with a size that torch does not take")
         if len(data) == 4 and type(self.nodes[data[3]]) is not bool and self.nodes[data[3]] is not None:
-            return Refused(f"{name}: is_coalesced is no bool")
-        if len(indices.shape) != 2 or indices.dtype != "int64":
-            return Refused(f"{name}: indices of {indices.dtype} with {len(indices.shape)} dimensions")
-        if not values.shape or values.shape[0] != indices.shape[1]:
-            return Refused(f"{name}: as many values as indices are needed")
-        if indices.shape[0] + len(values.shape) - 1 != len(shape):
-            return Refused(f"{name}: a size of {len(shape)} dimensions")
-        if tuple(values.shape[1:]) != tuple(shape[indices.shape[0] :]):
-            return Refused(f"{name}: values of another shape than its size")
-        return None
+            return Refused(f"{name}: is_coalesced is not a bool")
+        return _refused(name, parts_of.coordinates(indices, values, shape))
 
     def layout(self, ref: Ref) -> str:
         if self.called(ref) != "torch.serialization._get_layout":
@@ -353,14 +325,14 @@ class _Calls:
             scale, zero = self.nodes[parts[1]], self.nodes[parts[2]]
             if type(scale) in (int, float, bool) and type(zero) is int and -_INT64 <= zero < _INT64:
                 return None
-            return Refused(f"{name}: a scale or zero point that is no number")
+            return Refused(f"{name}: a scale or zero point that is not a number")
         if kind in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams") and len(parts) == 4:
             axis = self.nodes[parts[3]]
             if type(axis) is not int or not 0 <= axis < len(tensor.shape):
                 return Refused(f"{name}: an axis that the tensor does not have")
             scales, zeros = self.reader.tensor(parts[1]), self.reader.tensor(parts[2])
             if scales is None or zeros is None:
-                return Refused(f"{name}: scales that are no tensor", False)
+                return Refused(f"{name}: scales that are not a tensor", False)
             if scales.numel != tensor.shape[axis] or zeros.numel != tensor.shape[axis]:
                 return Refused(f"{name}: as many scales and zero points as channels are needed")
             if len(scales.shape) != 1 or len(zeros.shape) != 1:
@@ -371,14 +343,8 @@ class _Calls:
     def nested(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         buffer, sizes, strides, offsets = (self.reader.tensor(ref) for ref in args)
         if buffer is None or sizes is None or strides is None or offsets is None:
-            return Refused(f"{name} of something that is no tensor")
-        if len(buffer.shape) != 1 or any(part.dtype != "int64" for part in (sizes, strides, offsets)):
-            return Refused(f"{name}: tables that are of no int64")
-        if any(part.numel and not _is_contiguous(part) for part in (buffer, sizes, strides, offsets)):
-            return Refused(f"{name}: tables that are not contiguous")
-        if len(sizes.shape) != 2 or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
-            return Refused(f"{name}: tables of other shapes")
-        return None
+            return Refused(f"{name} of something that is not a tensor")
+        return _refused(name, parts_of.nested(buffer, sizes, strides, offsets))
 
     def meta(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         shape, strides = self.ints(args[1]), self.ints(args[2])
@@ -401,7 +367,7 @@ class _Calls:
         if len(args) == 1:
             if self.called(args[0]) == "torch.device" or (type(first) is str and _is_device(first)):
                 return None
-            return Refused(f"torch.device({first!r})" if type(first) is str else "torch.device of no string")
+            return Refused(f"torch.device({first!r})" if type(first) is str else "torch.device of a non-string")
         index = self.nodes[args[1]]
         fits = index is None or (type(index) is int and 0 <= index < 1 << 31)
         if type(first) is str and (first in _DEVICE_TYPES or (index is None and _is_device(first))) and fits:
@@ -416,8 +382,8 @@ class _Calls:
             items = [self.nodes[item] for item in elements(node)]
             if all(isinstance(item, int) and -_INT64 <= item < _INT64 for item in items):
                 return None
-            return Refused("torch.Size of something else than integers")
-        return None if self.called(args[0]) == "torch.Size" else Refused("torch.Size of no list", False)
+            return Refused("torch.Size of something other than integers")
+        return None if self.called(args[0]) == "torch.Size" else Refused("torch.Size of a non-list", False)
 
     def encoded(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         text = self.nodes[args[0]]
@@ -442,7 +408,7 @@ class _Calls:
         if len(args) == 1 and (type(node) is tuple or isinstance(node, List)):
             items = [self.nodes[item] for item in elements(node)]
             good = all(isinstance(item, int) and 0 <= item < 256 for item in items)
-            return None if good else Refused("bytearray of something else than bytes")
+            return None if good else Refused("bytearray of something other than bytes")
         if len(args) == 1 and type(node) is int and 0 <= node < 1 << 20:
             return None
         if len(args) == 2 and type(node) is str:
@@ -464,7 +430,7 @@ class _Calls:
         if all(isinstance(value, int | float) for value in values):
             large = any(isinstance(value, int) and value.bit_length() > 1000 for value in values)
             return Refused("complex of a number that is too large") if large else None
-        return Refused("complex of something that is no number", type(values[0]) is not str)
+        return Refused("complex of something that is not a number", type(values[0]) is not str)
 
     def pairs(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         """OrderedDict and Counter: keys must have a hash. What else they are made of is not followed at all."""
@@ -484,11 +450,11 @@ class _Calls:
                 if len(elements(inner)) != 2 and not (isinstance(inner, str | bytes) and len(inner) == 2):
                     if isinstance(inner, Call | Dict | Set | FrozenSet):
                         return Refused(f"{name} of what ckptool does not follow", False)
-                    return Refused(f"{name} of something else than pairs")
+                    return Refused(f"{name} of something other than pairs")
             return self.keys([elements(self.nodes[couple])[0] for couple in couples if elements(self.nodes[couple])])
         if self.called(args[0]) in _DICTS:
             return None
-        return Refused(f"{name} of what is no mapping", not isinstance(node, Call))
+        return Refused(f"{name} of something that is not a mapping", not isinstance(node, Call))
 
     # -- keys -------------------------------------------------------------------------------------
 
@@ -500,15 +466,15 @@ class _Calls:
         for ref in refs:
             node = nodes[ref]
             if isinstance(node, List | Dict | Set | ByteArray):
-                return Refused("a key that has no hash")
+                return Refused("a key that cannot be hashed")
             if isinstance(node, Call) and self.name(node.func) in _UNHASHED:
-                return Refused("a key that has no hash")
+                return Refused("a key that cannot be hashed")
             if type(node) is tuple:
                 depth = self.depth(ref)
                 if depth > _DEEP:
-                    return Refused(f"a key of tuples nested {depth:,} deep, which Python dies of")
+                    return Refused(f"a key of tuples nested {depth:,} deep, which crashes Python")
                 if depth < 0:
-                    return Refused("a key that has no hash")
+                    return Refused("a key that cannot be hashed")
         return None
 
     def depth(self, ref: Ref) -> int:
@@ -538,13 +504,8 @@ class _Calls:
         return known[ref]
 
 
-def _is_contiguous(tensor: Tensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+def _refused(name: str, why: str) -> Refused | None:
+    return Refused(f"{name}: {why}") if why else None
 
 
 def _is_no_tensor(name: str) -> bool:
