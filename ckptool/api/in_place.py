@@ -11,7 +11,7 @@ from ..checkpoint import Checkpoint
 from ..errors import MalformedError, RefusedError
 from ..human import argument, counted
 from ..source import ContainedSource, SliceSource, Source
-from ..zips import Version, note_at, read_archive, versions
+from ..zips import Version, is_spare, note_at, read_archive, versions
 
 __all__ = ["history", "save_in_place", "undo"]
 
@@ -64,7 +64,7 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
             raise RefusedError(what, path=name, next=source.unpack)
         end = _end(source)
         found = versions(source, end)
-        if end < source.size:
+        if end < source.size and (found[0].finished or not is_spare(source, end)):
             what = f"{counted(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
             step = f"if they are not needed: truncate -s {end} {argument(name)}, then undo"
             raise RefusedError(what, path=name, next=step)

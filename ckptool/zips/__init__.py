@@ -7,7 +7,7 @@ from .audit import Audit, audit, check_places, end_records, signatures
 from .fresh import Content, Sum, content_of, fresh, inflated, summed
 from .layout import layout_holds, rewritten
 from .read import LOCAL, Archive, Oddity, Record, contents, folded, read_archive, search_begin
-from .versions import Version, note_at, versions
+from .versions import Version, is_spare, note_at, versions
 from .walk import Walked, walk
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "folded",
     "fresh",
     "inflated",
+    "is_spare",
     "layout_holds",
     "note_at",
     "read_archive",

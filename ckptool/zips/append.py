@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
-from typing import Final
 
 from ..errors import RefusedError
 from ..human import argument, undo_step
@@ -18,12 +17,9 @@ from ..source import BLOCK, Appending
 from .fresh import Content, around, listed, padding_of
 from .layout import ending
 from .read import Archive
-from .versions import ENDING, EXTRA, UNSIGNED, Note, spelled, without_note
+from .versions import ENDING, EXTRA, UNSIGNED, Note, is_spare, spelled, without_note
 
 __all__ = ["appended"]
-
-#: Bytes by which an edit in place at most lets a file grow before it is on the disk.
-_SPARE: Final = 1 << 16
 
 
 def appended(
@@ -75,7 +71,7 @@ def appended(
 def _way_on(archive: Archive) -> str:
     """What to do about bytes behind the archive."""
     source, tail = archive.source, archive.end.tail
-    if source.size - tail > _SPARE or source.read(tail, _SPARE).strip(b"\0"):
+    if not is_spare(source, tail):
         return "write a new file with -o: they come along"
     return f"they are zeros, as a loss of power leaves them: truncate -s {tail} {argument(source.name)} takes them off"
 

@@ -17,7 +17,7 @@ from ..errors import MalformedError
 from ..human import shown
 from ..limits import LIMITS
 from ..source import Source, Span
-from .versions import ENDING, note_at
+from .versions import note_at, unfinished_end
 from .window import Window
 
 __all__ = [
@@ -54,8 +54,6 @@ _UNICODE_NAME: Final = 0x7075
 _SPOKEN_OF: Final = (_ZIP64, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
 _SPECIAL: Final = 0x20 | 0x40 | 0x2000
-#: An edit in place ends within a sector of a disk.
-_SECTOR: Final = 512
 #: Bytes read at once: they stay in the cache of the processor until they are summed.
 _CHUNK: Final = 1 << 18
 _FOLD: Final = {ord(letter): ord(letter.lower()) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -278,10 +276,10 @@ def _find_end(source: Source) -> End:
             zip64, astray = there, False
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
-    beyond = source.size - plain - _END.size
     # By what was read already: the edit may be finished in this very moment.
-    unfinished = ENDING < beyond < _SECTOR and note_at(source, source.size) is not None
-    return End(zip64, plain, offset, size, count, beyond if unfinished else 0, astray)
+    unfinished = unfinished_end(source, plain + _END.size)
+    beyond = max(unfinished - plain - _END.size, 0)
+    return End(zip64, plain, offset, size, count, beyond, astray)
 
 
 def search_begin(size: int) -> int:

@@ -14,7 +14,19 @@ from typing import Final, NamedTuple
 
 from ..source import Source
 
-__all__ = ["ENDING", "EXTRA", "UNSIGNED", "Note", "Version", "note_at", "spelled", "versions", "without_note"]
+__all__ = [
+    "ENDING",
+    "EXTRA",
+    "UNSIGNED",
+    "Note",
+    "Version",
+    "is_spare",
+    "note_at",
+    "spelled",
+    "unfinished_end",
+    "versions",
+    "without_note",
+]
 
 #: The id of the extra field, "ck".
 EXTRA: Final = 0x6B63
@@ -25,8 +37,12 @@ UNSIGNED: Final = 22
 #: What stands between the note and the end records: the bytes of the note, and a mark.
 _TRAILER: Final = Struct("<H8s")
 _MARK: Final = b"ckptool1"
+#: What a disk writes whole or not at all.
+_SECTOR: Final = 512
+#: Bytes by which an edit in place at most lets a file grow before it is on the disk.
+_SPARE: Final = 1 << 16
 #: A note must fit into one sector of 512 bytes, with the end records and what of the old ones is kept before it.
-_MOST: Final = 512 - ENDING - _TRAILER.size - 42
+_MOST: Final = _SECTOR - ENDING - _TRAILER.size - 42
 
 
 class Note(NamedTuple):
@@ -74,6 +90,21 @@ def note_at(source: Source, size: int) -> Note | None:
     if not ENDING < was < size - ENDING or zlib.crc32(source.read(was - ENDING, ENDING)) != end:
         return None
     return Note(was, end, edit, time)
+
+
+def unfinished_end(source: Source, end: int) -> int:
+    """Return the size of the version whose edit was begun behind the end records before ``end``, and not finished.
+
+    -1 for none. Its note follows within the same sector. A file that was still growing has zeros behind that version.
+    """
+    found = source.read(end, _SECTOR).find(_MARK)
+    size = end + found + len(_MARK) + ENDING
+    return size if found >= 0 and note_at(source, size) is not None else -1
+
+
+def is_spare(source: Source, begin: int) -> bool:
+    """Is all from ``begin`` on zeros, and no more than an edit in place that lost power leaves?"""
+    return source.size - begin <= _SPARE and not source.read(begin, _SPARE).strip(b"\0")
 
 
 def versions(source: Source, size: int | None = None) -> list[Version]:
