@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from ..building import PlainTensor
 from ..dtypes import BY_NAME
-from ..errors import MalformedError
-from ..human import counted, listed, shown
+from ..errors import MalformedError, PickleError
+from ..human import counted, shown
 from ..limits import LIMITS
-from ..pickles.nodes import Ref
+from ..objects import callable_name, elements, scalar
+from ..pickles import decode
+from ..pickles.nodes import Call, Ref
 from ..zips import Archive
 from .program_archive import ProgramArchive, read_json, source_devices
 
@@ -39,7 +41,7 @@ _CHARACTERS: Final = 64_000_000
 
 
 class JsonScript(ProgramArchive):
-    """An archive with ``model.json``: a dict of its parameters and buffers by name."""
+    """An archive with ``model.json``: a dict of its parameters, buffers and tensor attributes by name."""
 
     format = "torchscript-1.0"
     kind = "a TorchScript archive of torch 1.0"
@@ -58,8 +60,6 @@ class JsonScript(ProgramArchive):
         self._tensors = tensors
         self._made: dict[int, Ref] = {}
         self.parameters = 0
-        #: Names of the tensors that are mere attributes: no ``state_dict()`` has them.
-        self.plain: list[str] = []
         self.graph = self.builder.graph(self.builder.mapping(self._items(module)))
         files = [name for name in self.names() if name.startswith("code/")]
         code = len(files)
@@ -67,17 +67,12 @@ class JsonScript(ProgramArchive):
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
         self.beside = [f"the program ({counted(code, 'file')} of code)"]
-        if self.plain:
-            self.beside.append(
-                f"{counted(len(self.plain), 'tensor')} in plain attributes ({listed(self.plain, most=3)})"
-            )
         self.described = {
             "kind": self.kind,
             "executable": True,
             "code_files": code,
             "parameters": self.parameters,
             "tensors": len(tensors),
-            "attributes": self.plain,
             "devices": {"code": [item._asdict() for item in self.named_devices]},
         }
         what = "it is a TorchScript archive of torch 1.0 to 1.3, executable by nature: no later torch loads it"
@@ -86,6 +81,7 @@ class JsonScript(ProgramArchive):
 
     def _items(self, main: dict[str, Any]) -> list[tuple[str, Ref]]:
         items: list[tuple[str, Ref]] = []
+        attributes = self._attributes()
         work: list[tuple[dict[str, Any], str]] = [(main, "")]
         characters = visited = 0
         while work:
@@ -100,11 +96,31 @@ class JsonScript(ProgramArchive):
                     self.parameters += parameter.get("isBuffer") is not True
                     items.append((prefix + str(parameter.get("name", "")), self._tensor(number)))
             for attribute in _dicts(module.get("attributes")):
-                if attribute.get("type") == "Tensor":
-                    self.plain.append(prefix + str(attribute.get("name", "")))
+                place = _int(attribute.get("id", 0))
+                if attribute.get("type") == "Tensor" and place in attributes:
+                    items.append((prefix + str(attribute.get("name", "")), self._tensor(attributes[place])))
             inner = _dicts(module.get("submodules"))
             work.extend((one, f"{prefix}{one.get('name', '')}.") for one in reversed(inner))
         return items
+
+    def _attributes(self) -> dict[int, int]:
+        """The tensors among the attributes: number of the attribute -> number of the tensor."""
+        record = self.archive.find("attributes.pkl")
+        if record is None:
+            return {}
+        try:
+            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
+        except PickleError:
+            return {}  # it is among the pickles, and said to be broken there
+        found: dict[int, int] = {}
+        for number, ref in enumerate(elements(graph.nodes[graph.root])):
+            node = graph.nodes[ref]
+            if type(node) is Call and callable_name(graph, node.func) == "torch.jit._pickle.build_tensor_from_id":
+                args = graph.nodes[node.args]
+                value = scalar(graph, args[0]) if type(args) is tuple and args else None
+                if type(value) is int:
+                    found[number] = value
+        return found
 
     def _tensor(self, number: int) -> Ref:
         if number not in self._made:

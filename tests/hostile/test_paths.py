@@ -208,7 +208,7 @@ def test_every_corner_has_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert len({entry.path for entry in entries}) == len(entries)
         assert {entry.tensor.storage for entry in entries} == checkpoint.survey.reader.storages.keys()
         for entry in entries:
-            assert ckptool.get(checkpoint, entry.path).tensor is entry.tensor
+            assert ckptool.get(checkpoint, entry.path).tensor == entry.tensor
             assert ckptool.keys(path, key=entry.path, everything=True)["tensors"][0]["path"] == entry.path
         told = {entry["path"] for entry in ckptool.stats(path, everything=True)["tensors"]}
         assert told == {entry.path for entry in entries}
@@ -299,6 +299,6 @@ def test_paths_of_the_corpus_are_different() -> None:
                 paths = [entry.path for entry in checkpoint.survey.tensors]
                 assert len(set(paths)) == len(paths), path
                 for entry in checkpoint.survey.tensors[:: max(len(paths) // 5, 1)]:
-                    assert ckptool.get(checkpoint, entry.path or ".").tensor is entry.tensor
+                    assert ckptool.get(checkpoint, entry.path or ".").tensor == entry.tensor
         except CkptoolError:
             continue
