@@ -37,8 +37,7 @@ def sanitize(
         edited = sanitized(edited, names, unfit, as_state_dict=as_state_dict, drop_unknown=drop_unknown).tolerating()
         if not _unfit(edited):
             break
-    _check(edited)
-    return edited
+    return _checked(edited)
 
 
 def _unfit(checkpoint: Checkpoint) -> set[Ref]:
@@ -47,9 +46,8 @@ def _unfit(checkpoint: Checkpoint) -> set[Ref]:
     return {*checkpoint.survey.unfollowed, *(flaw.ref for flaw in flaws)}
 
 
-def _check(edited: Checkpoint) -> None:
-    """Raise RefusedError where ``validate`` would say of the result that torch refuses it."""
-    # What no longer leads anywhere is not written.
+def _checked(edited: Checkpoint) -> Checkpoint:
+    """Return the result without what no longer leads anywhere; RefusedError where ``validate`` would refuse it."""
     written = edited.regraphed(decode(encode(edited.graph)).graph) if edited.edited else edited
     flaws = storage_flaws(written)
     found = weights_only(written, flaws)
@@ -58,3 +56,4 @@ def _check(edited: Checkpoint) -> None:
     if left:
         step = salvage_step(edited.path) if flaws else f"ckptool validate {argument(edited.path)} says where"
         raise RefusedError(f"torch.load would still refuse it: {listed(left)}", path=edited.path, next=step)
+    return written

@@ -27,7 +27,6 @@ from ..tensors import Tensor
 from ..zips import Content, fresh, summed
 from .dcp_listing import Placed, metadata_pickle
 from .losses import Loss
-from .proof import prove
 from .rows import rows
 from .torch_zip import renumbered, storage_contents
 
@@ -260,14 +259,13 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     """An object as torch.save writes it, with the storages that it uses."""
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
-    graph, keys = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
-    return _archive(graph, storage_contents(checkpoint, _ROOT, keys, leaf.where), checkpoint.container.byteorder)
+    graph, storages = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
+    return _archive(graph, storage_contents(checkpoint, _ROOT, storages, leaf.where), checkpoint.container.byteorder)
 
 
 def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorder: str) -> Plan:
     """An archive as torch.save writes it to a stream."""
     data = encode(graph)
-    prove(graph, data, "new", "")
     contents = [
         *(_record(name, text) for name, text in (("data.pkl", data), (".format_version", b"1"))),
         *(_record(name, text) for name, text in ((".storage_alignment", b"64"), ("byteorder", byteorder.encode()))),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..errors import PickleError, RefusedError
 from ..pickles import decode, difference, encode
-from ..pickles.nodes import Graph
+from ..pickles.nodes import Graph, Persistent
 
-__all__ = ["Verified", "codec_is_exact", "prove", "verified_pickle"]
+__all__ = ["Verified", "check_ids", "codec_is_exact", "prove", "verified_pickle"]
+
+#: Values in the persistent id of a storage in a zip (torch/serialization.py, ``_load.persistent_load``).
+_ID_PARTS: Final = 5
 
 
 class Verified(NamedTuple):
@@ -40,7 +43,19 @@ def codec_is_exact(checkpoint: Checkpoint) -> bool:
     if again == original[: len(again)] and len(again) <= len(original):
         return True
     prove(container.graph, again, "unedited", checkpoint.path)
+    check_ids(checkpoint)
     return False
+
+
+def check_ids(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError for a persistent id that torch refuses in a zip, before it is written as one that loads."""
+    if checkpoint.traits.former:
+        return
+    nodes = checkpoint.graph.nodes
+    for node in nodes:
+        if type(node) is Persistent and type(pid := nodes[node.pid]) is tuple and len(pid) > _ID_PARTS:
+            what = f"a storage is described by {len(pid)} values, of which torch takes {_ID_PARTS}"
+            raise RefusedError(what, path=checkpoint.path)
 
 
 def prove(graph: Graph, data: bytes, name: str, path: str) -> None:

@@ -24,7 +24,6 @@ from ..pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ..source import Computed, Piece, Plan, merged
 from ..tensors import Storage, TensorReader
 from .losses import Loss
-from .proof import prove
 
 __all__ = ["losses", "plan", "without"]
 
@@ -88,7 +87,6 @@ def plan(checkpoint: Checkpoint) -> Plan:
     keys = {key: str(_FIRST_KEY + number * _KEY_STEP) for number, key in enumerate(used)}
     graph = _renamed(checkpoint.graph, keys)
     data = encode(graph)
-    prove(graph, data, "new", checkpoint.path)
     pieces: list[Piece] = [*_head(), data, _pickled(lambda to: to.sequence(to.add(key) for key in keys.values()))]
     for storage in used.values():
         pieces += [storage.numel.to_bytes(8, "little"), *_body(checkpoint, storage)]

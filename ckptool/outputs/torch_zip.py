@@ -14,9 +14,9 @@ from ..human import salvage_step
 from ..pickles import encode
 from ..pickles.nodes import Graph, Node, Persistent, Ref
 from ..source import Computed, Plan, size_of
-from ..tensors import TensorReader
+from ..tensors import Storage, TensorReader
 from ..zips import Content, Sum, content_of, fresh, summed
-from .proof import prove
+from .proof import check_ids
 
 __all__ = ["plan", "renumbered", "storage_contents"]
 
@@ -32,13 +32,13 @@ def plan(checkpoint: Checkpoint) -> Plan:
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
     used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
-    graph, keys = renumbered(without_views(checkpoint.graph))
+    check_ids(checkpoint)
+    graph, storages = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
-    prove(graph, data, "new", checkpoint.path)
     root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
-    contents = list(_contents(checkpoint, root, data, keys))
+    contents = list(_contents(checkpoint, root, data, storages))
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
@@ -55,31 +55,38 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
     return b""
 
 
-def _contents(checkpoint: Checkpoint, root: str, data: bytes, keys: list[str]) -> Iterator[Content]:
+def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Storage]) -> Iterator[Content]:
     container = checkpoint.container
     yield _record(root, "data.pkl", data)
     yield _record(root, ".format_version", b"1")
     yield _record(root, ".storage_alignment", b"64")
     yield _record(root, "byteorder", container.byteorder.encode())
-    yield from storage_contents(checkpoint, root, keys)
+    yield from storage_contents(checkpoint, root, storages)
     yield _record(root, "version", b"3\n")
 
 
-def storage_contents(checkpoint: Checkpoint, root: str, keys: Sequence[str], where: str = "") -> Iterator[Content]:
+def storage_contents(
+    checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
+) -> Iterator[Content]:
     """The records of storages, numbered in their order; ``where`` says in an error what they are of.
 
-    Raises RefusedError where bytes are missing.
+    Raises RefusedError where bytes are missing, or are not as many as the pickle says.
     """
-    for number, key in enumerate(keys):
-        name = f"{root}/data/{number}"
-        body = checkpoint.body(key)
+    for number, storage in enumerate(storages):
+        body = checkpoint.body(storage.key)
         if body is None:
-            what = f"the bytes of {where or f'storage {key!r}'} are not all in the file"
-            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-        if not body.compressed and size_of(body.piece) != body.size:
-            what = f"{where or f'storage {key!r}'} has {size_of(body.piece):,} bytes, and is said to have {body.size:,}"
-            raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-        yield content_of(name, body.piece, body.size, body.crc, body.compressed)
+            raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
+        held = body.size if body.compressed else size_of(body.piece)
+        said = storage.nbytes if storage.dtype.name != "unknown" else body.size
+        if not held == body.size == said:
+            said = said if said != held else body.size
+            what = f"{where or f'storage {storage.key!r}'} has {held:,} bytes, and is said to have {said:,}"
+            raise _incomplete(checkpoint, what)
+        yield content_of(f"{root}/data/{number}", body.piece, body.size, body.crc, body.compressed)
+
+
+def _incomplete(checkpoint: Checkpoint, what: str) -> RefusedError:
+    return RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
 
 
 def _record(root: str, name: str, data: bytes) -> Content:
@@ -97,10 +104,11 @@ def _identity(contents: list[Content]) -> bytes:
     return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
 
 
-def renumbered(graph: Graph) -> tuple[Graph, list[str]]:
-    """The graph with its storages called 0, 1, ... in the order of their first mention, and their old keys."""
+def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
+    """The graph with its storages called 0, 1, ... in the order of their first mention, and what they were."""
     reader = TensorReader(graph)
     numbers: dict[str, int] = {}
+    found: list[Storage] = []
     changes: dict[Ref, Node] = {}
     added: list[Node] = []
     names: dict[int, Ref] = {}
@@ -115,9 +123,11 @@ def renumbered(graph: Graph) -> tuple[Graph, list[str]]:
         if storage.location == "meta" and not storage.nbytes:
             continue
         number = numbers.setdefault(storage.key, len(numbers))
+        if number == len(found):
+            found.append(storage)
         if graph.nodes[pid[2]] != str(number):
             if number not in names:
                 names[number] = len(graph.nodes) + len(added)
                 added.append(str(number))
             changes[node.pid] = (*pid[:2], names[number], *pid[3:])
-    return (graph.edited(changes, added) if changes else graph), list(numbers)
+    return (graph.edited(changes, added) if changes else graph), found
