@@ -5,7 +5,7 @@ A promise is made of the checkpoint, never of the plan: what plans and writes is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from .formats import read_container, read_folder
 from .human import shown
 from .objects import mapping
 from .outputs import dcp, programs, safetensors
-from .pickles import Outside, decode, difference
+from .pickles import Outside, Refs, decode, difference
 from .pickles.nodes import Graph, Ref
 from .planning import state_dict_of, target_of
 from .programs import program_of
@@ -295,7 +295,7 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> Outside:
     ours, theirs = graph.nodes, other.nodes
     back: dict[str, str] = {}
 
-    def outside(one: Sequence[Ref], two: Sequence[Ref]) -> tuple[Sequence[Ref], Sequence[Ref]]:
+    def outside(one: Refs, two: Refs) -> tuple[Refs, Refs]:
         if len(one) < _ID or len(two) < _ID:
             return one, two
         key, twin = str(ours[one[2]]), str(theirs[two[2]])

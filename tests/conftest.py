@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures"
 #: Checkpoints by other people; they never go into the project, and tests that use them skip without them.
 CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
+
+# Started by nohup or in the background, the tests inherit signals that are ignored, and so would what they run.
+for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, signal.SIG_DFL)
 
 
 class Fixture(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .compare import Outside, difference
+from .compare import difference
 from .decode import Decoded, decode
 from .encode import encode
+from .phrase_comparing import Outside, Refs
 
-__all__ = ["Decoded", "Outside", "decode", "difference", "encode"]
+__all__ = ["Decoded", "Outside", "Refs", "decode", "difference", "encode"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from .nodes import (
     CONSTANTS,
@@ -20,12 +19,9 @@ from .nodes import (
     Ref,
     children,
 )
+from .phrase_comparing import Outside, twins
 
-__all__ = ["Outside", "difference"]
-
-#: What decides whether two persistent ids mean the same: of the references in both, those that must be equal. Raises
-#: ValueError with words where they do not.
-Outside: TypeAlias = Callable[[Sequence[Ref], Sequence[Ref]], tuple[Sequence[Ref], Sequence[Ref]]]
+__all__ = ["difference"]
 
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Outside | None = None) -> str:
@@ -75,8 +71,9 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Out
         ):
             if node.op != twin.op:
                 return f"{_name(node)} became {_name(twin)}"
-            lefts += (node.func, node.args)
-            rights += (twin.func, twin.args)
+            phrases = twins(ours, theirs, left, right, forward, backward, outside)
+            lefts += (node.func, node.args) if phrases is None else phrases[0]
+            rights += (twin.func, twin.args) if phrases is None else phrases[1]
         else:
             if not _same_head(node, twin):
                 return f"{_name(node)} became {_name(twin)}"
