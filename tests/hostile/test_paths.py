@@ -106,6 +106,10 @@ def test_two_keys_are_one_where_python_says_so(tmp_path: Path, one: Any, other: 
     assert ckptool.diff(first, first)["same"]
 
 
+def has_nan(key: Any) -> bool:
+    return any(map(has_nan, key)) if isinstance(key, tuple | frozenset) else isinstance(key, float) and math.isnan(key)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(KEYS, max_size=5), KEYS, st.integers(-5, 5))
 def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any], key: Any, value: int) -> None:
@@ -115,7 +119,7 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
     with ckptool.open(spelled) as checkpoint:
         step, *_ = [one.step for one in children(checkpoint.graph, checkpoint.graph.root)]
     # A NaN, also one in a tuple, is equal to nothing once it was saved and loaded.
-    assume(not step.startswith("[#") and "nan" not in step)
+    assume(not step.startswith("[#") and not has_nan(key))
     path = saved({"d": mapping}, tmp_path / "a.pth", 4)
     with ckptool.open(path) as checkpoint:
         try:
