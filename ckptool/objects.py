@@ -14,6 +14,7 @@ __all__ = [
     "callable_name",
     "class_name",
     "constant",
+    "copied_argument",
     "device_text",
     "elements",
     "given_pairs",
@@ -359,6 +360,15 @@ def given_pairs(graph: Graph, node: Call) -> list[Ref] | None:
             continue
         return [part for level in reversed(levels) for part in level]
     return None
+
+
+def copied_argument(graph: Graph, node: Call) -> int:
+    """The place of the argument whose entries a mapping copies when it is made, -1 where none is followed."""
+    place = _COPYING.get(callable_name(graph, node.func))
+    args = graph.nodes[node.args]
+    if place is None or type(args) is not tuple or len(args) <= place or node.op in (op.NEWOBJ, op.NEWOBJ_EX):
+        return -1
+    return place if given_pairs(graph, node) is not None else -1
 
 
 def listed_pairs(graph: Graph, node: Call) -> list[Ref] | None:

@@ -29,8 +29,8 @@ from .objects import (
     attributes,
     callable_name,
     constant,
+    copied_argument,
     device_text,
-    listed_pairs,
     mapped_name,
     mapping,
     same_key,
@@ -296,8 +296,9 @@ def beside(graph: Graph, ref: Ref, held: Sequence[Child]) -> Iterator[Child]:
         args = graph.nodes[node.args]
         if not callable_name(graph, node.func):
             yield Child("(function)", node.func)
-        if isinstance(args, tuple) and listed_pairs(graph, node) is None:
-            yield from (Child(f"({number})", item) for number, item in enumerate(args))
+        if isinstance(args, tuple) and args:
+            copied = copied_argument(graph, node)
+            yield from (Child(f"({number})", item) for number, item in enumerate(args) if number != copied)
         if node.kwargs >= 0:
             yield Child("(keywords)", node.kwargs)
     fields = as_children(graph, attributes(graph, node), held) if node.states else []
