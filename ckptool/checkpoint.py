@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 from .changes import Change
 from .container import Body, Container, Traits
-from .errors import MalformedError, UnreadableError
+from .errors import MalformedError, RefusedError, UnreadableError
 from .human import argument
 from .objects import class_name, mapping
 from .pickles.nodes import Graph
 from .source import ContainedSource, FileSource, FolderSource, Source
 from .survey import StateDict, Survey, survey
+from .tensors import Storage, TensorReader, described
 
 __all__ = ["Checkpoint", "Later", "Target", "file_mode", "layout_of"]
 
@@ -75,6 +76,8 @@ class Checkpoint:
         self.target = target
         self._survey: Survey | None = None
         self._tolerant = False
+        #: What torch makes of the storages that the file describes in two ways; known after the first edit.
+        self._first: dict[str, Storage] = {}
         #: The storage whose bytes were inflated or computed last: (where they come from, the bytes).
         self.kept: tuple[object, bytes] | None = None
 
@@ -145,9 +148,17 @@ class Checkpoint:
         root: str = "",
         target: Target | None = None,
     ) -> Checkpoint:
-        """The checkpoint after an edit: another object, and the account of what was done to it."""
+        """The checkpoint after an edit: another object, and the account of what was done to it.
+
+        Raises RefusedError where a storage is described in two ways, and the edit leaves out the first, which counts.
+        """
+        first = self._first
         if self.graph is self.container.graph:
-            assert self.survey  # raises for what is not followed: nothing is known to be unused there
+            # This raises for what is not followed: nothing is known to be unused there.
+            reader = self.survey.reader
+            first = {key: reader.storages[key] for key in reader.disagreeing}
+        if first:
+            _check_first(first, graph, self.path)
         storages = {**self.added, **(added or {})}
         done = (*self.changes, *changes)
         former = self.traits.former
@@ -160,9 +171,11 @@ class Checkpoint:
         told = (*self.later, *later)
         root = root or self.root
         target = target or self.target
-        return Checkpoint(
+        twin = Checkpoint(
             self.path, self.source, self.container, graph, done, storages, anew, sources, told, root, target
         )
+        twin._first = first
+        return twin
 
     def body(self, key: str) -> Body | None:
         """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""
@@ -192,6 +205,20 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_first(first: Mapping[str, Storage], graph: Graph, path: str) -> None:
+    reader = TensorReader(graph)
+    left = set(first)
+    for ref in graph.reachable():
+        used = reader.storage(ref)
+        if used is None or used.key not in left:
+            continue
+        left.discard(used.key)
+        was, now = first[used.key], described(graph, ref)
+        if now != (was.cls, was.numel):
+            what = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
+            raise RefusedError(what, path=path)
 
 
 def _with_files(source: Source) -> tuple[Source, ...]:

@@ -16,7 +16,7 @@ from .objects import callable_name, device_text, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .rank_parts import held_values
 
-__all__ = ["Storage", "Tensor", "TensorReader", "extent"]
+__all__ = ["Storage", "Tensor", "TensorReader", "described", "extent"]
 
 
 class Storage(NamedTuple):
@@ -79,6 +79,14 @@ _PARTS = 64
 #: Wrappers within wrappers; torch never writes them deeper.
 _DEPTH = 8
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+
+
+def described(graph: Graph, ref: Ref) -> tuple[str, int]:
+    """The class and the elements of a storage as this very mention has them, which need not be what torch takes."""
+    node = graph.nodes[ref]
+    pid = graph.nodes[node.pid] if isinstance(node, Persistent) else ()
+    cls, numel = (graph.nodes[pid[1]], graph.nodes[pid[4]]) if type(pid) is tuple and len(pid) > 4 else (None, None)
+    return (cls.name, numel) if type(cls) is Global and type(numel) is int else ("", -1)
 
 
 class TensorReader:

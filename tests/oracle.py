@@ -111,7 +111,7 @@ class _Comparison:
             rows = (torch.sparse_csr, torch.sparse_bsr)
             names = ("crow_indices", "col_indices") if a.layout in rows else ("ccol_indices", "row_indices")
             pairs = [(getattr(a, name)(), getattr(b, name)()) for name in (*names, "values")]
-        same = all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+        same = all(x.shape == y.shape and x.dtype == y.dtype and _bits(x) == _bits(y) for x, y in pairs)
         return "" if same else f"{path}: members differ"
 
     def storage(self, a: torch.UntypedStorage, b: torch.UntypedStorage, path: str) -> str:
@@ -130,6 +130,11 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def _bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return bytes(torch.empty(len(plain), dtype=plain.dtype).copy_(plain).view(torch.uint8).tolist())
+
+
 def _scheme(tensor: torch.Tensor) -> str:
     try:
         return str(tensor.qscheme())
@@ -138,4 +143,5 @@ def _scheme(tensor: torch.Tensor) -> str:
 
 
 def _key(key: Any) -> Any:
-    return (type(key), repr(key) if isinstance(key, float) and key != key else key)
+    spelled = isinstance(key, torch.Tensor) or (isinstance(key, float) and key != key)
+    return (type(key), repr(key) if spelled else key)

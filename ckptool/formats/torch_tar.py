@@ -19,6 +19,7 @@ from ..human import counted, shown
 from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode, encode
+from ..pickles.literals import not_utf8
 from ..pickles.nodes import Global, Graph, List, Node, Persistent, Ref
 from ..source import Appending, Plan, Source, Span, merged
 from ..tars import Member, members, resolved
@@ -244,6 +245,8 @@ class _Reader:
                 size = min(size * 8, most)
                 continue
             self.at += found.end
+            if any(not_utf8(found.graph)):
+                self.broken("a text of Python 2 that is not UTF-8")
             return found.graph
 
     def record(self, most: int = _MODEST) -> list[Node]:

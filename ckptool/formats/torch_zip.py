@@ -200,6 +200,9 @@ class TorchZip:
         version = version_problem(archive)
         if version is not None:
             self.problems.append(version)
+        identity = archive.text(".data/serialization_id")
+        if identity is not None and identity.decode("utf-8", "replace").encode() != identity:
+            self._note("bad-id", "error", ".data/serialization_id is not UTF-8; torch refuses such a file", True)
         order = archive.text("byteorder")
         if order in (b"big", b"little"):
             self.byteorder = order.decode()

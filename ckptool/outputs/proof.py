@@ -8,6 +8,7 @@ from ..checkpoint import Checkpoint
 from ..errors import PickleError, RefusedError
 from ..pickles import decode, difference, encode
 from ..pickles.nodes import Graph, Persistent
+from ..tensors import TensorReader
 
 __all__ = ["Verified", "check_ids", "codec_is_exact", "prove", "verified_pickle"]
 
@@ -48,14 +49,22 @@ def codec_is_exact(checkpoint: Checkpoint) -> bool:
 
 
 def check_ids(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError for a persistent id that torch refuses in a zip, before it is written as one that loads."""
+    """Raise RefusedError for a persistent id that torch refuses in a zip, also one that is thrown away.
+
+    Written again, the file would load: without it, or as something that ckptool made up.
+    """
     if checkpoint.traits.former:
         return
-    nodes = checkpoint.graph.nodes
-    for node in nodes:
-        if type(node) is Persistent and type(pid := nodes[node.pid]) is tuple and len(pid) > _ID_PARTS:
-            what = f"a storage is described by {len(pid)} values, of which torch takes {_ID_PARTS}"
-            raise RefusedError(what, path=checkpoint.path)
+    nodes, reader = checkpoint.graph.nodes, TensorReader(checkpoint.graph)
+    for ref, node in enumerate(nodes):
+        if type(node) is Persistent:
+            pid = nodes[node.pid]
+            count = len(pid) if type(pid) is tuple else 0
+            if count != _ID_PARTS or reader.storage(ref) is None:
+                what = "a storage is described in a way that torch cannot read"
+                if count > _ID_PARTS:
+                    what = f"a storage is described by {count} values, of which torch takes {_ID_PARTS}"
+                raise RefusedError(what, path=checkpoint.path)
 
 
 def prove(graph: Graph, data: bytes, name: str, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -239,9 +240,26 @@ def _same_records(path: str, out: str) -> bool:
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(out) as new:
             there = {_below_root(name): name for name in old.namelist()}
             names = [name for name in new.namelist() if "/data/" in name]
-            return all(new.read(name) == old.read(there[_below_root(name)]) for name in names)
-    except (KeyError, zipfile.BadZipFile, NotImplementedError, ValueError, zlib.error, EOFError, OSError, RuntimeError):
+            return all(new.read(name) == _stored(data, old.getinfo(there[_below_root(name)])) for name in names)
+    except (
+        KeyError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        zlib.error,
+        struct.error,
+        OSError,
+        RuntimeError,
+    ):
         return False
+
+
+def _stored(data: bytes, info: zipfile.ZipInfo) -> bytes:
+    """A record as the directory has it, whatever its local header calls it."""
+    name, extra = struct.unpack_from("<HH", data, info.header_offset + 26)
+    begin = info.header_offset + 30 + name + extra
+    packed = data[begin : begin + info.compress_size]
+    return zlib.decompress(packed, -15) if info.compress_type == zipfile.ZIP_DEFLATED else packed
 
 
 def _below_root(name: str) -> str:

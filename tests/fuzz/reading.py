@@ -79,7 +79,7 @@ def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:
     first: dict[str, int] = {}
     back: dict[int, str] = {}
     for entry in entries:
-        tensor = by_steps.get(entry.steps)  # type: ignore[arg-type]
+        tensor = by_steps.get(entry.steps) if entry.steps is not None else None
         if tensor is None or not _has_storage(tensor) or not entry.storage:
             continue
         # Where the storage begins if the tensor's offset is what ckptool says: torch's own offset counts from the view
@@ -120,8 +120,10 @@ def _unlike(entry: Entry, tensor: torch.Tensor) -> str:
         return ""
     if tensor.numel() and tuple(entry.stride) != tuple(tensor.stride()):
         return f"stride: ckptool {entry.stride}, loaded {tensor.stride()}"
-    if entry.content is not None and tensor.numel() <= 1 << 16 and entry.content != content(tensor):
-        return "values differ"
+    if entry.content is not None and tensor.numel() <= 1 << 16:
+        told = bytes(map(bool, entry.content)) if tensor.dtype is torch.bool else entry.content
+        if told != content(tensor):
+            return "values differ"
     return ""
 
 
@@ -134,6 +136,6 @@ def content(tensor: torch.Tensor) -> bytes:
     plain = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # one element may have any stride
     if not plain.numel():
         return b""
-    return (
-        bytes(plain.view(torch.uint8).tolist()) if plain.dtype != torch.bool else bytes(plain.to(torch.uint8).tolist())
-    )
+    stored = plain.view(torch.uint8)
+    # A bool of another byte than 0 and 1 is whatever the processor makes of it.
+    return bytes((stored != 0 if plain.dtype is torch.bool else stored).tolist())
