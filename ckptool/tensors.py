@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .dtypes import BY_NAME, Dtype, storage_dtype
 from .limits import LIMITS
@@ -16,7 +16,11 @@ from .objects import callable_name, device_text, mapped_name, mapping
 from .pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .rank_parts import held_values
 
-__all__ = ["Storage", "Tensor", "TensorReader", "described", "extent"]
+__all__ = ["ID_PARTS", "Storage", "Tensor", "TensorReader", "described", "extent"]
+
+#: Values in the persistent id of a storage in a zip (torch/serialization.py, ``_load.persistent_load``); those of the
+#: legacy format have a view behind them.
+ID_PARTS: Final = 5
 
 
 class Storage(NamedTuple):
@@ -73,6 +77,7 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
+_INT64 = 1 << 63
 
 #: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
 _PARTS = 64
@@ -155,7 +160,7 @@ class TensorReader:
         if kind == "module" or kind == b"module":
             self.modules.append(ref)
             return
-        if (kind != "storage" and kind != b"storage") or not 5 <= len(pid) <= 6:
+        if (kind != "storage" and kind != b"storage") or not ID_PARTS <= len(pid) <= ID_PARTS + 1:
             return
         cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
         if type(cls) is not Global or type(numel) is not int or not 0 <= numel < _TOO_LARGE:
@@ -390,7 +395,7 @@ class TensorReader:
         known = self._shapes.get(refs)
         if known is None:
             values = tuple([nodes[item] for item in refs])
-            fit = len(values) <= LIMITS.dimensions and all(type(v) is int and abs(v) < _TOO_LARGE for v in values)
+            fit = len(values) <= LIMITS.dimensions and all(type(v) is int and abs(v) < _INT64 for v in values)
             known = self._shapes[refs] = values if fit else None  # type: ignore[assignment]
         return known
 

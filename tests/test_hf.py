@@ -284,7 +284,7 @@ def test_a_broken_or_hostile_index_is_refused(text: str, words: str, tmp_path: P
 def test_a_bin_shard_with_other_objects_is_not_half_read(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", tensors(), safe=False)
     torch.save({"layers.2.weight": torch.zeros(2), "epoch": 3}, second(folder))
-    assert "'epoch' is no tensor" in problems(folder)["incomplete"]
+    assert "'epoch' is not a tensor" in problems(folder)["incomplete"]
 
 
 # -- out -------------------------------------------------------------------------------------------------------

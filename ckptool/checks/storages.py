@@ -12,7 +12,7 @@ from ..human import shown
 from ..objects import callable_name
 from ..pickles.nodes import Call, Persistent, Ref
 from ..programs import program_of
-from ..tensors import Tensor, TensorReader, extent
+from ..tensors import ID_PARTS, Tensor, TensorReader, extent
 from .arguments import refused_calls
 from .torch_lists import NEWEST, allowed, registered
 
@@ -35,8 +35,6 @@ class Flaw(NamedTuple):
 
 #: Formats with persistent ids that stand for something else than storages.
 _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
-#: Parts of the id of a storage (``persistent_load`` in ``_load``); the reader of legacy files looks at its own.
-_ID_PARTS: Final = {"torch-zip": 5}
 
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
@@ -69,13 +67,16 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
         return []
     survey = checkpoint.survey
     names = allowed(NEWEST) | registered(NEWEST)
-    # The other pickles of a legacy file, which torch loads before and after it; those of shards are in its own.
-    beside = checkpoint.container.others if checkpoint.traits.in_a_row and not checkpoint.anew else ()
-    found = [
-        Flaw("arguments", "", f"in a pickle beside the checkpoint's: {refusal.why}", refusal.sure)
-        for other in beside
-        for refusal in refused_calls(other, TensorReader(other), names).values()
-    ]
+    # The other pickles of a legacy file, which torch loads before and after it.
+    # Those of shards are in its own, but for what they throw away.
+    beside = checkpoint.container.others if not checkpoint.anew else ()
+    found = []
+    for other in beside:
+        led_to = set(other.reachable()) if checkpoint.traits.sharded else frozenset[Ref]()
+        for ref, refusal in refused_calls(other, TensorReader(other), names).items():
+            if ref not in led_to:
+                what = f"in a pickle beside the checkpoint's: {refusal.why}"
+                found.append(Flaw("arguments", "", what, refusal.sure))
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if not refused:
         return found
@@ -100,6 +101,8 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
     flaws = []
     rebuilds: dict[Ref, bool] = {}
+    # The readers of older formats, and of shards, look at the ids themselves.
+    own_ids = checkpoint.traits.former or checkpoint.traits.sharded
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
             storage = reader.storage(ref)
@@ -108,8 +111,8 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
                 flaws.append(Flaw("geometry", "", what, True, ref))
             pid = nodes[node.pid]
             count = len(pid) if type(pid) is tuple else 0
-            if storage is not None and count != _ID_PARTS.get(checkpoint.format, count):
-                what = f"a storage is described by {count} values, of which torch takes {_ID_PARTS[checkpoint.format]}"
+            if storage is not None and count > ID_PARTS and not own_ids:
+                what = f"a storage is described by {count} values, of which torch takes {ID_PARTS}"
                 flaws.append(Flaw("geometry", "", what, True, ref))
             known = _OTHER_IDS.get(checkpoint.format)
             if storage is None and (known is None or (known == "module" and ref not in reader.modules)):

@@ -17,6 +17,7 @@ __all__ = [
     "ChunkedSource",
     "Overlap",
     "RowSource",
+    "SignSource",
     "region_missing",
     "regions_overlapping",
 ]
@@ -208,6 +209,28 @@ class RowSource:
                 else:
                     out[there + byte : stop : along] = data[one : one + 1].tobytes() * count
         return bytes(out)
+
+    def close(self) -> None:
+        pass
+
+
+class SignSource:
+    """The elements of a tensor with the bits of ``signs``, those of one element, turned round.
+
+    ``begin`` and ``size`` are in bytes of ``source``.
+    """
+
+    def __init__(self, source: Source, begin: int, size: int, signs: bytes) -> None:
+        self.name, self.size = source.name, size
+        self._source, self._begin, self._signs = source, begin, signs
+
+    def read(self, offset: int, size: int) -> bytes:
+        width = len(self._signs)
+        data = self._source.read(self._begin + offset, max(min(size, self.size - offset), 0))
+        begin = offset % width
+        mask = (self._signs * (len(data) // width + 2))[begin : begin + len(data)]
+        turned = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
+        return turned.to_bytes(len(data), "little")
 
     def close(self) -> None:
         pass

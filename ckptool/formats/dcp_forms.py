@@ -14,7 +14,7 @@ from ..objects import callable_name, elements, given_pairs, mapped_name
 from ..pickles.nodes import Buffer, Call, Dict, Extension, Global, Graph, List, Persistent, Ref
 from ..pickles.opcodes import NAMES, NEWOBJ, REDUCE
 
-__all__ = ["metadata_flaws", "tensor_flaw"]
+__all__ = ["lazy_bits", "metadata_flaws", "tensor_flaw"]
 
 #: Objects that have only fields: made of a class alone, then given a dict.
 _PLAIN: Final = frozenset(
@@ -130,6 +130,8 @@ _TESTS: Final[dict[str, _Test]] = {
 #: What makes a tensor, and of how many arguments at least: one more are metadata.
 _MAKERS: Final = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 _DICT: Final = "collections.OrderedDict"
+#: Flags in the metadata of a tensor: what torch does to its elements when it reads them.
+_LAZY: Final = ("conj", "neg")
 
 
 def tensor_flaw(graph: Graph) -> str:
@@ -165,9 +167,26 @@ def tensor_flaw(graph: Graph) -> str:
         return "its requires_grad is not a bool"
     if not isinstance(args[5], Call | Dict) or args[5].pairs:
         return "its hooks are not an empty dict"
-    if len(args) > least and not isinstance(args[least], Dict):
-        return "its metadata is not a dict"
+    if len(args) > least:
+        flags = args[least]
+        if not isinstance(flags, Dict):
+            return "its metadata is not a dict"
+        if not all(graph.nodes[name] in _LAZY and type(graph.nodes[flag]) is bool for name, flag in _couples(flags)):
+            return "its metadata is more than the flags conj and neg"
     return ""
+
+
+def lazy_bits(graph: Graph) -> set[str]:
+    """Return which of "conj" and "neg" are set on the tensor of an item that has no flaw."""
+    root = graph.nodes[graph.root]
+    args = [graph.nodes[ref] for ref in elements(graph.nodes[root.args])] if isinstance(root, Call) else []
+    flags = args[-1] if len(args) > 6 else None
+    couples = _couples(flags) if isinstance(flags, Dict) else ()
+    return {str(graph.nodes[name]) for name, flag in couples if graph.nodes[flag] is True}
+
+
+def _couples(node: Dict) -> Iterator[tuple[Ref, Ref]]:
+    return zip(node.pairs[::2], node.pairs[1::2])
 
 
 def _is_kind(name: str) -> bool:

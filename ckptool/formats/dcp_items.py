@@ -8,12 +8,13 @@ from ..container import AMBIGUOUS, DAMAGED
 from ..dtypes import Dtype
 from ..elements import contiguous_strides
 from ..errors import MalformedError, NotACheckpointError, PickleError
+from ..human import listed
 from ..pickles.nodes import Graph
 from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
-from .dcp_chunks import RowSource
-from .dcp_forms import tensor_flaw
+from .dcp_chunks import RowSource, SignSource
+from .dcp_forms import lazy_bits, tensor_flaw
 from .dcp_metadata import Item
 from .torch_zip import TorchZip, read_records
 
@@ -129,9 +130,27 @@ def tensor_rows(opened: Opened, dtype: Dtype, shape: tuple[int, ...]) -> tuple[S
     if (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize > span.size:
         raise MalformedError(f"{item.name!r}: the tensor reaches beyond its storage", where=item.place)
     begin = span.offset + tensor.offset * dtype.itemsize
-    if _in_rows(tensor):
-        return span.source, begin
-    return RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, item.place), 0
+    rows: tuple[Source, int] = span.source, begin
+    if not _in_rows(tensor):
+        rows = RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, item.place), 0
+    bits = lazy_bits(opened.graph)
+    if not bits:
+        return rows
+    signs = _signs(dtype, bits)
+    if not signs:
+        raise MalformedError(f"{item.name!r}: {dtype.name} with the flag {listed(sorted(bits))}", where=item.place)
+    return SignSource(*rows, tensor.numel * dtype.itemsize, signs), 0
+
+
+def _signs(dtype: Dtype, bits: set[str]) -> bytes:
+    """The sign bits of one element that the flags turn round; b"" where the dtype cannot have them."""
+    parts = 2 if dtype.name.startswith("complex") else 1
+    if (parts == 1 and ("conj" in bits or not dtype.floating)) or dtype.packed > 1:
+        return b""
+    width = dtype.itemsize // parts
+    sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
+    real, imaginary = "neg" in bits, ("neg" in bits) != ("conj" in bits)
+    return (sign if real else same) + (sign if imaginary else same) * (parts - 1)
 
 
 def _in_rows(tensor: Tensor) -> bool:

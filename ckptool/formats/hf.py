@@ -27,11 +27,12 @@ from ..container import (
 from ..errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ..human import counted, listed, shown
 from ..objects import mapping
+from ..paths import key_text
 from ..pickles import encode
 from ..pickles.nodes import Graph, Persistent, Ref
 from ..pooling import open_pooled
 from ..source import Appending, FileSource, FolderSource, Plan
-from ..tensors import TensorReader
+from ..tensors import ID_PARTS, TensorReader
 from . import safetensors, torch_legacy, torch_zip
 from .hf_files import Index, Weights, companions, index_name, is_index, read_index, side_files, sniff, weights_of
 from .identify import explain, stand_in
@@ -270,7 +271,14 @@ class HfFolder:
             protocol = max(protocol, graph.style.protocol)
             items.append((name, builder.graft(graph, held.ref, known)))
         for number, known in grafted.items():
-            for ref, storage in TensorReader(self.shards[number].container.graph).uses():
+            shard = self.shards[number]
+            graph = shard.container.graph
+            for ref, storage in TensorReader(graph).uses():
+                node = graph.nodes[ref]
+                own = graph.nodes[node.pid] if isinstance(node, Persistent) else ()
+                if isinstance(own, tuple) and len(own) > ID_PARTS and not shard.container.traits.former:
+                    what = f"{shard.name}: a storage is described by {len(own)} values, of which torch takes {ID_PARTS}"
+                    self._note("id-parts", "error", what, refused=True, where=shard.name)
                 place = builder.nodes[known[ref]] if ref in known else None
                 pid = builder.nodes[place.pid] if isinstance(place, Persistent) else ()
                 if isinstance(place, Persistent) and isinstance(pid, tuple):
@@ -370,9 +378,11 @@ def _shard(name: str, source: FileSource) -> Shard:
     reader = TensorReader(graph)
     tensors: list[tuple[str, Held]] = []
     for key, value in items:
-        found, called = reader.tensor(value), str(graph.nodes[key])
-        if found is None:
-            what = f"{shown(called)} is no tensor, and folders are read by those alone"
+        found, called = reader.tensor(value), graph.nodes[key]
+        if found is None or not isinstance(called, str):
+            name = shown(called) if isinstance(called, str) else key_text(graph, key) or "an object"
+            what = f"{name} is not a tensor" if found is None else f"the key {name} is not a string"
+            what += ", and folders are read by the names of tensors alone"
             raise UnreadableError(what, path=source.name, next="read its files one by one")
         keys = (part.storage for part in reader.parts(found))
         storages = {key: reader.storages[key].nbytes for key in keys if key in reader.storages}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..errors import PickleError, RefusedError
 from ..pickles import decode, difference, encode
 from ..pickles.nodes import Graph, Persistent
-from ..tensors import TensorReader
+from ..tensors import ID_PARTS, TensorReader
 
 __all__ = ["Verified", "check_ids", "codec_is_exact", "prove", "verified_pickle"]
-
-#: Values in the persistent id of a storage in a zip (torch/serialization.py, ``_load.persistent_load``).
-_ID_PARTS: Final = 5
 
 
 class Verified(NamedTuple):
@@ -53,17 +50,17 @@ def check_ids(checkpoint: Checkpoint) -> None:
 
     Written again, the file would load: without it, or as something that ckptool made up.
     """
-    if checkpoint.traits.former:
-        return
+    if checkpoint.traits.former or checkpoint.traits.sharded:
+        return  # their readers look at the ids themselves
     nodes, reader = checkpoint.graph.nodes, TensorReader(checkpoint.graph)
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
             pid = nodes[node.pid]
             count = len(pid) if type(pid) is tuple else 0
-            if count != _ID_PARTS or reader.storage(ref) is None:
+            if count != ID_PARTS or reader.storage(ref) is None:
                 what = "a storage is described in a way that torch cannot read"
-                if count > _ID_PARTS:
-                    what = f"a storage is described by {count} values, of which torch takes {_ID_PARTS}"
+                if count > ID_PARTS:
+                    what = f"a storage is described by {count} values, of which torch takes {ID_PARTS}"
                 raise RefusedError(what, path=checkpoint.path)
 
 

@@ -325,7 +325,9 @@ def _converted(path: str, folder: str, loaded: Any, refusal: str, chance: random
 
 def _hf(path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int) -> Verdict:
     finds: list[Find] = []
-    loaded, refusal = _tried(lambda: _by_transformers(path))
+    # transformers maps the files: of deflated records, which are said to be invalid, it reads something else.
+    deflated = any(note["code"] == "deflated" for check in said.report["checks"] for note in check["notes"])
+    loaded, refusal = _tried(lambda: _by_transformers(path, mapped=not deflated))
     # transformers loads .bin with weights_only: what that refuses, validate has said.
     promised = said.valid and said.loads is not False
     if promised and refusal:
@@ -351,21 +353,23 @@ def _hf(path: str, folder: str, said: Said, chance: random.Random, tell: Callabl
     )
 
 
-def _by_transformers(path: str) -> dict[str, Any]:
+def _by_transformers(path: str, *, mapped: bool) -> dict[str, Any]:
     """As from_pretrained finds and reads the files of a folder: the single file first, then the index."""
     from transformers.modeling_utils import load_state_dict
     from transformers.utils.hub import get_checkpoint_shard_files
+
+    read = load_state_dict if mapped else load
 
     names = os.listdir(path)
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = f"{single}.index.json"
         if single in names:
-            return dict(load_state_dict(os.path.join(path, single)))
+            return dict(read(os.path.join(path, single)))
         if index in names:
             files, _ = get_checkpoint_shard_files(path, os.path.join(path, index), local_files_only=True)
             found: dict[str, Any] = {}
             for name in files:
-                found |= load_state_dict(name)
+                found |= read(name)
             return found
     raise FileNotFoundError("no weights that transformers knows")
 
@@ -436,6 +440,8 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         if said.valid:
             finds.append(Find(RUNS, "valid", f"DCP runs {answer.ran}"))
         words.append("stopped before it ran")
+    elif "No module named" in answer.error:
+        words.append("a class that is not here")  # it is read by its fields, as those of Megatron-core are
     elif answer.error or answer.died:
         if said.valid:
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
