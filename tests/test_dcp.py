@@ -12,6 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES, LOADABLE, Fixture, by_name
 from dcp_ranks import ranks
 from hypothesis import given, settings
@@ -318,3 +319,24 @@ def test_entries_under_keys_without_a_name_are_left_out_on_demand(tmp_path: Path
     assert "--allow-loss keys" in str(caught.value.next) or caught.value.again is not None
     out = to_dcp(tmp_path / "in.pth", tmp_path / "out", "keys")
     assert oracle.difference(by_torch(out, tmp_path), {"w": torch.ones(2), "inner": {"kept": torch.ones(1)}}) == ""
+
+
+def test_conjugate_and_negative_tensors_have_the_values_of_dcp(tmp_path: Path) -> None:
+    """DCP saves tensors with their lazy flags; to load one resolves them."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6 + 0j]])
+    state = {
+        "conj": numbers.conj(),
+        "turned": numbers.t().conj(),
+        "neg": torch._neg_view(torch.tensor([1.0, -2.0, 0.0])),
+        "both": torch._neg_view(numbers.conj()),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    wanted = {name: torch.empty_like(tensor).resolve_conj().resolve_neg() for name, tensor in state.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "in", no_dist=True)
+    with ckptool.open(tmp_path / "in") as checkpoint:
+        for name, tensor in wanted.items():
+            assert ckptool.get(checkpoint, name).tolist() == tensor.tolist()
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    assert ckptool.validate(tmp_path / "in")["status"] == "valid"

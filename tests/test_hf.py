@@ -447,3 +447,10 @@ def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pyte
     assert oracle.difference({k: ckptool.load(folder)[k] for k in tensors()}, tensors()) == ""
     assert run(["inspect", str(folder), "--load"]) == 0
     assert f"yes: {len(tensors())} tensors on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", [("a.weight",), 7, None])
+def test_a_shard_with_a_key_that_is_not_a_string_is_refused(key: object, tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2), key: torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnreadableError, match="is not a string"):
+        ckptool.open(tmp_path)

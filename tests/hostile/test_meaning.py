@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_files import Code, call, name, plain, put, storage, tensor
+from hostile_files import Code, altered, call, name, plain, put, storage, tensor
 from hostile_files import ordered as empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import load
 
 import ckptool
-from ckptool.errors import CkptoolError, UnreadableError
+from ckptool.errors import CkptoolError, RefusedError, UnreadableError
 
 FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
 STORED = {"0": FLOATS, "1": NINES}
@@ -127,6 +127,61 @@ def test_storages_that_cannot_be_read_are_never_unused(parts: Any, kind: Any, tm
     for edit in (ckptool.repack, lambda found: ckptool.keep(found, ["a"]), lambda found: ckptool.remap(found, "cpu")):
         with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
             ckptool.save(edit(checkpoint), tmp_path / "out.pth")
+    assert takes(path)[0] == "invalid"
+
+
+LEFT: dict[str, Code] = {
+    "six parts": raw(("storage", name("torch", "FloatStorage"), "1", "cpu", 4, None), b"Q0"),
+    "no class": raw(("storage", 7, "1", "cpu", 4), b"Q0"),
+    "a name alone": raw(("storage",), b"Q0"),
+}
+
+
+@pytest.mark.parametrize("thrown", LEFT.values(), ids=LEFT.keys())
+def test_an_id_that_is_thrown_away_is_not_mended_unsaid(thrown: Code, tmp_path: Path) -> None:
+    """Torch fails at it; written again the file would load. ``sanitize`` leaves it out, and may."""
+    path = written(tmp_path / "a.pth", raw(thrown, ordered(("module.a", A))))
+    assert not loads(path)
+    assert takes(path)[0] == "invalid"
+    for edit in (ckptool.strip_module, ckptool.repack, lambda found: ckptool.set_entry(found, "epoch", 1)):
+        with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
+            ckptool.save(edit(checkpoint), tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("other", [("ByteStorage", 4), ("FloatStorage", 1), ("DoubleStorage", 2)])
+def test_the_description_that_torch_takes_is_not_left_out(other: tuple[str, int], tmp_path: Path) -> None:
+    """Of a storage that is described in two ways the first counts: without it the file would hold another one."""
+    cls, numel = other
+    second = call(
+        name(TENSOR, "_rebuild_tensor_v2"),
+        raw(("storage", name("torch", cls), "0", "cpu", numel), b"Q"),
+        *(0, (1,), (1,), False, ordered()),
+    )
+    path, out = written(tmp_path / "a.pth", {"a": A, "b": second}, {"0": FLOATS}), tmp_path / "out.pth"
+    assert loads(path)
+    with ckptool.open(path) as checkpoint:
+        with pytest.raises(RefusedError, match="described in two ways"):
+            ckptool.drop(checkpoint, ["a"])
+        ckptool.save(ckptool.drop(checkpoint, ["b"]), out)
+    assert load(out)["a"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("parts", [5, 6])
+def test_ids_of_shards_are_those_of_their_format(parts: int, tmp_path: Path) -> None:
+    """Six values are for legacy files; torch refuses them in a zip, also where a pickle throws them away."""
+    path = tmp_path / "pytorch_model.bin"
+    id_of = raw(("storage", name("torch", "FloatStorage"), "0", "cpu", 4, None)[:parts], b"Q")
+    made = call(name("torch._utils", "_rebuild_tensor_v2"), id_of, 0, (4,), (1,), False, ordered())
+    for thing in ({"a": made}, raw(id_of, b"0", {"a": tensor((4,))})):
+        path.write_bytes(plain(thing, {"0": struct.pack("<4f", 1, 2, 3, 4)}))
+        assert (ckptool.validate(tmp_path)["status"] == "valid") is (parts == 5)
+
+
+def test_an_id_of_the_archive_that_is_no_text_is_said(tmp_path: Path) -> None:
+    """Torch hands it to Python as a string before it reads anything."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(altered(".data/serialization_id", data=b"\xff" * 40))
+    assert not loads(path)
     assert takes(path)[0] == "invalid"
 
 

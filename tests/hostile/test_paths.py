@@ -295,6 +295,13 @@ def test_a_tensor_at_a_million_places_is_cut_off_and_said_so(tmp_path: Path) -> 
     assert ckptool.keys(path, everything=True)["in_file"] == 300_001
 
 
+@pytest.mark.parametrize("inner", [{"a": tensor((4,))}, [("a", tensor((4,)))], (("a", tensor((4,))),)])
+def test_what_a_mapping_copied_has_no_second_place(inner: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    path.write_bytes(plain(call(name("collections", "OrderedDict"), inner), {"0": struct.pack("<4f", 1, 2, 3, 4)}))
+    assert [row["path"] for row in ckptool.keys(path, everything=True)["tensors"]] == ["a"]
+
+
 @needs_corpus
 def test_paths_of_the_corpus_are_different() -> None:
     for path in corpus_files()[:40]:
