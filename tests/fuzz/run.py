@@ -78,7 +78,13 @@ class Tally:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("time", nargs="?", default="", help="how long: 10m (default), 1h, 300s; all kinds share it")
-    parser.add_argument("--kind", action="append", choices=list(KINDS), help="one kind of input (default: all)")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        type=_counted,
+        metavar="KIND[=N]",
+        help=f"one kind of input (default: all), and how many of it: {', '.join(KINDS)}",
+    )
     parser.add_argument("--files", type=int, metavar="N", help="so many inputs of each kind, however long it takes")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one gives other inputs")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
@@ -92,22 +98,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.atheris:
         return guided(_seconds(given.time))
-    kinds = given.kind or list(KINDS)
+    kinds = given.kind or [(kind, None) for kind in KINDS]
     with tempfile.TemporaryDirectory(
         prefix="ckptool-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as scratch:
         if given.case:
             return _show(given.case, given.keep, given.save, scratch)
-        seconds = _seconds(given.time) if given.time or not given.files else float("inf")
-        tallies = [_fuzzed(kind, given.seed, given.files, seconds / len(kinds), given.jobs, scratch) for kind in kinds]
-    for tally in tallies:
-        _report(tally)
+        counts = [(kind, number or given.files) for kind, number in kinds]
+        endless = not given.time and all(number for _, number in counts)
+        seconds = float("inf") if endless else _seconds(given.time) / len(counts)
+        tallies = []
+        for kind, number in counts:
+            tallies.append(_fuzzed(kind, given.seed, number, seconds, given.jobs, scratch))
+            _report(tallies[-1])
     print("\n" + table(tallies))
     if given.page:
         from fuzz.page import rewrite
 
         rewrite(tallies, table(tallies), given.seed)
     return int(any(tally.bad for tally in tallies))
+
+
+def _counted(text: str) -> tuple[str, int | None]:
+    """A kind, and how many inputs of it are asked for."""
+    kind, _, number = text.partition("=")
+    if kind not in KINDS or (number and not number.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(KINDS)}, with =N or without")
+    return kind, int(number) if number else None
 
 
 def _seconds(text: str) -> float:
@@ -210,7 +227,8 @@ def _report(tally: Tally) -> None:
     """The finds of a kind by cause, and a file for each in tests/fuzz/findings."""
     print(
         f"{tally.kind}: {tally.inputs:,} inputs in {tally.seconds:.0f} s"
-        f" ({tally.inputs / max(tally.seconds, 0.1):.0f} a second)"
+        f" ({tally.inputs / max(tally.seconds, 0.1):.0f} a second)",
+        flush=True,
     )
     for words, number in tally.words.most_common(12):
         print(f"  {number:,} {words}")
