@@ -93,6 +93,8 @@ def members(source: Source) -> Iterator[Member]:
     for _ in range(LIMITS.members):
         block = source.read(at, _BLOCK)
         if len(block) < _BLOCK or not any(block):
+            if ahead.kinds:  # tarfile gives up here (``TarInfo._proc_gnulong``, ``_proc_pax``)
+                raise _broken("a header of a member that does not follow", at)
             return
         if not is_header(block):
             raise _broken("no header of a member where one must be", at)

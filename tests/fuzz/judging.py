@@ -477,7 +477,7 @@ def _unlike_dcp(loaded: Any, out: str) -> str:
     from .reading import content
 
     try:
-        after = load(out)
+        after = load(out, weights_only=False)  # in the sandbox, as the input
     except Exception as error:
         return f"the input loads, the output does not: {error_text(error)}"
     old, new = tensors(loaded), tensors(after)
