@@ -9,7 +9,7 @@ from .checkpoint import Checkpoint
 from .human import argument, suggested_output
 from .survey import DeviceName
 
-__all__ = ["ABOUT", "NO_WEIGHTS", "PROGRAM", "NamedDevice", "Program", "convert_step", "program_of"]
+__all__ = ["ABOUT", "NO_WEIGHTS", "PROGRAM", "NamedDevice", "Program", "convert_step", "parts_beside", "program_of"]
 
 #: The code of the problem that says so, and those of all that is said of a program.
 PROGRAM: Final = "program"
@@ -21,6 +21,11 @@ ABOUT: Final = frozenset(
 )
 #: What is said of one without a single tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
+
+#: Records about the archive itself.
+_OF_WRITERS: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment")) | {
+    ".data/serialization_id"
+}
 
 
 class NamedDevice(NamedTuple):
@@ -58,6 +63,22 @@ def program_of(checkpoint: Checkpoint) -> Program | None:
     """The container of a checkpoint where it is one of a program."""
     container = checkpoint.container
     return container if isinstance(container, Program) else None
+
+
+def parts_beside(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what a program holds beside its weights: code, constants, objects, by name; sizes and checksums as text.
+
+    What no two runs of a writer have in common, such as the lines of debug information, is not in it.
+    """
+    reader = checkpoint.survey.reader
+    weights = {part.storage for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)}
+    root = f"{checkpoint.container.root}/"
+    named = {
+        record.name.removeprefix(root): f"{record.size:,} bytes, CRC-32 {record.crc or 0:08x}"
+        for record in checkpoint.container.records()
+        if record.key not in weights
+    }
+    return {name: told for name, told in named.items() if name not in _OF_WRITERS and not name.endswith(".debug_pkl")}
 
 
 def convert_step(path: str) -> str:

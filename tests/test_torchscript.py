@@ -445,3 +445,36 @@ def test_json_of_inspect_is_json(tmp_path: Path) -> None:
     said = say("inspect", make(quantized, tmp_path / "m.pt"), "--format", "json")
     report = json.loads(said.out)
     assert report["program"]["restored_by_code"] == ["0._packed_params._packed_params"]
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Negated(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+def test_two_programs_without_weights_are_not_the_same(tmp_path: Path) -> None:
+    one, other, twin = (tmp_path / name for name in ("one.pt", "other.pt", "twin.pt"))
+    torch.jit.script(Doubled()).save(str(one))
+    torch.jit.script(Negated()).save(str(other))
+    twin.write_bytes(one.read_bytes())
+    assert ckptool.diff(one, twin)["same"]
+    report = ckptool.diff(one, other)
+    assert not report["same"] and "code/__torch__.py" in {item["what"] for item in report["program"]}
+    assert say("diff", one, other).code == 1
+    for function in (ckptool.hash, ckptool.lock):
+        with pytest.raises(RefusedError, match="no parameters and no buffers"):
+            function(one)
+
+
+def test_the_constants_of_frozen_programs_are_compared(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.pt", tmp_path / "other.pt"]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        torch.jit.freeze(torch.jit.script(torch.nn.Linear(3, 2).eval())).save(str(path))
+    report = ckptool.diff(*paths)
+    assert not report["same"] and "constants/0" in {item["what"] for item in report["program"]}

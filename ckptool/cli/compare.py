@@ -126,6 +126,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
         lines += _listed(f"only in {side.upper()}", rows)
     lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
+    lines += _listed("program", [clean(f"  {item['what']}: {_change(item)}") for item in report["program"]])
     lines += _listed("changed", list(_changes(report["changed"])))
     lines += _values("values", report["values"])
     lines += _values("values within the tolerance", report["within_tolerance"])
@@ -151,7 +152,7 @@ def _again(*more: str) -> str:
 
 def _way(report: dict[str, Any]) -> list[str]:
     """Where the same tensors stand in another format or order: how to leave that aside."""
-    kinds = ("only_in_a", "only_in_b", "changed", "values", "sharing", "entries")
+    kinds = ("only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "program")
     aside = [name for name, field in (("container", "container"), ("order", "order")) if report[field]]
     if not aside or any(report[kind] for kind in kinds):
         return []

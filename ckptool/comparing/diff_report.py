@@ -59,6 +59,7 @@ def diff_report(
             "within_tolerance": len({item.path for item in found.close}),
         },
         "container": [_changed(item) for item in found.container],
+        "program": [_changed(item) for item in found.program],
         "only_in_a": [_only(a, item) for item in found.only_a],
         "only_in_b": [_only(b, item) for item in found.only_b],
         "changed": [_changed(item) for item in found.changed],
@@ -140,6 +141,8 @@ def stat_line(report: dict[str, Any]) -> str:
             words.append(f"{_plural(len(report['sharing']), 'tie')} in one only")
         if report["container"]:
             words.append(f"the container differs in {' and '.join(item['what'] for item in report['container'])}")
+        if report["program"]:
+            words.append(f"{counted(len(report['program']), 'part')} of the program {_differ(report['program'])}")
     if sums["within_tolerance"]:
         words.append(f"{sums['within_tolerance']:,} within the tolerance")
     return ", ".join(words)

@@ -11,6 +11,7 @@ from ..elements import dtype_of
 from ..errors import TargetError
 from ..human import listed
 from ..prefixes import unwrapping
+from ..programs import parts_beside, program_of
 from ..readings import Reading, lazy_bits
 from ..source import FileSource
 from ..tensors import Tensor
@@ -83,6 +84,7 @@ class Difference(NamedTuple):
     tensors: int
     values_differ: int
     container: list[Changed]
+    program: list[Changed]
     only_a: list[Only]
     only_b: list[Only]
     changed: list[Changed]
@@ -96,7 +98,7 @@ class Difference(NamedTuple):
     @property
     def same(self) -> bool:
         """Does nothing differ of what was not ignored?"""
-        found = (self.container, self.only_a, self.only_b, self.changed, self.values)
+        found = (self.container, self.program, self.only_a, self.only_b, self.changed, self.values)
         return not any((*found, self.sharing, self.entries, self.order))
 
 
@@ -159,6 +161,7 @@ def differences(
         touched,
         differ,
         [] if "container" in words else _container(a, b),
+        [] if left.base or right.base else _program(a, b),
         found.only_a,
         found.only_b,
         changed,
@@ -221,6 +224,15 @@ def _container(a: Checkpoint, b: Checkpoint) -> list[Changed]:
         ("compressed", _compressed(a), _compressed(b)),
     )
     return [Changed("", what, one, other) for what, one, other in facts if one != other]
+
+
+def _program(a: Checkpoint, b: Checkpoint) -> list[Changed]:
+    """What differs in two programs beside their weights: the code that runs, and what it holds."""
+    if program_of(a) is None or program_of(b) is None:
+        return []
+    ours, theirs = parts_beside(a), parts_beside(b)
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [Changed("", name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names]
 
 
 def _compressed(checkpoint: Checkpoint) -> bool:

@@ -28,7 +28,10 @@ from typing import Any, Final
 
 from ..checkpoint import Checkpoint
 from ..elements import elements, tensor_size
+from ..errors import RefusedError
+from ..human import argument
 from ..pickles.nodes import Ref
+from ..programs import NO_WEIGHTS, program_of
 from ..sharding import sharding
 from ..source import Span
 from ..tensors import Tensor
@@ -54,10 +57,14 @@ def fingerprint_report(
     """The report of ``hash``, schema ``ckptool.hash/1``.
 
     With ``structure`` no values are read, and ``content`` is None. ``each`` adds the digest of every tensor. Raises
-    TargetError for a key that there is not, MalformedError where bytes are missing.
+    TargetError for a key that there is not, MalformedError where bytes are missing, RefusedError for a program without
+    weights.
     """
     side = side_of(checkpoint, key)
     places = list(side.tensors())
+    if not places and program_of(checkpoint) is not None:
+        what = f"{NO_WEIGHTS}: a fingerprint is of tensors alone, and would be that of every such program"
+        raise RefusedError(what, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
     digests = Digests(side, progress)
     if not structure:
         digests.add(place for place in places)

@@ -17,8 +17,9 @@ from typing import Any, Final
 
 from ..checkpoint import Checkpoint, layout_of
 from ..checks.validation import FAIL, NOT_POSSIBLE, PASS, Check, Note
-from ..errors import MalformedError, TargetError
-from ..human import counted
+from ..errors import MalformedError, RefusedError, TargetError
+from ..human import argument, counted
+from ..programs import NO_WEIGHTS, program_of
 from ..survey import Entry
 from .fingerprint import Digests
 from .places import Place, Side
@@ -35,9 +36,12 @@ def lock_of(
 ) -> dict[str, Any]:
     """The lock of a checkpoint; with ``content`` every tensor is read and has its hash.
 
-    Raises MalformedError where bytes are missing, with ``content``.
+    Raises RefusedError for a program without weights, MalformedError where bytes are missing, with ``content``.
     """
     survey, graph = checkpoint.survey, checkpoint.graph
+    if not survey.tensors and program_of(checkpoint) is not None:
+        what = f"{NO_WEIGHTS}: a lock holds names and tensors, and would fit every such program"
+        raise RefusedError(what, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
     side = Side(checkpoint)
     digests = Digests(side, progress)
     if content:
