@@ -47,6 +47,8 @@ def metadata_flaws(graph: Graph, expected: frozenset[str]) -> Iterator[str]:
             name = names.get(node.func)
             if name is None:
                 name = names[node.func] = callable_name(graph, node.func)
+            if type(graph.nodes[node.args]) is not tuple:
+                yield f"arguments of {name or 'a call'} that are not a tuple"
             if node.op == NEWOBJ and name.startswith("torch.") and name[len("torch.") :] in BY_NAME:
                 yield f"{name} as a class"
             test = _TESTS.get(name.rpartition(".")[2])

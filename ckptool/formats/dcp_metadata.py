@@ -6,6 +6,7 @@ it is read as a graph, and nothing in it is run. Sources: metadata.py and filesy
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -150,7 +151,7 @@ def _is_bare(graph: Graph, call: Call) -> bool:
     return call.op == NEWOBJ and graph.nodes[call.args] == ()
 
 
-_OURS: Final = ("torch", "builtins")
+_OURS: Final = frozenset(("torch", *sys.stdlib_module_names))
 #: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
 _GETATTR: Final = "builtins.getattr"
 
