@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 from .accounting import Account, account
 from .checkpoint import Checkpoint, layout_of
@@ -12,7 +12,7 @@ from .checks import Verdict, findings, storage_flaws, weights_only
 from .limits import LIMITS
 from .locations import MapLocation, lands_on
 from .objects import Scalar, class_name, mapping, scalar
-from .pickles.nodes import Global, List
+from .pickles.nodes import Call, Global, Graph, List, Node
 from .prefixes import common_prefix, prefix_of, wrapper_counts
 from .programs import program_of
 from .remedies import sanitize_step
@@ -20,6 +20,9 @@ from .sharding import Spread, spread
 from .survey import StateDict, Survey, TensorEntry
 
 __all__ = ["inspection"]
+
+#: Arguments of an object that are shown.
+_SHOWN: Final = 3
 
 
 def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict[str, Any]:
@@ -175,11 +178,23 @@ def _entries(checkpoint: Checkpoint, sums: Account) -> list[dict[str, Any]]:
             described["value"] = _json_value(scalar(graph, entry.ref))
         elif isinstance(node, Global):
             described["value"] = f"{node.module}.{node.name}"
+        elif given := _arguments(graph, node):
+            described["arguments"] = given
         described |= {"bytes": sums.entry_bytes[number], "tensors": sums.entry_tensors[number]}
         if entry.path in by_path:
             described["state_dict"] = by_path[entry.path]
         result.append(described)
     return result
+
+
+def _arguments(graph: Graph, node: Node) -> list[Scalar]:
+    """The few plain values that an object is made of alone: which member of an enumeration it is."""
+    args = graph.nodes[node.args] if isinstance(node, Call) and not node.states else ()
+    if type(args) is not tuple or len(args) > _SHOWN:
+        return []
+    values = [graph.nodes[ref] for ref in args]
+    plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
+    return [_json_value(scalar(graph, ref)) for ref in args] if plain else []
 
 
 def _json_value(value: Scalar) -> Scalar:

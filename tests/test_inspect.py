@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import ckptool
 from ckptool.errors import MalformedError, NotACheckpointError
 from ckptool.formats import FORMATS
 from ckptool.formats.zip_archives import ZIPS
+from ckptool.report import inspection
 
 #: The zip has lost its directory: there is nothing to inspect before salvage.
 NO_DIRECTORY = {"truncated.pth", "zip_leading.pth"}
@@ -138,3 +140,16 @@ def test_each_finding_names_the_next_command() -> None:
     findings = {item["code"]: item for item in ckptool.inspect(FIXTURES / "ddp4_training.pth")["findings"]}
     assert findings["prefix"]["next"].startswith("ckptool strip-module ")
     assert findings["device"]["next"].startswith("ckptool remap ") and "--to cpu" in findings["device"]["next"]
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = "e"
+
+
+def test_which_member_of_an_enumeration_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"mode": Mode.FAST, "other": Mode.EXACT, "device": torch.device("cuda", 1)}, path)
+    with ckptool.open(path) as checkpoint:
+        entries = inspection(checkpoint)["entries"]
+    assert [entry["arguments"] for entry in entries] == [[1], ["e"], ["cuda", 1]]

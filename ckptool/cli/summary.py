@@ -170,6 +170,8 @@ def _value(entry: dict[str, Any], report: dict[str, Any]) -> str:
     if "value" in entry:
         value = entry["value"]
         return repr(value) if isinstance(value, str) else str(value)
+    if "arguments" in entry:
+        return f"({', '.join(map(repr, entry['arguments']))})"
     if "shape" in entry:
         return f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
     if "state_dict" in entry:
