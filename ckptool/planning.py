@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
 
 from .checkpoint import Checkpoint, Target
+from .checks.storages import storage_flaws
 from .container import AMBIGUOUS, CUT, UNEDITABLE
 from .edits.prune import used_storages
 from .elements import holds_rows, tensor_size
@@ -66,6 +67,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if target is None:
         return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
     planned, exact = _PLANS[target.format](checkpoint, target)
+    if not exact:
+        _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, target, planned)
     if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
@@ -121,6 +124,24 @@ def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
     rest = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
     links = {os.path.basename(path) for path in source.links} if isinstance(planned, Files) else set()
     return Companions(copied, tuple(sorted(rest.difference(copied) - links)), tuple(sorted(links.difference(copied))))
+
+
+def _refuse_discarded(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError where torch fails at what the pickle makes and throws away: written again, it would load.
+
+    To leave that out is what ``sanitize`` is asked for.
+    """
+    if any(change.edit == "sanitize" for change in checkpoint.changes):
+        return
+    own = Checkpoint(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    graph, reader = own.graph, own.survey.reader
+    kept = set(graph.reachable())
+    used = {storage.key for ref, storage in reader.uses() if ref in kept}
+    for flaw in storage_flaws(own):
+        of_storage = flaw.code in ("missing-storage", "storage-size")
+        if flaw.refused and (flaw.path not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
+            what = f"torch fails at what its pickle makes and throws away: {flaw.message}"
+            raise RefusedError(what, path=checkpoint.path)
 
 
 def _refuse_links(checkpoint: Checkpoint) -> None:
@@ -351,6 +372,8 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)
+    if not exact:
+        _refuse_discarded(checkpoint)
     appending = checkpoint.container.append(data, list(used), gone, edit, time)
     return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
 

@@ -207,12 +207,15 @@ def _maker(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:
 
 
 def _bits(graph: Graph, name: str, args: tuple[Ref, ...]) -> set[str]:
-    """The lazy bits in the metadata of a tensor: "conj", "neg"."""
+    """The lazy bits in the metadata of a tensor: "conj", "neg". A flag counts by being there, whatever its value.
+
+    Source: torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
+    """
     index = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name)
     if index is None or len(args) <= index:
         return set()
     held = mapping(graph, args[index]) or []
-    return {key for ref, value in held if isinstance(key := graph.nodes[ref], str) and graph.nodes[value] is True}
+    return {key for ref, _ in held if isinstance(key := graph.nodes[ref], str)}
 
 
 def _affine(checkpoint: Checkpoint, args: tuple[Ref, ...], tensor: Tensor) -> Affine | None:

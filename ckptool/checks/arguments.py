@@ -197,7 +197,9 @@ class _Calls:
             return None
         names = [self.nodes[key] for key, _ in held]
         flags = [self.nodes[value] for _, value in held]
-        if not all(type(key) is str for key in names) or not all(type(flag) is bool for flag in flags):
+        if not all(type(key) is str for key in names):
+            return None
+        if not all(flag is None or isinstance(flag, bool | int | float) for flag in flags):
             return None
         return [str(key) for key in names]
 
@@ -331,6 +333,8 @@ class _Calls:
             if type(axis) is not int or not 0 <= axis < len(tensor.shape):
                 return Refused(f"{name}: an axis that the tensor does not have")
             scales, zeros = self.reader.tensor(parts[1]), self.reader.tensor(parts[2])
+            if scales is not None and not scales.dtype.startswith(("float", "bfloat")):
+                return Refused(f"{name}: scales of {scales.dtype}")
             if scales is None or zeros is None:
                 return Refused(f"{name}: scales that are not a tensor", False)
             if scales.numel != tensor.shape[axis] or zeros.numel != tensor.shape[axis]:

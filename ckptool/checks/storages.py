@@ -7,12 +7,12 @@ from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
 from ..container import UNEDITABLE
-from ..dtypes import BY_NAME
+from ..dtypes import BY_NAME, storage_dtype
 from ..human import shown
 from ..objects import callable_name
 from ..pickles.nodes import Call, Persistent, Ref
 from ..programs import program_of
-from ..tensors import ID_PARTS, Tensor, TensorReader, extent
+from ..tensors import ID_PARTS, Tensor, TensorReader, described, extent
 from .arguments import refused_calls
 from .torch_lists import NEWEST, allowed, registered
 
@@ -106,8 +106,10 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
             storage = reader.storage(ref)
-            if storage is not None and storage.dtype.name == "unknown":
-                what = f"the storage class {shown(storage.cls)} is none of torch's"
+            # Torch asks each mention for its dtype, also where the first one decides which storage it is.
+            cls = described(checkpoint.graph, ref)[0] if storage is not None else ""
+            if storage is not None and (storage_dtype(cls).name == "unknown" or cls == "TypedStorage"):
+                what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
                 flaws.append(Flaw("geometry", "", what, True, ref))
             pid = nodes[node.pid]
             count = len(pid) if type(pid) is tuple else 0

@@ -181,7 +181,7 @@ def _facts(side: Side, ref: Ref) -> list[object]:
     held = belongings(side, ref)
     if ".quantizer" in held:
         return _quantizer(side, held[".quantizer"])
-    return [flag for flag in ("conj", "neg") if f".{flag}" in held and side.graph.nodes[held[f".{flag}"]] is True]
+    return [flag for flag in ("conj", "neg") if f".{flag}" in held]
 
 
 def _quantizer(side: Side, ref: Ref) -> list[object]:

@@ -136,6 +136,8 @@ _MAKERS: Final = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_t
 _DICT: Final = "collections.OrderedDict"
 #: Flags in the metadata of a tensor: what torch does to its elements when it reads them.
 _LAZY: Final = ("conj", "neg")
+#: Types of their values, which are turned into a bool.
+_FLAGS: Final = (bool, int, float, type(None))
 
 
 def tensor_flaw(graph: Graph) -> str:
@@ -175,18 +177,18 @@ def tensor_flaw(graph: Graph) -> str:
         flags = args[least]
         if not isinstance(flags, Dict):
             return "its metadata is not a dict"
-        if not all(graph.nodes[name] in _LAZY and type(graph.nodes[flag]) is bool for name, flag in _couples(flags)):
+        if not all(graph.nodes[name] in _LAZY and type(graph.nodes[flag]) in _FLAGS for name, flag in _couples(flags)):
             return "its metadata is more than the flags conj and neg"
     return ""
 
 
 def lazy_bits(graph: Graph) -> set[str]:
-    """Return which of "conj" and "neg" are set on the tensor of an item that has no flaw."""
+    """Return which of "conj" and "neg" are set on the tensor of an item that has no flaw: those that are there."""
     root = graph.nodes[graph.root]
     args = [graph.nodes[ref] for ref in elements(graph.nodes[root.args])] if isinstance(root, Call) else []
     flags = args[-1] if len(args) > 6 else None
     couples = _couples(flags) if isinstance(flags, Dict) else ()
-    return {str(graph.nodes[name]) for name, flag in couples if graph.nodes[flag] is True}
+    return {str(graph.nodes[name]) for name, _ in couples}
 
 
 def _couples(node: Dict) -> Iterator[tuple[Ref, Ref]]:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 from ..checkpoint import Checkpoint
 from ..errors import PickleError, RefusedError
 from ..pickles import decode, difference, encode
-from ..pickles.nodes import Graph, Persistent
-from ..tensors import ID_PARTS, TensorReader
+from ..pickles.nodes import Graph
 
-__all__ = ["Verified", "check_ids", "codec_is_exact", "prove", "verified_pickle"]
+__all__ = ["Verified", "codec_is_exact", "prove", "verified_pickle"]
 
 
 class Verified(NamedTuple):
@@ -41,27 +40,7 @@ def codec_is_exact(checkpoint: Checkpoint) -> bool:
     if again == original[: len(again)] and len(again) <= len(original):
         return True
     prove(container.graph, again, "unedited", checkpoint.path)
-    check_ids(checkpoint)
     return False
-
-
-def check_ids(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError for a persistent id that torch refuses in a zip, also one that is thrown away.
-
-    Written again, the file would load: without it, or as something that ckptool made up.
-    """
-    if checkpoint.traits.former or checkpoint.traits.sharded:
-        return  # their readers look at the ids themselves
-    nodes, reader = checkpoint.graph.nodes, TensorReader(checkpoint.graph)
-    for ref, node in enumerate(nodes):
-        if type(node) is Persistent:
-            pid = nodes[node.pid]
-            count = len(pid) if type(pid) is tuple else 0
-            if count != ID_PARTS or reader.storage(ref) is None:
-                what = "a storage is described in a way that torch cannot read"
-                if count > ID_PARTS:
-                    what = f"a storage is described by {count} values, of which torch takes {ID_PARTS}"
-                raise RefusedError(what, path=checkpoint.path)
 
 
 def prove(graph: Graph, data: bytes, name: str, path: str) -> None:

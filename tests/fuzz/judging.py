@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import ckptool
 
 from .asking import Bad, Said, ask, guarded, tensors_of
@@ -22,7 +20,7 @@ from .cases import Case, Files
 from .editing import edited
 from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
 from .limits import TooLong, bounded
-from .reading import comparable, difference, error_text, load
+from .reading import comparable, difference, error_text, load, undefined
 from .sandbox import contained
 
 __all__ = ["judged", "prepared"]
@@ -92,7 +90,7 @@ def _torch(
             finds.append(Find(OTHER, "valid, and cannot be opened", ""))
     if opened and not refusal and not ambiguous:
         told = difference(loaded, entries)
-        if told and not _undefined(path, loaded):
+        if told and not undefined(path, loaded):
             finds.append(Find(OTHER, "valid" if said.valid else "not valid", told))
     if opened:
         tell(f"edits valid={said.valid}")
@@ -135,19 +133,9 @@ def _mapped(path: str, loaded: Any) -> list[Find]:
         return [Find(VALID_FAILS, "valid, weights_only takes it", f"with mmap=True: {refusal}")]
     if not comparable(loaded):
         return []
-    if same(loaded, mapped) or _undefined(path, loaded):
+    if same(loaded, mapped) or undefined(path, loaded):
         return []
     return [Find(OTHER, "valid", "with mmap=True torch reads something else")]
-
-
-def _undefined(path: str, loaded: Any) -> bool:
-    """Whether torch gives out memory that was never written to: then it reads something else each time."""
-    from torture.compare import same
-
-    junk = [torch.full((size,), 0xA5, dtype=torch.uint8) for size in range(8, 4096, 8)]
-    junk.clear()
-    again, refusal = _tried(lambda: load(path))
-    return bool(refusal) or not same(loaded, again)
 
 
 def _unsafe(path: str, folder: str, words: list[str]) -> list[Find]:

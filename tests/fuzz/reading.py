@@ -9,7 +9,7 @@ import torch
 
 from .asking import Entry
 
-__all__ = ["comparable", "content", "difference", "error_text", "load", "walked"]
+__all__ = ["comparable", "content", "difference", "error_text", "load", "undefined", "walked"]
 
 Steps = tuple[Any, ...]
 _OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -30,6 +30,18 @@ def error_text(error: BaseException) -> str:
     if first.endswith("WeightsUnpickler error:") and len(lines) > 1:
         first = f"{first} {lines[1]}"
     return f"{type(error).__name__}: {first[:300]}"
+
+
+def undefined(path: str, loaded: Any) -> bool:
+    """Whether torch gives out memory that was never written to: then it reads something else each time."""
+    from torture.compare import same
+
+    junk = [torch.full((size,), 0xA5, dtype=torch.uint8) for size in range(8, 4096, 8)]
+    junk.clear()
+    try:
+        return not same(loaded, load(path))
+    except Exception:
+        return True
 
 
 def walked(value: Any, most: int = 2000) -> list[tuple[Steps, torch.Tensor]]:
