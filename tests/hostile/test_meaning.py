@@ -14,6 +14,7 @@ from hostile_files import ordered as empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import load
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import CkptoolError, RefusedError, UnreadableError
@@ -175,6 +176,30 @@ def test_ids_of_shards_are_those_of_their_format(parts: int, tmp_path: Path) -> 
     for thing in ({"a": made}, raw(id_of, b"0", {"a": tensor((4,))})):
         path.write_bytes(plain(thing, {"0": struct.pack("<4f", 1, 2, 3, 4)}))
         assert (ckptool.validate(tmp_path)["status"] == "valid") is (parts == 5)
+
+
+@pytest.mark.parametrize("flags", [{"neg": False}, {"neg": True}, {"neg": 1}, {"neg": None}, {"other": True}, {}])
+def test_a_flag_of_a_tensor_counts_by_being_there(flags: dict[str, Any], tmp_path: Path) -> None:
+    made = call(name(TENSOR, "_rebuild_tensor_v2"), storage(), 0, (4,), (1,), False, empty(), flags)
+    path, out = written(tmp_path / "a.pth", {"a": made}, {"0": FLOATS}), tmp_path / "out.pth"
+    wanted = load(path)["a"].tolist()
+    assert takes(path) == ("valid", "pass")
+    assert ckptool.get(path, "a").tolist() == wanted
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow=["all"]), out.with_suffix(".safetensors"))
+    assert load_file(out.with_suffix(".safetensors"))["a"].tolist() == wanted
+    plain_one = written(tmp_path / "b.pth", {"a": A}, {"0": FLOATS})
+    assert (ckptool.hash(path)["content"] == ckptool.hash(plain_one)["content"]) is (wanted == [1, 2, 3, 4])
+
+
+def test_an_empty_storage_on_meta_keeps_its_record(tmp_path: Path) -> None:
+    """Torch looks for it, whatever its tag says."""
+    made = tensor((0,), of=raw(("storage", name("torch", "FloatStorage"), "1", "meta", 0), b"Q"))
+    path, out = written(tmp_path / "a.pth", {"a": A, "b": made}, {"0": FLOATS, "1": b""}), tmp_path / "out.pth"
+    assert load(path)["b"].shape == (0,)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.repack(checkpoint), out)
+    assert load(out)["b"].shape == (0,)
 
 
 def test_an_id_of_the_archive_that_is_no_text_is_said(tmp_path: Path) -> None:
