@@ -15,6 +15,7 @@ from ..limits import LIMITS
 from ..objects import elements
 from ..pickles import Decoded, decode
 from ..pickles.nodes import Global, Graph, List, Node, Persistent
+from ..pickles.opcodes import NEXT_BUFFER
 from ..source import Appending, Plan, Source, Span, merged
 from ..tars import is_header
 from ..tensors import TensorReader
@@ -63,6 +64,9 @@ class TorchLegacy:
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}"))
+        if any(NEXT_BUFFER in other.refused for other in self.others):
+            what = "a pickle beside the object's takes bytes from outside of the file"
+            self.problems.append(Problem(DAMAGED, "error", what, True))
 
     def stored_size(self, key: str) -> int | None:
         found = self._places.get(key)
@@ -203,11 +207,11 @@ class _Ids:
         if parts == 4:
             return
         cls, key, location, numel, view = (nodes[ref] for ref in pid[1:])
-        if type(cls) is not Global or (type(key) is not str and type(key) is not int):
+        if type(cls) is not Global or not isinstance(key, str | int) or not _is_key(key):
             self._bad("a persistent id whose class or key is of no kind that torch writes")
         elif type(location) is not str and not (type(location) is bytes and location.isascii()):
             self._bad(f"storage {key!r} has a location that is not a string")
-        elif type(numel) is not int or numel < 0:
+        elif type(numel) is not int or not 0 <= numel < 1 << 63:
             self._bad(f"storage {key!r} has a size that is not a number")
         elif key in self._views:
             self._bad(f"the key {key!r} is that of a view and of a storage")
@@ -225,7 +229,7 @@ class _Ids:
             self._bad(f"storage {root!r} has a view that is not three values")
             return
         key, offset, size = parts
-        if (type(key) is not str and type(key) is not int) or type(offset) is not int or type(size) is not int:
+        if not isinstance(key, str | int) or not _is_key(key) or type(offset) is not int or type(size) is not int:
             self._bad(f"storage {root!r} has a view whose key, offset or size is of no kind that torch writes")
         elif key in self.roots:
             self._bad(f"the key {key!r} is that of a view and of a storage")
@@ -237,6 +241,11 @@ class _Ids:
                 self._bad(f"view {key!r} is one of two storages")
 
 
+def _is_key(node: Node) -> bool:
+    """Is it a string, or a number as addresses are? Others have no place in a message, or in a file."""
+    return type(node) is str or (type(node) is int and abs(node) < 1 << 64)
+
+
 def _listed(graph: Graph) -> list[str | int]:
     """The keys of storages in the order of their bytes: strings, in old files numbers."""
     root = graph.nodes[graph.root]
@@ -245,10 +254,9 @@ def _listed(graph: Graph) -> list[str | int]:
     found: list[str | int] = []
     for ref in elements(root):
         key = graph.nodes[ref]
-        if type(key) is str or (type(key) is int and abs(key) < 1 << 64):
-            found.append(key)
-        else:
+        if not isinstance(key, str | int) or not _is_key(key):
             raise PickleError("a storage key that is neither a string nor a number", where=_PARTS[4])
+        found.append(key)
     return found
 
 
