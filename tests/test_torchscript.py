@@ -464,7 +464,8 @@ def test_two_programs_without_weights_are_not_the_same(tmp_path: Path) -> None:
     twin.write_bytes(one.read_bytes())
     assert ckptool.diff(one, twin)["same"]
     report = ckptool.diff(one, other)
-    assert not report["same"] and "code/__torch__.py" in {item["what"] for item in report["program"]}
+    assert not report["same"]
+    assert any(item["what"].startswith("code/__torch__") for item in report["program"])  # mangled if scripted twice
     assert say("diff", one, other).code == 1
     for function in (ckptool.hash, ckptool.lock):
         with pytest.raises(RefusedError, match="no parameters and no buffers"):
