@@ -17,6 +17,8 @@ class Limits(NamedTuple):
     pickle_bytes: int = 1 << 30
     #: nodes of one pickle: 200,000 tensors with their optimizer take about 6 million.
     nodes: int = 40_000_000
+    #: the largest number in a memo, where the unpickler that is asked keeps an array of them, 16 bytes each.
+    memo: int = 40_000_000
     #: nodes that a pickle may have whatever its size, and bytes that each further one must take: those of tensors and
     #: their optimizers take nine, lists of pairs of numbers ten. Made by hand, a node takes one: a megabyte of them
     #: would take ten seconds.

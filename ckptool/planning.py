@@ -15,9 +15,11 @@ from .elements import holds_rows, tensor_size
 from .errors import Again, CkptoolError, MalformedError, RefusedError
 from .formats import hf, hf_ranks, read_folder
 from .human import argument, salvage_step, suggested_output
+from .objects import mapping
 from .outputs import dcp, programs, safetensors, shards, torch_legacy, torch_zip
 from .outputs.losses import Loss
 from .outputs.proof import codec_is_exact, verified_pickle
+from .pickles.nodes import Call, Dict, Graph, Ref, children
 from .pooling import open_pooled
 from .programs import program_of
 from .source import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
@@ -135,13 +137,30 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
         return
     own = Checkpoint(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
     graph, reader = own.graph, own.survey.reader
-    kept = set(graph.reachable())
+    kept = _kept(graph)
     used = {storage.key for ref, storage in reader.uses() if ref in kept}
     for flaw in storage_flaws(own):
         of_storage = flaw.code in ("missing-storage", "storage-size")
         if flaw.refused and (flaw.path not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
             what = f"torch fails at what its pickle makes and throws away: {flaw.message}"
             raise RefusedError(what, path=checkpoint.path)
+
+
+def _kept(graph: Graph) -> set[Ref]:
+    """What the root leads to in the object that comes of a graph: not the earlier values of a key that is set twice."""
+    kept, work = set[Ref](), [graph.root]
+    while work:
+        ref = work.pop()
+        if ref in kept:
+            continue
+        kept.add(ref)
+        node = graph.nodes[ref]
+        if isinstance(node, Dict | Call) and (pairs := mapping(graph, ref)) is not None:
+            work += [part for pair in pairs for part in pair]
+            work += () if isinstance(node, Dict) else (node.func, *node.items, *node.states)
+        else:
+            work += children(node)
+    return kept
 
 
 def _refuse_links(checkpoint: Checkpoint) -> None:

@@ -27,6 +27,10 @@ _COPYING: Final = _MAPPINGS | {
     *("torch.Size", "collections.deque"),
 }
 _PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
+#: What makes a parameter of its first argument: of none it makes an empty one.
+_OF_DATA: Final = frozenset(
+    (*_PARAMETERS, "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+)
 _WITH_ATTRIBUTES: Final = {
     "torch._tensor._rebuild_from_type_v2": 3,
     "torch._utils._rebuild_parameter_with_state": 3,
@@ -109,6 +113,8 @@ def _of_call(
         if name in _MAPPINGS:
             return _of_mapping(graph, node, name, args)
         return ""
+    if name in _OF_DATA and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
+        return "a parameter is made without a tensor"
     if name in _PARAMETERS:
         if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
             return "a parameter is changed after it was made"

@@ -85,6 +85,8 @@ class _Calls:
                     what = Refused("a tensor or storage is called")
                 if what is None and name == _DICTS[0] and any(nodes[state] is None for state in node.states):
                     what = Refused(f"{name}: a state that is None")
+                if what is None and node.filling is not None and node.states and name in _WITHOUT_ATTRIBUTES:
+                    what = Refused(f"{name}: a state, which it cannot have")
                 if what is None and node.filling is not None and node.pairs:
                     what = self.keys(node.pairs[::2])
                 if what is not None:
@@ -387,7 +389,8 @@ class _Calls:
             if all(isinstance(item, int) and -_INT64 <= item < _INT64 for item in items):
                 return None
             return Refused("torch.Size of something other than integers")
-        return None if self.called(args[0]) == "torch.Size" else Refused("torch.Size of a non-list", False)
+        sure = node != "" and isinstance(node, str | int | float | None)
+        return None if self.called(args[0]) == "torch.Size" else Refused("torch.Size of a non-list", sure)
 
     def encoded(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
         text = self.nodes[args[0]]
@@ -525,6 +528,10 @@ _V2: Final = "torch._utils._rebuild_tensor_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 #: Calls of torch's list that give something with members, each of which has a hash.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
+#: What has no __dict__ that BUILD could fill.
+_WITHOUT_ATTRIBUTES: Final = frozenset(
+    ("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex")
+)
 _UNHASHED: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
 #: On the list, and neither functions nor classes.

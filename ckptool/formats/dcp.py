@@ -87,6 +87,8 @@ class Dcp:
         #: That of the objects' pickles: what they hold may need it.
         self._protocol = 0
         self._found_in_items: _Looked | None = None
+        #: The item opened last: what asks for its records asks for its storage next.
+        self._last: Opened | None = None
         #: Storages of objects: the span of each.
         self._grafted: dict[str, StoredBytes] = {}
         for text in read.odd:
@@ -272,10 +274,13 @@ class Dcp:
     # -- items --------------------------------------------------------------------------------------------------
 
     def _open(self, item: Item) -> Opened:
+        if self._last is not None and self._last.item is item:
+            return self._last
         opened = open_item(item, self.files[item.file])
         if opened.zip.byteorder == "big" and self.read.listed[item.name].dtype is not None:
             what = f"{item.name!r}: its numbers are big-endian"
             raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
+        self._last = opened
         return opened
 
     def _rows(self, opened: Opened, item: Item) -> Chunk | None:
@@ -294,17 +299,17 @@ class Dcp:
         value = self.read.listed[name]
         assert value.dtype is not None
         chunks = []
-        items = []
+        opened = None
         for box in value.chunks:
             item = self._usable.get((name, box[0]))
             if item is not None and 0 not in box[1]:
-                chunk = self._rows(self._open(item), item)
+                opened = self._open(item)
+                chunk = self._rows(opened, item)
                 assert chunk is not None
                 chunks.append(chunk)
-                items.append(item)
-        if len(chunks) == 1:
+        if len(chunks) == 1 and opened is not None:
             span = Span(chunks[0].source, chunks[0].begin, size)
-            return StoredBytes(span, size, False, record_crc(self._open(items[0]), span))
+            return StoredBytes(span, size, False, record_crc(opened, span))
         joined = ChunkedSource(value.shape, value.dtype.itemsize, chunks, f"{self.folder}: {name}")
         return StoredBytes(Span(joined, 0, size), size)
 

@@ -16,6 +16,7 @@ from ..human import counted, shown
 from ..limits import LIMITS
 from ..objects import attributes, callable_name, class_name, elements, mapped_name, mapping
 from ..pickles import decode
+from ..pickles.literals import not_ascii
 from ..pickles.nodes import Call, Global, Graph, Ref, children
 from ..pickles.opcodes import NEWOBJ
 from .dcp_forms import metadata_flaws
@@ -141,14 +142,19 @@ def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
     used: set[Ref] = {graph.root}
     for node in graph.nodes:
         used.update(children(node)[1:] if isinstance(node, Call) and _is_bare(graph, node) else children(node))
-    # Of torch and Python themselves all is known: none of their classes belongs there.
-    called = {name for ref, name in strange.items() if ref in used or name.partition(".")[0] in _OURS}
+    called = {name for ref, name in strange.items() if ref in used or not _is_class(name)}
     return sorted(called), sorted(set(strange.values()) - called)
 
 
 def _is_bare(graph: Graph, call: Call) -> bool:
     """Is it an object that ``__new__`` made of a class alone?"""
     return call.op == NEWOBJ and graph.nodes[call.args] == ()
+
+
+def _is_class(name: str) -> bool:
+    """Is it named as a class of another library is? Of torch and Python all classes that belong here are known."""
+    package, _, last = name.partition(".")
+    return package not in _OURS and last.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 _OURS: Final = frozenset(("torch", *sys.stdlib_module_names))
@@ -170,7 +176,10 @@ _MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 def read_metadata(data: bytes, where: str) -> Metadata:
     """Read a ``.metadata``; raises MalformedError where it is none."""
     decoded = decode(data, where=where)
-    return _Reader(decoded.graph, where).metadata(decoded.end)
+    reader = _Reader(decoded.graph, where)
+    if decoded.memo > LIMITS.memo:
+        reader.odd.append(f"a memo of {decoded.memo:,} entries, for which pickle runs out of memory")
+    return reader.metadata(decoded.end)
 
 
 class _Reader:
@@ -184,7 +193,8 @@ class _Reader:
 
     def metadata(self, end: int) -> Metadata:
         root = self._fields(self.graph.root, "Metadata")
-        if root is None or "state_dict_metadata" not in root:
+        nodes = self.graph.nodes
+        if root is None or "state_dict_metadata" not in root or nodes[root["state_dict_metadata"]] is None:
             what = f"it is a pickle of {class_name(self.graph, self.graph.root)}, not of {_MODULE}.Metadata"
             raise MalformedError(what, where=self.where)
         listed: dict[str, Listed] = {}
@@ -219,7 +229,12 @@ class _Reader:
                 self._note(f"entry {number:,} of storage_data makes no sense")
             else:
                 items.append(item)
-        version = self.graph.nodes[root["version"]] if "version" in root else ""
+        meta = nodes[root["storage_meta"]] if "storage_meta" in root else None
+        if meta is not None and not (isinstance(meta, Call) and meta.op == NEWOBJ):
+            self._note("its storage_meta is not an object: torch sets load_id on it")
+        if any(not_ascii(self.graph)):
+            self._note("a string of Python 2 that is not ASCII: UnicodeDecodeError")
+        version = nodes[root["version"]] if "version" in root else ""
         version = version if isinstance(version, str) else ""
         foreign, relatives = foreign_globals(self.graph)
         for text in metadata_flaws(self.graph, EXPECTED):
@@ -280,6 +295,8 @@ class _Reader:
                 return None
             args = elements(self.graph.nodes[node.args])
             node = self.graph.nodes[args[0]] if len(args) == 1 else ()
+        elif not isinstance(node, tuple):
+            return None
         numbers = [self.graph.nodes[part] for part in elements(node)]
         if len(numbers) > LIMITS.dimensions:
             return None

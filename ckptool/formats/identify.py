@@ -248,7 +248,7 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
     if not marked and not head.startswith((b"(", b"]", b"}", b"c")):
         return None
     try:
-        graph, end = decode(source.read(0, min(source.size, _FOLLOWED)))
+        graph, end, _ = decode(source.read(0, min(source.size, _FOLLOWED)))
     except PickleError as error:
         nodes = cast("Sequence[Node]", error.seen)
         known = foreign.named_pickle(nodes, source)

@@ -96,7 +96,7 @@ def decode_at(source: Source, begin: int, *, where: str, most: int = _GUESS, loo
             look.budget.take(len(data))
         try:
             found = decode(data, where=where)
-            return Decoded(found.graph, begin + found.end)
+            return found._replace(end=begin + found.end)
         except TruncatedPickleError:
             if begin + len(data) >= source.size or size >= most:
                 raise

@@ -246,7 +246,9 @@ class _Reader:
                 continue
             self.at += found.end
             if any(not_utf8(found.graph)):
-                self.broken("a text of Python 2 that is not UTF-8")
+                self.broken("a string of Python 2 that is not UTF-8")
+            if found.memo > LIMITS.memo:
+                self.broken(f"a memo of {found.memo:,} entries, for which pickle runs out of memory")
             return found.graph
 
     def record(self, most: int = _MODEST) -> list[Node]:
@@ -309,6 +311,8 @@ class _Reader:
         graph = self.pickle(LIMITS.pickle_bytes)
         if not all(isinstance(node, int | tuple | List) for node in graph.nodes):
             self.broken("something else than numbers in the list of views")
+        if not isinstance(graph.nodes[graph.root], tuple | List):
+            self.broken("the list of views is not a list")
         found = []
         for ref in elements(graph.nodes[graph.root]):
             values = [graph.nodes[item] for item in elements(graph.nodes[ref])]

@@ -32,10 +32,15 @@ _MODERN = frozenset((op.MEMOIZE, op.FRAME, op.STACK_GLOBAL, op.SHORT_BINUNICODE)
 
 
 class Decoded(NamedTuple):
-    """A graph and the offset just behind its STOP."""
+    """A graph, the offset just behind its STOP, and the largest number in its memo.
+
+    CPython's unpickler in C keeps the memo in an array: it sets 16 bytes aside for each number up to the largest
+    (``_Unpickler_MemoPut`` in Modules/_pickle.c), which a pickle of a few bytes can have run out of memory.
+    """
 
     graph: Graph
     end: int
+    memo: int
 
 
 def decode(data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits = LIMITS) -> Decoded:
@@ -52,7 +57,7 @@ def decode(data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits
     shown = _dialect(machine, guess)
     if shown != guess:
         machine, root = _run(data, start, where, limits, shown)
-    return Decoded(_graph(machine, root), machine.pos)
+    return Decoded(_graph(machine, root), machine.pos, max(machine.sparse, default=len(machine.memo)))
 
 
 def _dialect(machine: Machine, guess: int) -> int:

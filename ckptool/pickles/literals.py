@@ -22,6 +22,7 @@ __all__ = [
     "binary_long",
     "byte_line",
     "byte_string",
+    "not_ascii",
     "not_utf8",
     "raw_bytes",
     "text",
@@ -133,12 +134,17 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
     return _ESCAPED.get(match[3], match[0])
 
 
-def not_utf8(graph: Graph) -> Iterator[Ref]:
-    """The strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
+def not_ascii(graph: Graph) -> Iterator[Ref]:
+    """The strings of Python 2 that are not ASCII: all that ``pickle.load`` takes where it is not told an encoding."""
     for ref, form in graph.style.forms.items():
         node = graph.nodes[ref] if form in PYTHON2 else None
-        if type(node) is str and not node.isascii() and _STRAY.search(node) is not None:
+        if type(node) is str and not node.isascii():
             yield ref
+
+
+def not_utf8(graph: Graph) -> Iterator[Ref]:
+    """The strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
+    return (ref for ref in not_ascii(graph) if _STRAY.search(str(graph.nodes[ref])) is not None)
 
 
 def raw_bytes(machine: Machine, code: int) -> None:

@@ -108,8 +108,14 @@ def _dropped(before: Any, after: Any, checkpoint: Checkpoint) -> str:
 
 
 def _first_key(checkpoint: Checkpoint) -> str:
+    roots = {found.path for found in checkpoint.survey.state_dicts}  # by such a name all of it is dropped
     for entry in checkpoint.survey.tensors:
-        if entry.state_dict >= 0 and entry.key.replace(".", "").replace("_", "").isalnum() and entry.key.isascii():
+        if (
+            entry.key not in roots
+            and entry.state_dict >= 0
+            and entry.key.replace(".", "").replace("_", "").isalnum()
+            and entry.key.isascii()
+        ):
             return entry.key
     raise ckptool.errors.RefusedError("no key to drop")
 
@@ -242,6 +248,8 @@ def _spelled_otherwise(edit: Edit, path: str, folder: str, after: Any) -> bool:
     # What would run is not in the output, or weights_only would refuse that, too; nor are classes that are not here.
     absent = ("ModuleNotFoundError", "AttributeError: Can't get attribute", "ValueError: unregistered extension code")
     missing = answer.error.startswith(absent)
+    if answer.error.startswith("UnicodeDecodeError"):
+        return _same_records(path, os.path.join(folder, "out" + edit.suffix))  # said in the verdict, too
     return bool(answer.ran) or missing or not (answer.error or answer.died or answer.value)
 
 

@@ -431,10 +431,11 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
     elif "No module named" in answer.error:
         words.append("a class that is not here")  # it is read by its fields, as those of Megatron-core are
     elif answer.error or answer.died:
-        if said.valid:
+        promised = said.valid and not _is_said(said, answer.error)
+        if promised:
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
         words.append("refused by DCP")
-        if converted and said.valid:
+        if converted and promised:
             finds.append(Find(EDIT, "convert torch ends with 0", f"DCP refuses the input: {answer.error}"))
     else:
         words.append("loaded by DCP")
