@@ -173,3 +173,11 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
 def test_an_unknown_kind() -> None:
     with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="emails"):
         ckptool.redact(checkpoint, ["emails"])  # type: ignore[list-item]
+
+
+def test_users_whose_names_begin_alike(tmp_path: Path, out: Path) -> None:
+    homes = [f"/home/{name}/x" for name in ("anna", "anna.b", "_ci", *(f"u.{number}" for number in range(2000)))]
+    said = "Anna.B and anna, not annab; by _ci or u.1999, not u.2000 (anna.b)"
+    path = saved({"homes": homes, "said": said, "w": torch.ones(1)}, tmp_path / "in.pth")
+    edited(path, out, ckptool.redact)
+    assert torch.load(out)["said"] == "user and user, not annab; by user or user, not u.2000 (user)"

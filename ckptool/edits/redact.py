@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..changes import Change
@@ -41,6 +41,11 @@ _ARGUMENTS: Final = re.compile(
     r"|command(?:_line)?|namespace)\Z",
     re.I,
 )
+#: Where the name of a user may begin in a text: a word, or a character that no word has.
+_BEGINNING: Final = re.compile("(?<![a-z0-9])(?:[a-z0-9]+|[^a-z0-9])")
+_WORD: Final = re.compile("[a-z0-9]")
+#: Characters of a user's name: Linux allows 32, Windows 256.
+_LONGEST: Final = 256
 #: Names that every machine has: they tell nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
 #: Calls that make tensors, with attributes of the user's as their fourth argument.
@@ -54,6 +59,20 @@ _WITH_STATE: Final = frozenset(
 #: What no text has.
 _CONTROL: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
+
+
+class _Users:
+    """The names of users in lower case, and their sizes by how they begin, from large to small.
+
+    A text may name a hundred thousand: so each is found in a step for each size.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = {name.lower() for name in names if len(name) <= _LONGEST} - _COMMON
+        sizes: dict[str, set[int]] = {}
+        for name in self.names:
+            sizes.setdefault(_BEGINNING.findall(name)[0], set()).add(len(name))
+        self.sizes = {begin: sorted(found, reverse=True) for begin, found in sizes.items()}
 
 
 class Finding(NamedTuple):
@@ -119,12 +138,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, 
     graph = checkpoint.graph
     found: list[Finding] = []
     texts = list(_texts(graph))
-    users = {name for _, _, text, _ in texts for name in _HOME.findall(text) if name.lower() not in _COMMON}
-    users_form = (
-        re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, sorted(users)))})(?![A-Za-z0-9])", re.I)
-        if users
-        else None
-    )
+    users = _Users(name for _, _, text, _ in texts for name in _HOME.findall(text))
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
@@ -138,7 +152,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, 
     # A text that stands at several places is one object, and changes at all of them.
     seen: set[Ref] = set()
     for path, ref, text, source in texts:
-        told = _private(path, text, source, users_form, kinds) if ref not in seen and only.match(path) else None
+        told = _private(path, text, source, users, kinds) if ref not in seen and only.match(path) else None
         if told is not None:
             seen.add(ref)
             shown = "a module's source" if told[0] == "sources" else repr(cut(text))
@@ -147,7 +161,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, 
 
 
 def _private(
-    path: str, text: str, source: bool, users: re.Pattern[str] | None, kinds: Collection[Kind]
+    path: str, text: str, source: bool, users: _Users, kinds: Collection[Kind]
 ) -> tuple[Kind, str] | None:
     """What is private in a text, and the text without it; one text may hold a path and a name."""
     if source:
@@ -156,11 +170,25 @@ def _private(
     kind: Kind = "users" if new == text else "paths"
     if "users" in kinds:
         last = path.rpartition(".")[2]
-        if users is not None and users.search(new):
-            new = users.sub("user", new)
+        unnamed = _without_users(new, users)
+        if unnamed != new:
+            new = unnamed
         elif new == text and text and _NAMED.search(last) and text.lower() not in {*_COMMON, "host"}:
             new = "host" if re.search("host|node|machine", last, re.I) else "user"
     return (kind, new) if new != text else None
+
+
+def _without_users(text: str, users: _Users) -> str:
+    """The text with "user" in place of each name that is a word of its own; of two that begin alike the longer."""
+    lower, parts, at = text.lower(), list[str](), 0
+    for begin in _BEGINNING.finditer(lower) if users.names and len(lower) == len(text) else ():
+        start = begin.start()
+        for size in users.sizes.get(begin.group(), ()) if start >= at else ():
+            if lower[start : start + size] in users.names and not _WORD.match(lower, start + size):
+                parts += [text[at:start], "user"]
+                at = start + size
+                break
+    return "".join((*parts, text[at:]))
 
 
 def _apart(graph: Graph, found: Sequence[Finding]) -> list[Finding]:
