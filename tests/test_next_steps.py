@@ -16,6 +16,11 @@ from ckptool.human import suggested_output
 
 #: Damage that only ``validate`` sees, as it reads every byte: what ``inspect`` advises carries it on, and says nothing.
 UNSEEN = ("zip_wrong_crc.pth",)
+#: Of DCP, of Hugging Face in .bin, of DeepSpeed.
+FOLDERS = (
+    *("dcp4", "real/lightning_sharded", "real/megatron_core", "real/accelerate_bin", "real/lora_bin"),
+    *("real/sentences", "real/zero3"),
+)
 
 
 def steps(text: str) -> list[str]:
@@ -26,7 +31,7 @@ def steps(text: str) -> list[str]:
 
 def check(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
-    shutil.copy(path, path.name)
+    (shutil.copytree if path.is_dir() else shutil.copy)(path, path.name)
     for command in (["inspect"], ["validate"], ["validate", "--weights-only"]):
         run([*command, path.name])
         told = capsys.readouterr()
@@ -39,7 +44,7 @@ def check(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
             if "-o" in words:
                 out = Path(words[words.index("-o") + 1])
                 assert run(["validate", str(out)]) == 0, (step, capsys.readouterr().out)
-                out.unlink()
+                shutil.rmtree(out) if out.is_dir() else out.unlink()
             capsys.readouterr()
 
 
@@ -55,6 +60,13 @@ def test_on_files_of_frameworks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(FIXTURES / "real" / name, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_on_folders(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(FIXTURES / name, tmp_path, monkeypatch, capsys)
 
 
 @needs_corpus

@@ -160,9 +160,7 @@ def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, 
     return _apart(graph, found)
 
 
-def _private(
-    path: str, text: str, source: bool, users: _Users, kinds: Collection[Kind]
-) -> tuple[Kind, str] | None:
+def _private(path: str, text: str, source: bool, users: _Users, kinds: Collection[Kind]) -> tuple[Kind, str] | None:
     """What is private in a text, and the text without it; one text may hold a path and a name."""
     if source:
         return ("sources", "") if text and "sources" in kinds else None
