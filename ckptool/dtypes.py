@@ -91,8 +91,11 @@ _UNKNOWN: Final = Dtype("unknown", 1, "", "")
 def storage_dtype(class_name: str) -> Dtype:
     """The dtype that a storage class stands for.
 
-    UntypedStorage gives the dtype ``untyped`` of one byte; a class that torch does not know gives ``unknown``.
+    UntypedStorage gives the dtype ``untyped`` of one byte; a class that torch does not know gives ``unknown``. What
+    stands before the last dot is a module: torch takes ``torch`` and ``cuda.FloatStorage`` as it takes ``torch.cuda``
+    and ``FloatStorage``.
     """
+    class_name = class_name.rpartition(".")[2]
     if class_name in ("UntypedStorage", "_UntypedStorage", "TypedStorage"):
         return _UNTYPED
     return BY_STORAGE.get(class_name, _UNKNOWN)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..objects import mapped_name
+from ..objects import is_ordered_dict, mapped_name
 from ..pickles import opcodes as op
 from ..pickles.literals import not_utf8
-from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
+from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
 from ..programs import program_of
 from ..source import FolderSource
 from .storages import Flaw
@@ -175,6 +175,13 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
                 broken["filling of a storage"] += 1
         elif type(node) is Global and (node.items or node.pairs or node.states):
             broken["filling of a global"] += 1
+    for ref, steps in graph.style.steps.items():
+        # Filled with nothing, which only shows in the steps: it looks at what is filled first.
+        node, empty = nodes[ref], {code for code, count in steps if not count}
+        if isinstance(node, Instance) and op.APPENDS in empty:
+            broken["APPENDS to what is no list"] += 1
+        if isinstance(node, Instance) and op.SETITEMS in empty and not is_ordered_dict(graph, ref):
+            broken["SETITEMS on what is no dict"] += 1
     return broken
 
 

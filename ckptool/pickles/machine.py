@@ -189,6 +189,8 @@ class Machine:
             self.gaps = True
         else:
             self.gaps = True
+            if index > self.limits.memo:
+                self.odd(f"memo {index:,}: pickle.load runs out of memory for it")
             if index not in self.sparse:
                 heappush(self.sparse_heap, index)
             elif self.sparse[index] != ref:
