@@ -506,6 +506,9 @@ def prepared(kind: str, folder: str) -> None:
     from .cases import bases, built
 
     warnings.simplefilter("ignore")
+    if kind == "hf":
+        import transformers.modeling_utils
+        import transformers.utils.hub  # noqa: F401
     for name in sorted(sys.stdlib_module_names - _ACTIVE):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
