@@ -65,11 +65,17 @@ JOBS = (
     Job("average", lambda c: ckptool.average([c, c])),
     Job("slim", ckptool.slim, source="part.pth"),
     Job("sanitize", ckptool.sanitize, source="objects.pth"),
+    Job("salvage", lambda c: ckptool.salvage(c.path).checkpoint, source="damaged.pth"),
     Job("redact", lambda c: ckptool.redact(c, "paths")),
     Job("tar", lambda c: ckptool.wrap(c, "inner"), source="tarred.tar"),
     Job("program", lambda c: ckptool.remap(c, {"cpu": "cuda:3"}), source="script.pt", output="out.pt"),
 )
-FROM_FIXTURES = {"tarred.tar": "torch01.tar", "script.pt": "torchscript.pt", "objects.pth": "numpy_objects.pth"}
+FROM_FIXTURES = {
+    "tarred.tar": "torch01.tar",
+    "script.pt": "torchscript.pt",
+    "objects.pth": "numpy_objects.pth",
+    "damaged.pth": "zip_wrong_crc.pth",
+}
 PICKLED = [job for job in JOBS if not job.name.startswith(("safetensors", "shards"))]
 each = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
@@ -92,11 +98,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import save_file
 
     save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "in.safetensors")
-    for name, fixture in (
-        ("tarred.tar", "torch01.tar"),
-        ("script.pt", "torchscript.pt"),
-        ("objects.pth", "numpy_objects.pth"),
-    ):
+    for name, fixture in FROM_FIXTURES.items():
         shutil.copyfile(FIXTURES / fixture, folder / name)
     return folder
 
