@@ -40,7 +40,7 @@ def undefined(path: str, loaded: Any) -> bool:
     # M_PERTURB of glibc: what malloc gives out is filled with the complement of this byte.
     perturb = ctypes.CDLL(None).mallopt
     try:
-        for byte in (0xA5, 0x5A):
+        for byte in (0xA5, 0xFF):
             perturb(-6, byte)
             if not same(loaded, load(path)):
                 return True
