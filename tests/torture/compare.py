@@ -25,7 +25,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, set | frozenset):
         return bool(one == other)
     if type(one).__eq__ is object.__eq__:  # such as the StorageType that weights_only makes of a class
-        return repr(one) == repr(other)
+        return str(one) == str(other)
     try:
         return bool(one == other) or (one != one and other != other)
     except (RuntimeError, TypeError, ValueError):
