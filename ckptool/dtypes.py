@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["BY_NAME", "BY_SAFETENSORS", "BY_STORAGE", "DTYPES", "Dtype", "storage_dtype"]
+__all__ = ["BY_NAME", "BY_SAFETENSORS", "BY_STORAGE", "DTYPES", "SHORT_NAMES", "Dtype", "storage_dtype"]
+
+
+#: What people call dtypes.
+SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Dtype(NamedTuple):

@@ -16,7 +16,7 @@ __all__ = [
     "human_bytes",
     "human_count",
     "listed",
-    "safetensors_name",
+    "rename_step",
     "salvage_step",
     "shown",
     "suggested_output",
@@ -97,9 +97,9 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
 
 
-def safetensors_name(path: str) -> str:
-    """The next step for a safetensors file under another name."""
-    return f"mv {argument(path)} {argument(suggested_output(path, extension='.safetensors'))}"
+def rename_step(path: str, extension: str) -> str:
+    """Return the next step for a file whose name says that it is of another format."""
+    return f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"
 
 
 def undo_step(path: str) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from .checkpoint import Checkpoint
 from .checks.findings import command
+from .checks.storages import storage_flaws
+from .checks.weights_only import WRONG_SUFFIX, weights_only
 from .container import AMBIGUOUS, CUT, DAMAGED, UNEDITABLE
 from .errors import CkptoolError
+from .human import rename_step
 from .sanitizing import sanitize
 from .sharding import is_sharded
 
@@ -25,6 +28,13 @@ def sanitize_step(checkpoint: Checkpoint) -> str:
         return ""
     if any(problem.code in _HOPELESS for problem in checkpoint.container.problems):
         return ""
+    extension = ""
+    if checkpoint.path.endswith(".safetensors"):
+        if all(
+            blocker.rule == WRONG_SUFFIX for blocker in weights_only(checkpoint, storage_flaws(checkpoint)).blockers
+        ):
+            return rename_step(checkpoint.path, ".pth")
+        extension = ".pth"
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
     modules = bool(checkpoint.survey.modules)
     for drop_unknown in (False, True):
@@ -33,7 +43,6 @@ def sanitize_step(checkpoint: Checkpoint) -> str:
         except CkptoolError:
             continue
         asked = {"--as-state-dict": modules, "--local-parts": sharded, "--drop-unknown": drop_unknown}
-        return command(
-            "sanitize", checkpoint.path, *(name for name, wanted in asked.items() if wanted), word="loadable"
-        )
+        options = (name for name, wanted in asked.items() if wanted)
+        return command("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
     return ""

@@ -24,6 +24,7 @@ __all__ = [
     "Passed",
     "Target",
     "explain_directory",
+    "find_files",
     "find_targets",
     "names_one_file",
     "walk_folder",
@@ -75,7 +76,12 @@ def names_one_file(paths: Sequence[str]) -> bool:
 
 
 def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
-    """The files behind the paths as they are found, in a stable order; an error for a path without any.
+    """The checkpoints of ``find_files``, without what is passed over."""
+    return (item for item in find_files(paths) if not isinstance(item, Passed))
+
+
+def find_files(paths: Sequence[str]) -> Iterator[Target | Passed | UnreadableError]:
+    """The files behind the paths as they are found, in a stable order; an error for a path without a checkpoint.
 
     A folder that is one checkpoint comes out itself; any other is searched for checkpoints, hidden folders and
     symbolic links to folders left out; a path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob,
@@ -86,7 +92,7 @@ def find_targets(paths: Sequence[str]) -> Iterator[Target | UnreadableError]:
         nothing = True
         try:
             for target in _behind(path):
-                nothing = False
+                nothing = nothing and isinstance(target, Passed)
                 if target.path == path or target.path not in seen:
                     seen.add(target.path)
                     yield target
@@ -100,10 +106,10 @@ def _is_glob(path: str) -> bool:
     return any(mark in path for mark in "*?[") and not os.path.lexists(path)
 
 
-def _behind(path: str) -> Iterator[Target | UnreadableError]:
+def _behind(path: str) -> Iterator[Target | Passed | UnreadableError]:
     if os.path.isdir(path):
         whole = _whole(path, named=True)
-        yield from _walk(path) if whole is None else [whole]
+        yield from walk_folder(path) if whole is None else [whole]
     elif _is_glob(path) and not is_address(path):
         import glob
 
@@ -139,11 +145,6 @@ def walk_folder(folder: str) -> Iterator[Target | Passed | UnreadableError]:
             why = why_passed(path)
             yield Passed(path, why) if why else Target(path, False)
     yield from (Target(str(error.filename), False) for error in closed)
-
-
-def _walk(folder: str) -> Iterator[Target | UnreadableError]:
-    """The checkpoints in a folder, and the folders in it that cannot be looked into."""
-    return (item for item in walk_folder(folder) if not isinstance(item, Passed))
 
 
 def _without_checkpoint(path: str) -> UnreadableError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any, Final
 
 from .archives import open_any
-from .beside import look_beside
+from .beside import files_beside, look, look_beside
 from .checkpoint import Checkpoint
 from .checks.expectations import expectations
 from .checks.findings import command, rescue_step
@@ -16,8 +17,9 @@ from .checks.torch_lists import NEWEST, VERSIONS
 from .checks.validation import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
 from .container import AMBIGUOUS, DEFLATED, NO_INDEX
 from .errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
+from .formats import folder_format
 from .formats.pickles_in import pickles_in
-from .human import counted, listed, safetensors_name
+from .human import counted, listed, rename_step
 from .limits import LIMITS
 from .loading import load_report
 from .locations import parse_map_location
@@ -95,7 +97,7 @@ def _checked(
     if policy.finite:
         checks.append(_finite(checkpoint, progress))
     if policy.load:
-        checks.append(_loads(checkpoint.path, policy.map_location))
+        checks.append(_loads(checkpoint, policy.map_location))
     for source in checkpoint.sources:
         if isinstance(source, FileSource):
             source.check_unchanged()
@@ -136,8 +138,10 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> s
         return command("add-module", checkpoint.path, "--prefix", policy.prefix, word="prefixed")
     if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
         return command("remap", checkpoint.path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
+    if "load" in bad and checkpoint.traits.loads == "converted":
+        return command("convert", checkpoint.path, extension=".pth")
     if "weights-only" in bad and not checkpoint.pickled:
-        return safetensors_name(checkpoint.path)
+        return rename_step(checkpoint.path, ".safetensors")
     # A file that runs a command when it is loaded is not to be mended but to be thrown away.
     return sanitize_step(checkpoint) if "weights-only" in bad and bad.get("globals") != FAIL else ""
 
@@ -170,8 +174,12 @@ def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> C
     return Check(name, group, FAIL, message, tuple(notes))
 
 
-def _loads(path: str, map_location: str) -> Check:
+def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     name, group = "load", "expectations"
+    path, how = checkpoint.path, checkpoint.traits.loads
+    if how == "converted":
+        what = "torch.load reads files, and this is a folder of parts"
+        return Check(name, group, FAIL, what, (Note("load", "error", what),))
     try:
         need_torch("really loading it", path)
     except UnreadableError as error:
@@ -180,7 +188,9 @@ def _loads(path: str, map_location: str) -> Check:
     if not loaded["ok"]:
         return Check(name, group, FAIL, loaded["error"], (Note("load", "error", loaded["error"]),))
     where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in loaded["devices"].items()])
-    return Check(name, group, PASS, f"torch.load loads it: {where or 'no tensors'}")
+    return Check(
+        name, group, PASS, f"torch.load loads {'it' if how == 'file' else 'each file'}: {where or 'no tensors'}"
+    )
 
 
 def _without_container(
@@ -189,16 +199,16 @@ def _without_container(
     """What can be said of a file that is no whole checkpoint: its pickles are looked at all the same."""
     found = Safety([], [], None, [])
     try:
-        source = open_any(path)
+        if os.path.isdir(path) and folder_format(path) is not None:
+            files = (look(os.path.join(path, name), name, torch) for name in files_beside(path, ()))
+            found = safety([pickle for file in files for pickle in file.pickles], torch, None)
+        else:
+            with closing(open_any(path)) as source:
+                found = safety(pickles_in(source), torch, None)
+    except (PickleError, MalformedError) as problem:
+        found = Safety([], [], None, [broken(problem)])
     except UnreadableError:
         pass
-    else:
-        try:
-            found = safety(pickles_in(source), torch, None)
-        except (PickleError, MalformedError) as problem:
-            found = Safety([], [], None, [broken(problem)])
-        finally:
-            source.close()
     checks = [check, *(found.checks if found.pickles else [])]
     wanted = [name for name in ("lock", "finite", "load") if getattr(policy, name)]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in wanted]

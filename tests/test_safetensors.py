@@ -12,6 +12,8 @@ import oracle
 import pytest
 import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, load_model, save_file
 
@@ -313,6 +315,25 @@ def test_views_that_overlap_and_differ_are_both_written(tied: Any, tmp_path: Pat
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys() - ({"again"} if tied == "keep-first" else set())
     assert all(torch.equal(found[name], tensors[name]) for name in found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_sharing_is_what_save_file_calls_so(tmp_path: Path, parts: list[tuple[int, int]]) -> None:
+    whole = torch.arange(14.0)
+    tensors = {f"part{number}": whole[at : at + size] for number, (at, size) in enumerate(parts)}
+    torch.save(tensors, tmp_path / "parts.pth")
+    try:
+        save_file(tensors, tmp_path / "theirs.safetensors")
+    except RuntimeError as error:
+        assert "share memory" in str(error)
+        with ckptool.open(tmp_path / "parts.pth") as checkpoint, pytest.raises(RefusedError):
+            ckptool.convert(checkpoint, "safetensors")
+        return
+    with ckptool.open(tmp_path / "parts.pth") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors"), tmp_path / "ours.safetensors", force=True)
+    ours, theirs = (load_file(tmp_path / f"{who}.safetensors") for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_what_torch_turns_round_when_it_reads_is_turned_round(tmp_path: Path) -> None:

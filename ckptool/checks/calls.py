@@ -72,6 +72,8 @@ _FUNCTIONS: Final = frozenset(
         *("pkg_resources.run_script", "setuptools.setup", "IPython.embed", "IPython.start_ipython"),
     )
 )
+#: Parts of the longest name in these lists.
+_DEEPEST: Final = max(name.count(".") + 1 for name in _MODULES | _FUNCTIONS)
 #: It only holds a function with arguments, as models do (a layer's class with its options): what calls it matters.
 _PARTIAL: Final = "functools.partial"
 #: Containers: what is in them is not called.
@@ -91,8 +93,8 @@ def _acts(name: str) -> bool:
     if name in _FUNCTIONS:
         return True
     # The package itself, and what is in it: os.path, or STACK_GLOBAL's os with path.join.__globals__.
-    parts = module.split(".")
-    for end in range(1, len(parts) + 1):
+    parts = module.split(".", _DEEPEST)
+    for end in range(1, min(len(parts), _DEEPEST) + 1):
         root = ".".join(parts[:end])
         if root in _MODULES:
             return root not in _PARTS or (end == len(parts) and function in _PARTS[root])
@@ -102,7 +104,8 @@ def _acts(name: str) -> bool:
 def _acts_within(path: str) -> bool:
     """Does a dotted name lead into another module, ``argparse`` with ``_os.remove``?"""
     parts = [part.lstrip("_") for part in path.split(".")]
-    return any(_acts(".".join(parts[at:])) for at in range(len(parts) - 1))
+    # As many as a name of the lists has, and one to tell a longer name from it: of a megabyte of dots all is looked at.
+    return any(_acts(".".join(parts[at : at + _DEEPEST + 2])) for at in range(len(parts) - 1))
 
 
 def suspicious_calls(graph: Graph) -> list[str]:

@@ -39,7 +39,8 @@ def expectations(checkpoint: Checkpoint, policy: Policy, verdict: Verdict) -> It
         yield _check("max-bytes", good, size > policy.max_bytes, f"the file has {human_bytes(size)} ({size:,} bytes)")
     if policy.weights_only:
         reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
-        good = f"torch.load(weights_only=True) of torch {verdict.torch} takes it"
+        alone = "" if checkpoint.traits.loads != "converted" else "as one file: "
+        good = f"{alone}torch.load(weights_only=True) of torch {verdict.torch} takes it"
         yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {listed(reasons)}")
 
 

@@ -17,7 +17,7 @@ from ..human import (
     counted,
     human_bytes,
     listed,
-    safetensors_name,
+    rename_step,
     salvage_step,
     suggested_output,
     undo_step,
@@ -30,7 +30,7 @@ from ..sharding import spread
 from ..source import FolderSource
 from .calls import suspicious_calls
 from .storages import Flaw
-from .weights_only import MISNAMED, NOT_UTF8, Blocker, Verdict
+from .weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, Verdict
 
 __all__ = ["Finding", "command", "findings", "rescue_step", "rule_words"]
 
@@ -190,7 +190,7 @@ def _weights_only(
         what = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
         return [Finding("dangerous-call", "error", what, "do not load it; delete it, or report it where it came from")]
     if not checkpoint.pickled:
-        step = safetensors_name(checkpoint.path)
+        step = rename_step(checkpoint.path, ".safetensors")
         told = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
         return [Finding("weights-only", "warning", rule, step) for rule in told]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
@@ -208,7 +208,7 @@ def _weights_only(
         found.append(Finding("weights-only", "warning", what, sanitize_step(checkpoint)))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         what = f"torch.load(weights_only=True) refuses it: {listed(rule_words(rules, checkpoint.graph.style.protocol))}"
-        mendable = any(rule.rule.startswith("opcode") or rule.rule == NOT_UTF8 for rule in rules)
+        mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
         found.append(Finding("weights-only", "warning", what, sanitize_step(checkpoint) if mendable else ""))
     return found
 

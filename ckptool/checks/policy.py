@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from ..dtypes import BY_NAME
+from ..dtypes import BY_NAME, SHORT_NAMES
 from ..errors import TargetError
+from ..locations import is_device
 
 __all__ = ["Policy", "policy_of"]
 
@@ -59,9 +60,16 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
     policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
     if policy.layout not in ("", "bare", "wrapped"):
         raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
+    policy = policy._replace(dtype=tuple(SHORT_NAMES.get(dtype, dtype) for dtype in policy.dtype))
     for dtype in policy.dtype:
         if dtype not in BY_NAME:
-            raise TargetError(f"{dtype!r} is no dtype", path=path, next="write float32, bfloat16, float8_e4m3fn ...")
+            step = "write float32, bfloat16, float8_e4m3fn ..."
+            raise TargetError(f"{dtype!r} is not a dtype", path=path, next=step)
+    for device in policy.device:
+        joined = re.fullmatch(r"([a-z]+)(\d+)", device)
+        if joined and is_device(joined[1]):
+            step = f"write '{joined[1]}:{joined[2]}'"
+            raise TargetError(f"{device!r} is not a device", path=path, next=step)
     return policy
 
 

@@ -139,7 +139,7 @@ def validation(
     if not checkpoint.pickled:
         where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
         found = Safety([], [], verdict, [Check("pickles", "safety", PASS, f"there is none{where} can be run")])
-        each = "as one file: " if checkpoint.traits.loads == "converted" else ""
+        each = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
         takes = f"{each}safetensors.torch.load_file takes it, {_by_torch(verdict)}"
         loads = Check("weights-only", "safety", PASS, takes)
         gone = {problem.message for problem in checkpoint.container.problems}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
-from ..objects import is_ordered_dict, mapped_name
+from ..objects import callable_name, mapped_name
 from ..pickles import opcodes as op
 from ..pickles.literals import not_utf8
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
@@ -180,16 +180,20 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:
             broken["APPENDS to what is no list"] += 1
-        if isinstance(node, Instance) and op.SETITEMS in empty and not is_ordered_dict(graph, ref):
+        mapping = isinstance(node, Call) and callable_name(graph, node.func) in _DICTS
+        if isinstance(node, Instance) and op.SETITEMS in empty and not mapping:
             broken["SETITEMS on what is no dict"] += 1
     return broken
+
+
+_DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 
 
 def _filling(name: str, node: Call, version: Rules) -> list[str]:
     broken = []
     if node.items:
         broken.append("APPENDS to what is no list")
-    if node.pairs and version.checks_setitem and name not in ("collections.OrderedDict", "collections.Counter"):
+    if node.pairs and version.checks_setitem and name not in _DICTS:
         broken.append("SETITEMS on what is no dict")
     if node.states and not _buildable(name, version):
         broken.append("BUILD of what is no tensor, parameter or OrderedDict")

@@ -37,13 +37,17 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
     change is printed with its path. What has no plain form is refused.
     """
 
+    pickled: dict[str, bool] = {}
+
     def edit(checkpoint: Checkpoint) -> Checkpoint:
+        pickled[checkpoint.path] = checkpoint.pickled
         return api.sanitize(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
-    return edit_all(Job("sanitize", edit, words=_words), paths, **how)
-
-
-def _words(report: dict[str, Any]) -> list[str]:
-    if not report["changed"]:
+    def words(report: dict[str, Any]) -> list[str]:
+        if report["changed"]:
+            return account(report)
+        if pickled[report["path"]] and (report["output"] or "").endswith(".safetensors"):
+            return ["  nothing to do but to rename it: torch.load reads what ends in .safetensors as safetensors"]
         return ["  nothing to do: torch.load takes it; the output is the input, byte for byte"]
-    return account(report)
+
+    return edit_all(Job("sanitize", edit, words=words), paths, **how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -12,14 +12,16 @@ from typing import Any, Final, NamedTuple
 
 import click
 
+from ..beside import look
 from ..checks.policy import Policy, policy_of
+from ..checks.torch_lists import NEWEST
 from ..errors import CkptoolError, TargetError, UnreadableError
-from ..human import counted
-from ..searching import find_targets, names_one_file
+from ..human import counted, listed
+from ..searching import Passed, find_files, names_one_file
 from ..validating import check_policy, unreadable_report, validation_report
 from .jobs import answers, jobs_option
 from .options import paths, worst
-from .render import emit, emit_lines, flush, say_error
+from .render import emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
@@ -100,9 +102,8 @@ def validate(
         raise click.UsageError("--map-location is for --load.")
     check_policy(policy)
     one = names_one_file(paths)
-    files: Iterator[str | UnreadableError] = (
-        item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
-    )
+    tally = _Tally()
+    files = _files(paths, policy.torch or NEWEST, tally)
     if not (quick or quiet or no_progress or style == "github") and watched():
         files = iter(list(files))  # a bar knows its end
         bar = True
@@ -111,7 +112,6 @@ def validate(
     first = list(islice(files, 2))
     how = _How(style, verbose or len(first) < 2, verbose, quiet)
     work = partial(_validated, how=how, policy=policy, quick=quick)
-    tally = _Tally()
     reports = Reports(style, not one)
     whole: list[dict[str, Any]] = []
     with closing(_told(work, chain(first, files), jobs, how, bar)) as told:
@@ -128,7 +128,27 @@ def validate(
         emit(_WHOLE[style](whole))
     reports.close()
     tally.tell(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
+    if tally.others and not quiet:
+        say(f"not validated, as these are not torch checkpoints: {listed(tally.others, most=5)}")
     return worst(tally.codes)
+
+
+def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | UnreadableError]:
+    """The checkpoints behind the paths, and of the other files in their folders those in which a pickle would run code:
+    a program that is given a folder may load any of them. ``tally`` gets the rest, but for text."""
+    for item in find_files(paths):
+        if isinstance(item, UnreadableError):
+            yield item
+            continue
+        if not isinstance(item, Passed):
+            yield item.path
+            continue
+        seen = look(item.path, item.path, torch)
+        if any(note.code == "dangerous-call" for note in seen.notes):
+            yield item.path
+        elif seen.pickles or not seen.looked:
+            tally.partial += any(pickle.graph is None for pickle in seen.pickles)
+            tally.others.append(item.path)
 
 
 class _How(NamedTuple):
@@ -210,6 +230,8 @@ class _Tally:
         self.files = self.good = self.partial = self.unreadable = 0
         self.codes: set[int] = set()
         self.errors: list[UnreadableError] = []
+        #: Files of folders that were passed over.
+        self.others: list[str] = []
 
     def add(self, item: _Told) -> None:
         self.files += 1

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ..changes import Change
 from ..checkpoint import Checkpoint
 from ..container import Body
-from ..dtypes import BY_NAME, DTYPES, Dtype
+from ..dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
 from ..elements import loaded_bytes, number_width, swapped, whole_chunks
 from ..errors import CkptoolError, RefusedError, TargetError
 from ..human import counted, human_bytes, listed
@@ -34,9 +34,6 @@ _PLAIN: Final = ("dense",)
 _VALUES: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
 
 
-#: What people call dtypes.
-_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 #: Turns little-endian elements of one dtype into those of another as torch does, (elements, dtype, target) to
 #: (elements, how many finite values are none any more).
 Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
@@ -44,7 +41,7 @@ Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
 
 def check_dtype(name: str) -> Dtype:
     """The dtype to cast to; raises TargetError for one that is unknown, or that values cannot be cast to."""
-    dtype = BY_NAME.get(_SHORT.get(name, name))
+    dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
     if dtype is not None and dtype.name == "float4_e2m1fn_x2":
         raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
     if dtype is None or not _has_values(dtype):

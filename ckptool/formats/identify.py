@@ -289,8 +289,10 @@ def _bare(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
     what += f", with {listed(held)} in it" if held else ""
     what += f": pickle.load would call {listed(objects, most=3)}" if objects else ""
     step = f"python -m pickletools {quote(source.name)} shows it without running it"
-    if held or objects:
-        step += "; if you trust it, read it with pickle.load and write it with torch.save"
+    if held and not objects:
+        step += "; pickle.load reads it, and torch.save makes a checkpoint of it"
+    elif objects:
+        step += "; do not load it unless you trust who made it"
     return _not("pickle", what, source, step)
 
 

@@ -23,7 +23,7 @@ from ..pickles.nodes import Graph, List, Ref
 from ..readings import lazy_bits
 from ..source import Piece, Plan, Span, merged
 from ..survey import StateDict, TensorEntry
-from ..tensors import Tensor
+from ..tensors import Tensor, extent
 from .losses import Loss
 from .rows import is_more, rows
 
@@ -214,11 +214,28 @@ def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict)
 
 
 def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    users: dict[str, list[str]] = {}
-    for name, tensor in tensors:
+    """The names of tensors with common bytes, as ``save_file`` finds them: of two rows of one storage it makes nothing.
+
+    Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
+    """
+    uses: dict[str, list[tuple[int, int, int, str]]] = {}
+    for number, (name, tensor) in enumerate(tensors):
         if tensor_size(tensor):
-            users.setdefault(tensor.storage, []).append(name)
-    return [name for names in users.values() if len(names) > 1 for name in names]
+            size = BY_NAME[tensor.dtype].itemsize
+            begin = tensor.offset * size
+            end = begin + extent(tensor.shape, tensor.stride) * size
+            uses.setdefault(tensor.storage, []).append((begin, end, number, name))
+    found: list[tuple[int, str]] = []
+    for parts in uses.values():
+        group: list[tuple[int, str]] = []
+        reached = 0
+        for begin, end, number, name in [*sorted(parts), (1 << 62, 0, 0, "")]:
+            if group and begin >= reached:
+                found += group if len(group) > 1 else ()
+                group = []
+            group.append((number, name))
+            reached = max(reached, end)
+    return [name for _, name in sorted(found)]
 
 
 def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> Chosen:

@@ -22,15 +22,18 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     Raises UnreadableError with the first sentence of torch's error.
     """
     import pickle
+    import warnings
 
     torch = need_torch("really loading it", path)
     location = dict(map_location) if isinstance(map_location, Mapping) else map_location
     try:
-        return torch.load(_readable(path), map_location=location, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own deprecations, which name lines of ours
+            return torch.load(_readable(path), map_location=location, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_first_sentence(error)}", path=path) from error
-    except (AssertionError, ImportError, KeyError, IndexError) as error:
-        # Backends that are not there, and operands that the restricted unpickler does not expect.
+    except Exception as error:
+        # Of any class: backends that are not there, operands that the unpickler does not expect, safetensors' own.
         what = f"torch.load fails with {type(error).__name__}: {_first_sentence(error)}"
         raise UnreadableError(what, path=path) from error
 

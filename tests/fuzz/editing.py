@@ -7,7 +7,7 @@ import random
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def _on_cpu(value: Any) -> Any:
         return torch.device("cpu")
     if isinstance(value, dict):
         for key, inner in list(value.items()):
-            if type(inner) in (torch.device, dict, OrderedDict, list, tuple):
+            if type(inner) in (torch.device, dict, OrderedDict, Counter, list, tuple):
                 value[key] = _on_cpu(inner)
     elif type(value) is list:
         value[:] = map(_on_cpu, value)
@@ -216,6 +216,8 @@ def _one(edit: Edit, path: str, folder: str, before: Any, refusal: str, valid: b
         )
     if refusal:
         # Damage that is gone although nobody repaired it.
+        if "can't allocate memory" in refusal:
+            return ""
         told = f"the input does not load, the output does: {refusal}"
         if edit.damage == "any" or (edit.damage == "reading" and not valid):
             return ""

@@ -38,6 +38,8 @@ def undefined(path: str, loaded: Any) -> bool:
     from torture.compare import same
 
     # M_PERTURB of glibc: what malloc gives out is filled with the complement of this byte.
+    if not _is_small(loaded):
+        return False
     perturb = ctypes.CDLL(None).mallopt
     try:
         for byte in (0xA5, 0xFF):
@@ -70,8 +72,27 @@ def walked(value: Any, most: int = 2000) -> list[tuple[Steps, torch.Tensor]]:
 
 
 def comparable(value: Any) -> bool:
-    """Whether all tensors are torch's own: what subclasses do when they are looked at is theirs."""
-    return all(type(tensor) in _OWN and not tensor.is_nested for _, tensor in walked(value))
+    """Whether all tensors are torch's own, as what subclasses do when they are looked at is theirs; and whether it is
+    soon looked at, one list in another ten times over, and that in another, is not."""
+    return _is_small(value) and all(type(tensor) in _OWN and not tensor.is_nested for _, tensor in walked(value))
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it has few places, each thing counted as often as it is led to, and is not nested deeply."""
+    left = [_PLACES]
+
+    def spent(value: Any, depth: int) -> bool:
+        left[0] -= 1
+        if left[0] < 0 or depth > _LEVELS:
+            return True
+        if isinstance(value, Mapping):
+            return any(spent(inner, depth + 1) for pair in value.items() for inner in pair)
+        return isinstance(value, list | tuple | set | frozenset) and any(spent(inner, depth + 1) for inner in value)
+
+    return not spent(value, 0)
+
+
+_PLACES, _LEVELS = 20_000, 150
 
 
 def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:

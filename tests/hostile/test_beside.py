@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import pickle
 import tarfile
 from pathlib import Path
@@ -136,3 +138,35 @@ def test_a_file_alone_has_no_files_beside(tmp_path: Path) -> None:
     (tmp_path / "b.pth").write_bytes(EVIL["zip"])
     report: dict[str, Any] = ckptool.validate(tmp_path / "a.pth")
     assert report["valid"] and report["files"] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(sorted(EVIL)), name=st.sampled_from(NAMES))
+def test_a_scan_of_a_folder_finds_what_would_run(
+    kind: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("scan")
+    torch.save({"w": torch.zeros(2)}, folder / "plain.pth")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(EVIL[kind])
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run(["validate", str(folder), "--format", "jsonl"]) in (1, 3)
+    reports = [json.loads(line) for line in out.getvalue().splitlines()]
+    (bad,) = (report for report in reports if report["status"] != "valid")
+    assert "posix.system" in json.dumps(bad)
+
+
+@pytest.mark.parametrize("name", ["objects.pkl", "pytorch_model.bin", "noise.dat"])
+def test_a_scan_of_a_folder_names_what_it_passes_over(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "plain.pth")
+    (tmp_path / "README.md").write_text("some words\n")
+    (tmp_path / name).write_bytes(GOOD["noise" if name.endswith(".dat") else "bare"][0])
+    assert run(["validate", str(tmp_path)]) == 0
+    told = capsys.readouterr().err
+    assert f"not validated, as these are not torch checkpoints: {tmp_path / name}\n" in told
+    assert run(["validate", str(tmp_path), "-q"]) == 0
+    assert capsys.readouterr().err == ""

@@ -192,6 +192,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "100,000 globals of their own": lambda: plain(
         pickled=b"\x80\x02(" + b"".join(f"ca\nb{n}\n)R".encode() for n in range(100_000)) + b"t."
     ),
+    "a global of 100,000 parts": lambda: plain(pickled=b"\x80\x02c" + b"a." * 50_000 + b"\n" + b"b." * 50_000 + b"\n."),
     "a name of a megabyte": lambda: plain({"x" * 1_000_000: TENSOR}),
     "a name of a megabyte of optimizers": lambda: plain(
         {"opt_" * 250_000 + "\n": Code(ordered().raw + b"(" + put("a") + TENSOR.raw + b"u")}
