@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 from ..human import cut
 from ..objects import mapped_name
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Ref, Set, children
+from ..pickles.opcodes import NEWOBJ
+from .torch_lists import NEWEST, allowed
 
 __all__ = ["suspicious_calls"]
 
@@ -31,6 +34,8 @@ _MODULES: Final = frozenset(
         *("distutils.file_util", "idlelib", "lib2to3", "zipimport", "_ctypes", "cffi", "posixpath.expandvars"),
         *("torch.serialization", "torch.utils.collect_env", "torch.utils.bottleneck", "torch.utils._config_module"),
         *("torch._inductor.codecache", "torch.jit.unsupported_tensor_ops", "torch.package"),
+        *("setuptools", "distutils", "pkg_resources", "transformers.dynamic_module_utils", "unittest.mock"),
+        *("transformers.utils.import_utils", "pandas.core.computation", "pandas.io.common", "pandas.io.pickle"),
     )
 )
 #: Modules of those that hold classes and tables as well, which files name: what of them acts.
@@ -69,13 +74,117 @@ _FUNCTIONS: Final = frozenset(
         *("torch._C.import_ir_module", "torch._dynamo.utils.import_module", "pandas.eval", "numexpr.evaluate"),
         *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "dill.load", "dill.loads", "cloudpickle.load"),
         *("cloudpickle.loads", "sympy.sympify", "sympy.core.sympify.sympify", "psutil.Process", "psutil.Popen"),
-        *("pkg_resources.run_script", "setuptools.setup", "IPython.embed", "IPython.start_ipython"),
+        *("IPython.embed", "IPython.start_ipython", "torch._C.PyTorchFileWriter", "torch._C.PyTorchFileReader"),
+        *("torch.PyTorchFileWriter", "torch.PyTorchFileReader", "types.new_class", "typing.get_type_hints"),
+        *("torch._C.FileCheck", "numpy.memmap", "numpy.core.memmap.memmap", "numpy._core.memmap.memmap"),
+    )
+)
+#: Modules of Python, torch and NumPy are known: what a pickle calls of theirs is harmless by name, or it is not harmless.
+#: Such modules of Python, of which every function is.
+_HARMLESS: Final = frozenset(
+    (
+        *(
+            "collections",
+            "datetime",
+            "_datetime",
+            "decimal",
+            "_decimal",
+            "_pydecimal",
+            "fractions",
+            "uuid",
+            "re",
+            "_sre",
+        ),
+        *("_codecs", "array", "math", "cmath", "itertools", "copyreg", "copy_reg", "zoneinfo", "ipaddress", "enum"),
+        *("string", "time", "calendar", "numbers", "statistics", "heapq", "bisect", "queue", "_queue", "base64"),
+        *("binascii", "struct", "zlib", "hashlib", "json", "collections.abc", "_collections", "_weakref", "weakref"),
+        *("builtins", "__builtin__", "pathlib", "pathlib._local", "locale", "difflib", "textwrap", "html", "colorsys"),
+    )
+)
+#: Single functions of other modules: what torch, NumPy and Python write when they pickle something of their own.
+_REBUILDING: Final = frozenset(
+    (
+        *("logging.getLogger", "functools.partial", "_functools.partial", "functools.lru_cache", "types.coroutine"),
+        *(
+            "functools.cmp_to_key",
+            "torch.serialization._get_layout",
+            "torch.nn.backends.thnn._get_thnn_function_backend",
+        ),
+        *("torch.distributed.remote_device._remote_device", "torch._C._get_privateuse1_backend_name"),
+        *("torch.utils._pytree.tree_unflatten", "torch.utils._pytree.treespec_loads"),
+    )
+)
+#: Parts of torch with functions that compile, import or read what they are given.
+_TOOLS: Final = (
+    *("torch.fx", "torch._inductor", "torch._dynamo", "torch._C", "torch._functorch", "torch._export", "torch.export"),
+    *("torch.utils", "torch.package", "torch.hub", "torch.jit", "torch.onnx", "torch.testing", "torch.multiprocessing"),
+    *("torch._ops", "torch.ops", "torch._classes", "torch.classes", "torch.distributed", "torch._library"),
+    *("torch.library", "torch.compiler", "torch._subclasses", "torch._higher_order_ops", "torch.profiler"),
+    *("torch.monitor", "torch.backends", "torch.cuda", "torch.xpu", "torch.mps", "torch._logging", "torch._appdirs"),
+)
+_RESTORING: Final = ("torch.jit._pickle", "torch._utils", "torch._tensor")
+#: Functions and small classes of NumPy that make arrays, scalars and generators of random numbers.
+_OF_NUMPY: Final = frozenset(
+    (
+        *(
+            "_reconstruct",
+            "scalar",
+            "dtype",
+            "ndarray",
+            "_frombuffer",
+            "frombuffer",
+            "_mareconstruct",
+            "array",
+            "asarray",
+        ),
+        *(
+            "zeros",
+            "ones",
+            "empty",
+            "full",
+            "arange",
+            "linspace",
+            "concatenate",
+            "matrix",
+            "recarray",
+            "record",
+            "void",
+        ),
+        *("poly1d", "generic", "number", "integer", "floating", "inexact", "flexible", "character", "object_", "str_"),
+        *("bytes_", "bool_", "bool", "int_", "intc", "intp", "uint", "uintc", "uintp", "half", "single", "double"),
+        *("longdouble", "csingle", "cdouble", "clongdouble", "datetime64", "timedelta64", "string_", "unicode_"),
+        *(
+            f"{kind}{bits}"
+            for kind in ("int", "uint", "float", "complex")
+            for bits in (8, 16, 32, 64, 96, 128, 192, 256)
+        ),
+        *(
+            "longlong",
+            "ulonglong",
+            "short",
+            "ushort",
+            "byte",
+            "ubyte",
+            "long",
+            "ulong",
+            "masked_array",
+            "bitwise_count",
+        ),
+    )
+)
+#: Attributes that lead from a function or class to everything else.
+_WAYS_OUT: Final = frozenset(
+    f"__{name}__"
+    for name in (
+        *("builtins", "globals", "subclasses", "dict", "class", "bases", "base", "mro", "getattribute", "getattr"),
+        *("import", "loader", "spec", "code", "self", "func", "wrapped", "closure", "reduce", "reduce_ex", "module"),
+        *("setattr", "delattr", "init_subclass", "getitem", "path", "file"),
     )
 )
 #: Parts of the longest name in these lists.
 _DEEPEST: Final = max(name.count(".") + 1 for name in _MODULES | _FUNCTIONS)
-#: It only holds a function with arguments, as models do (a layer's class with its options): what calls it matters.
-_PARTIAL: Final = "functools.partial"
+#: How cloudpickle writes a class of Python by its name, which is then called: files of fastai are full of it.
+_TYPES: Final = "cloudpickle.cloudpickle._builtin_type"
 #: Containers: what is in them is not called.
 _HOLDERS: Final = frozenset(
     (
@@ -108,6 +217,33 @@ def _acts_within(path: str) -> bool:
     return any(_acts(".".join(parts[at : at + _DEEPEST + 2])) for at in range(len(parts) - 1))
 
 
+def _leads_out(path: str) -> bool:
+    """Is a dotted name one of ``function.__globals__`` and the like?"""
+    first, *rest = path.split(".")
+    return any(part in _WAYS_OUT for part in rest) or first in _WAYS_OUT
+
+
+def _runs(name: str) -> bool:
+    """Is it a function of Python, torch or NumPy that no library calls to make an object of a pickle?"""
+    module, _, last = name.rpartition(".")
+    package = module.partition(".")[0]
+    if package not in _KNOWN or name in _REBUILDING or not last.lstrip("_")[:1].islower():
+        return False
+    if package == "numpy":
+        return last not in _OF_NUMPY and not last.startswith("__")
+    if package == "torch":
+        # A method: torch.UntypedStorage.from_file.
+        if any(part.lstrip("_")[:1].isupper() for part in module.split(".")):
+            return name not in _LISTED
+        within = module.startswith(tuple(f"{tool}." for tool in _TOOLS)) or module in _TOOLS
+        return within and module not in _RESTORING and not last.startswith("_rebuild") and name not in _LISTED
+    return module not in _HARMLESS
+
+
+_LISTED: Final = allowed(NEWEST)
+_KNOWN: Final = frozenset(("torch", "numpy", *sys.stdlib_module_names))
+
+
 def suspicious_calls(graph: Graph) -> list[str]:
     """The calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
 
@@ -115,17 +251,23 @@ def suspicious_calls(graph: Graph) -> list[str]:
     """
     nodes = graph.nodes
     names: dict[Ref, str] = {}
-    partial: set[Ref] = set()
+    running, types = set[Ref](), set[Ref]()
+    calls: list[tuple[Ref, Call]] = []
     for ref, node in enumerate(nodes):
         if type(node) is Global:
             name = mapped_name(node)
-            if _acts(name) or ("." in node.name and _acts_within(node.name)):
+            dotted = "." in node.name
+            if _acts(name) or (dotted and (_acts_within(node.name) or _leads_out(node.name))) or node.name in _WAYS_OUT:
                 names[ref] = name
-            elif name == _PARTIAL:
-                partial.add(ref)
-    if not names and not partial:
+            elif _runs(name):
+                running.add(ref)
+            elif name == _TYPES:
+                types.add(ref)
+        elif type(node) is Call:
+            calls.append((ref, node))
+    again = [ref for ref, node in calls if type(nodes[node.func]) is Call]
+    if not (names or running or again):
         return []
-    calls = [(ref, node) for ref, node in enumerate(nodes) if type(node) is Call]
     called = {node.func for _, node in calls}
     harmless = {
         ref
@@ -133,8 +275,13 @@ def suspicious_calls(graph: Graph) -> list[str]:
         if names.get(node.func) == "builtins.getattr" and _is_harmless(graph, ref, node, names, called)
     }
     found = {ref for ref, node in calls if node.func in names and ref not in harmless}
-    # What is made by a partial runs what that holds.
-    found |= {ref for ref, node in calls if type(held := nodes[node.func]) is Call and held.func in partial}
+    found |= {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
+    # What a call gave is called: nobody knows what that is, but where it is a class that was looked up by its name.
+    found |= {
+        ref
+        for ref, node in calls
+        if type(held := nodes[node.func]) is Call and node.func not in harmless and held.func not in types
+    }
     found |= _given(graph, calls, names.keys() - {node.func for ref, node in calls if ref in harmless}, found)
     said = {ref: f"{_called(graph, node, names)}({_arguments(graph, node)})" for ref, node in calls if ref in found}
     for ref in found - said.keys():
