@@ -89,14 +89,14 @@ def look_beside(source: FolderSource, torch: str) -> Beside:
 
 
 def files_beside(top: str, own: Collection[str]) -> Iterator[str]:
-    """The files in a folder but those of the checkpoint, hidden folders and links to folders left out."""
+    """The files in a folder but those of the checkpoint, those of git and links to folders left out."""
     found = _walk(top, own)
     yield from islice(found, LIMITS.listed)
 
 
 def _walk(top: str, own: Collection[str]) -> Iterator[str]:
     for base, folders, files in os.walk(top):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens what git keeps there
         inner = os.path.relpath(base, top)
         for name in sorted(files):
             if base != top or name not in own:

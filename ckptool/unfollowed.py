@@ -31,6 +31,7 @@ _PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.V
 _OF_DATA: Final = frozenset(
     (*_PARAMETERS, "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 )
+_MOVED: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 _WITH_ATTRIBUTES: Final = {
     "torch._tensor._rebuild_from_type_v2": 3,
     "torch._utils._rebuild_parameter_with_state": 3,
@@ -61,7 +62,9 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             if watch is None:
                 name = names[func] = callable_name(graph, func)
                 watch = watched[func] = _is_watched(name)
-            if watch:
+            if watch and names[func] == _MOVED and _is_cast(graph, reader, node):  # type: ignore[arg-type]
+                found[ref] = "a tensor becomes one of another dtype when it is read"
+            elif watch:
                 what = _of_call(graph, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
                 if what:
                     found[ref] = what
@@ -79,6 +82,14 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     if copies:
         found.update(_shared(graph, copies))
     return found
+
+
+def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)``: is that another dtype than the tensor's?"""
+    args = elements(graph.nodes[node.args])
+    tensor = reader.tensor(args[0]) if len(args) > 1 else None
+    dtype = graph.nodes[args[1]] if len(args) > 1 else None
+    return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
 
 
 def unread_ids(graph: Graph, reader: TensorReader) -> list[Ref]:

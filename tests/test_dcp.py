@@ -340,3 +340,16 @@ def test_conjugate_and_negative_tensors_have_the_values_of_dcp(tmp_path: Path) -
     loaded = torch.load(tmp_path / "out.pth")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
     assert ckptool.validate(tmp_path / "in")["status"] == "valid"
+
+
+def test_an_empty_name(tmp_path: Path) -> None:
+    value = {"": torch.ones(2), "a": torch.zeros(2), "'": torch.ones(3)}
+    torch.save(value, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "dcp"), tmp_path / "out.dcp")
+    with ckptool.open(tmp_path / "out.dcp") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "back.pth")
+    dcp_to_torch_save(tmp_path / "out.dcp", tmp_path / "theirs.pth")
+    for path in (tmp_path / "back.pth", tmp_path / "theirs.pth"):
+        back = torch.load(path)
+        assert back.keys() == value.keys() and all(torch.equal(back[name], value[name]) for name in value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import json
@@ -586,3 +587,12 @@ def test_the_help_knows_every_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", "--help"]) == 0
     told = capsys.readouterr().out
     assert [word for word in IGNORABLE if f"\n    {word} " not in told] == []
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, None), (None, 0)])
+def test_deques_that_take_so_many_are_not_the_same(sizes: tuple[Any, Any], tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    for path, size in zip(paths, sizes):
+        torch.save({"x": collections.deque(maxlen=size)}, path)
+    assert not ckptool.diff(*paths)["same"]
+    assert ckptool.diff(paths[0], paths[0])["same"]

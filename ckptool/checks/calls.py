@@ -79,7 +79,7 @@ _FUNCTIONS: Final = frozenset(
         *("torch._C.FileCheck", "numpy.memmap", "numpy.core.memmap.memmap", "numpy._core.memmap.memmap"),
     )
 )
-#: Modules of Python, torch and NumPy are known: what a pickle calls of theirs is harmless by name, or it is not harmless.
+#: Modules of Python, torch and NumPy are known: what a pickle calls of theirs is harmless by name, or else is not.
 #: Such modules of Python, of which every function is.
 _HARMLESS: Final = frozenset(
     (

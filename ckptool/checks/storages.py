@@ -9,11 +9,11 @@ from ..checkpoint import Checkpoint
 from ..container import UNEDITABLE
 from ..dtypes import BY_NAME, storage_dtype
 from ..human import shown
-from ..objects import callable_name
-from ..pickles.nodes import Call, Persistent, Ref
+from ..objects import callable_name, mapped_name
+from ..pickles.nodes import Call, Global, Persistent, Ref
 from ..programs import program_of
 from ..tensors import ID_PARTS, Tensor, TensorReader, described, extent
-from .arguments import refused_calls
+from .arguments import Refused, refused_calls
 from .torch_lists import NEWEST, allowed, registered
 
 __all__ = ["Flaw", "storage_flaws"]
@@ -33,6 +33,7 @@ class Flaw(NamedTuple):
     ref: Ref = -1
 
 
+_NESTED: Final = "torch._utils._rebuild_nested_tensor"
 #: Formats with persistent ids that stand for something else than storages.
 _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
 
@@ -78,6 +79,15 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
                 what = f"in a pickle beside the checkpoint's: {refusal.why}"
                 found.append(Flaw("arguments", "", what, refusal.sure))
     refused = refused_calls(checkpoint.graph, survey.reader, names)
+    if checkpoint.traits.in_a_row and not checkpoint.anew:
+        # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
+        nodes = checkpoint.graph.nodes
+        makers = {ref for ref, node in enumerate(nodes) if type(node) is Global and mapped_name(node) == _NESTED}
+        for ref, node in enumerate(nodes if makers else ()):
+            if type(node) is Call and node.func in makers:
+                refused[ref] = Refused(
+                    "a nested tensor in a legacy file, whose sizes torch reads before they are there"
+                )
     if not refused:
         return found
     paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
@@ -108,7 +118,8 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             storage = reader.storage(ref)
             # Torch asks each mention for its dtype, also where the first one decides which storage it is.
             cls = described(checkpoint.graph, ref)[0] if storage is not None else ""
-            if storage is not None and (storage_dtype(cls).name == "unknown" or cls == "TypedStorage"):
+            typed = cls.rpartition(".")[2] == "TypedStorage"
+            if storage is not None and (storage_dtype(cls).name == "unknown" or typed):
                 what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
                 flaws.append(Flaw("geometry", "", what, True, ref))
             pid = nodes[node.pid]

@@ -14,7 +14,7 @@ from ..dtypes import BY_NAME
 from ..edits.select import selected
 from ..errors import MalformedError, TargetError
 from ..limits import LIMITS
-from ..objects import class_name, constant, device_text, mapped_name, mapping
+from ..objects import class_name, constant, device_text, elements, mapped_name, mapping
 from ..paths import Child, children, key_text, sequence, spell_key
 from ..pickles.nodes import Buffer, ByteArray, Call, Extension, Global, List, Persistent, Ref
 from ..survey import StateDict
@@ -93,7 +93,14 @@ class Side:
         if tensor is not None:
             return "storage" if tensor.kind == "storage" else "Tensor"
         leaf = self.leaf(ref)
-        return leaf.type if leaf is not None else class_name(self.graph, ref)
+        if leaf is not None:
+            return leaf.type
+        name, node = class_name(self.graph, ref), self.graph.nodes[ref]
+        if name == "collections.deque" and isinstance(node, Call):
+            # Its elements are compared one by one; how many it takes is a part of what it is.
+            args = elements(self.graph.nodes[node.args])
+            return f"{name}(maxlen={self.graph.nodes[args[1]]!r})" if len(args) > 1 else name
+        return name
 
     def is_mapping(self, ref: Ref) -> bool:
         """Is it filled by key, and has an order of keys?"""

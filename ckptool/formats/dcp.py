@@ -256,7 +256,10 @@ class Dcp:
             if size >= _TOO_LARGE:
                 self._note("odd-metadata", "error", f".metadata: {shown(name)} is larger than any tensor can be")
                 continue
-            key = self._names[name] = name  # so that what is said of a storage says which tensor's
+            key = name  # so that what is said of a storage says which tensor's
+            while not key or key in self._names:
+                key += "'"  # of the empty name
+            self._names[key] = name
             whole = is_whole(name, value, self._usable, self._mentioned, self._note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))

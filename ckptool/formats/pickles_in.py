@@ -225,6 +225,22 @@ def _content(inner: Source, name: str, storage: bool, look: _Look) -> Iterator[F
         yield from _bare(inner, begin, name, look)
     elif not storage and head[:1] == b"\x80" and head[1:2] <= b"\x05":
         yield from _bare(inner, 0, name, look)
+    elif not storage and is_header(inner.read(0, 512)) and look.depth < _DEPTH:
+        for found in _in_tar(inner, (), look.deeper()):
+            yield found._replace(where=f"{name}: {found.where}")
+    elif not storage and head.startswith(_PACKED):
+        yield FoundPickle(name, None, "it is compressed, and may hold anything", unchecked=True)
+    elif not storage:
+        # Protocol 0 has no mark: text that only happens to begin like a pickle calls nothing.
+        yield from (found for found in _bare(inner, 0, name, look) if found.graph and _calls(found.graph))
+
+
+#: How gzip, bzip2, xz, lzma and zstd begin.
+_PACKED: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x5d\0\0", b"\x28\xb5\x2f\xfd")
+
+
+def _calls(graph: Graph) -> bool:
+    return any(type(node) is Call for node in graph.nodes)
 
 
 def _whole(inner: Source, name: str, look: _Look) -> Iterator[FoundPickle]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import re
 import struct
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +237,8 @@ PLACES = {
     "another .PKL": with_record(Entry(f"{ROOT}/MORE.PKL", EVIL)),
     "another record that begins like a pickle": with_record(Entry(f"{ROOT}/weights.bin", EVIL)),
     "another record, deflated": with_record(Entry(f"{ROOT}/weights.bin", EVIL, 8)),
+    "another record of protocol 0": with_record(Entry(f"{ROOT}/weights.bin", EVIL0)),
+    "a tar in a record": with_record(Entry(f"{ROOT}/inner.bin", tarred(pickle=EVIL))),
     "another root": with_record(Entry("other/data.pkl", EVIL)),
     "another root's text-like pickle": with_record(Entry("other/data.pkl", EVIL0)),
     "a copy of data.pkl": with_record(Entry(f"{ROOT}/data.pkl", EVIL)),
@@ -289,6 +295,12 @@ def test_a_pickle_is_found_wherever_it_hides(data: bytes, tmp_path: Path) -> Non
     said = say("validate", path)
     assert said.code in (1, 3)
     assert "posix.system" in said.out
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=lambda pack: pack.__module__)
+def test_what_is_compressed_once_more_is_not_looked_at(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", with_record(Entry(f"{ROOT}/more.bin", pack(EVIL))))
+    assert (report["status"], report["coverage"]) == ("valid", "partial")
 
 
 def test_bytes_that_only_look_like_a_pickle_name_nothing(tmp_path: Path) -> None:
@@ -403,8 +415,36 @@ REACHED = {
             *("ctypes.CDLL", "_ctypes.dlopen", "os.remove", "gzip.open", "zipfile.ZipFile", "tarfile.open"),
             *("sqlite3.connect", "glob.glob", "imp.load_source", "numpy.fromfile", "torch.save", "yaml.unsafe_load"),
             *("concurrent.futures.process.ProcessPoolExecutor", "torch._C._load_for_lite_interpreter"),
+            *("torch.fx.graph_module._exec_with_source", "torch.fx.graph_module.reduce_graph_module"),
+            *("torch._inductor.cpp_builder.run_compile_cmd", "torch.testing._internal.common_utils.shell"),
+            *("typing.get_type_hints", "dataclasses._create_fn", "distutils.spawn.spawn", "copy._reconstruct"),
+            *("setuptools._distutils.spawn.spawn", "numpy.distutils.exec_command.exec_command", "numpy.memmap"),
+            *("logging.config.dictConfig", "transformers.dynamic_module_utils.get_class_in_module"),
+            *("torch._C.PyTorchFileWriter", "numpy.lib._npyio_impl.load", "pandas.core.computation.eval.eval"),
+            *("torch._ops._Ops.load_library", "numpy.ctypeslib._ctypeslib.load_library", "unittest.mock._importer"),
         )
     },
+    **{
+        f"{module} with {path}": Code(
+            b"\x8c"
+            + bytes([len(module)])
+            + module.encode()
+            + b"\x8c"
+            + bytes([len(path)])
+            + path.encode()
+            + b"\x93"
+            + put(("true",))
+            + b"R"
+        )
+        for module, path in (
+            ("torch._utils", "_rebuild_tensor.__builtins__.__getitem__"),
+            ("collections", "OrderedDict.__class__.__subclasses__"),
+            ("torch", "UntypedStorage.from_file"),
+            ("some.module", "Class.method.__globals__.get"),
+        )
+    },
+    "what a call gave": call(call(name("some.module", "make")), "true"),
+    "what a call of a call gave": call(call(call(name("some.module", "make"))), "true"),
 }
 
 
@@ -423,6 +463,22 @@ HARMLESS = {
     "a partial of a class, which nothing calls": call(name("functools", "partial"), name("torch.nn", "LayerNorm")),
     "what acts in a dict, which nothing gets": {"f": ECHO},
     "a file in memory": call(name("_io", "BytesIO")),
+    "a class that cloudpickle names": call(call(name("cloudpickle.cloudpickle", "_builtin_type"), "CodeType"), 1),
+    **{
+        full: call(name(*full.rpartition(".")[::2]), "true")
+        for full in (
+            *("datetime.datetime", "uuid.UUID", "re._compile", "decimal.Decimal", "fractions.Fraction", "array.array"),
+            *("logging.getLogger", "types.SimpleNamespace", "ipaddress.IPv4Address", "random.Random", "numpy.dtype"),
+            *(
+                "numpy.core.multiarray._reconstruct",
+                "numpy._core.multiarray.scalar",
+                "numpy.random._pickle.__generator_ctor",
+            ),
+            *("numpy.ma.core._mareconstruct", "numpy._core.numeric._frombuffer", "numpy.float32", "torch.nn.Linear"),
+            *("torch._C.Generator", "torch.nn.functional.relu", "torch.tensor", "sklearn.tree._tree.Tree"),
+            *("pandas._libs.internals._unpickle_block", "torch.distributed.remote_device._remote_device"),
+        )
+    },
 }
 
 

@@ -404,3 +404,21 @@ def test_what_is_on_the_list_is_not_changed_itself(state: Any, tmp_path: Path) -
     with pytest.raises((TypeError, pickle.UnpicklingError)):
         torch.load(path, weights_only=False)
     assert takes(path) == ("invalid", "warning")
+
+
+def test_nested_tensors_of_legacy_files_are_refused(tmp_path: Path) -> None:
+    """``_legacy_load`` fills the storages last; the sizes of a nested tensor are in one."""
+    value = {"n": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])}
+    for file, legacy, status in (("zip.pth", False, "valid"), ("legacy.pth", True, "invalid")):
+        torch.save(value, tmp_path / file, _use_new_zipfile_serialization=not legacy)
+        assert ckptool.validate(tmp_path / file)["status"] == status
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int64", "bool", "float32"])
+def test_a_tensor_that_is_cast_when_it_is_read_is_not_followed(dtype: str, tmp_path: Path) -> None:
+    function = name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    made = call(function, tensor(), name("torch", dtype), "cpu", False)
+    path = tmp_path / "moved.pth"
+    path.write_bytes(plain({"w": made}, {"0": bytes(16)}))
+    assert str(torch.load(path)["w"].dtype) == f"torch.{dtype}"
+    assert (ckptool.validate(path)["status"] == "valid") == (dtype == "float32")
