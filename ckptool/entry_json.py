@@ -102,6 +102,10 @@ class _Writer:
         if known is not None and (ref in self.inside or known[1] > _AGAIN):
             yield _text({"ref": known[0]})
             return
+        node = self.checkpoint.graph.nodes[ref]
+        if node is None or isinstance(node, bool | int | float | str):
+            yield _text(_leaf(Leaf("", node)))
+            return
         found = content(self.checkpoint, ref)
         if isinstance(found, Leaf):
             yield _text(_leaf(found))

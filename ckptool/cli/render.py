@@ -128,11 +128,21 @@ def emit_lines(lines: Sequence[str]) -> None:
         emit("\n".join(lines))
 
 
+#: Characters that are escaped and written in one go.
+_PIECES: Final = 1 << 16
+
+
 def emit_pieces(pieces: Iterable[str]) -> None:
     """Write JSON that comes in pieces, escaped as ``to_json`` does, and end the line."""
+    held: list[str] = []
+    size = 0
     for piece in pieces:
-        _write(_safe_json(piece))
-    _write("\n")
+        held.append(piece)
+        size += len(piece)
+        if size > _PIECES:  # a million of them are numbers
+            _write(_safe_json("".join(held)))
+            held, size = [], 0
+    _write(_safe_json("".join(held)) + "\n")
 
 
 def _safe_json(text: str) -> str:
