@@ -7,6 +7,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 from ..human import cut
+from ..limits import LIMITS
 from ..objects import mapped_name
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 from ..pickles.opcodes import NEWOBJ
@@ -283,12 +284,15 @@ def suspicious_calls(graph: Graph) -> list[str]:
         if type(held := nodes[node.func]) is Call and node.func not in harmless and held.func not in types
     }
     found |= _given(graph, calls, names.keys() - {node.func for ref, node in calls if ref in harmless}, found)
-    said = {ref: f"{_called(graph, node, names)}({_arguments(graph, node)})" for ref, node in calls if ref in found}
-    for ref in found - said.keys():
+    said = []
+    for ref in sorted(found)[: LIMITS.listed]:
         node = nodes[ref]
-        assert isinstance(node, Global)
-        said[ref] = f"setattr({mapped_name(node)}, ...)"
-    return [said[ref] for ref in sorted(said)]
+        if isinstance(node, Call):
+            said.append(f"{_called(graph, node, names)}({_arguments(graph, node)})")
+        elif isinstance(node, Global):
+            said.append(f"setattr({mapped_name(node)}, ...)")
+    more = len(found) - len(said)
+    return [*said, f"{more:,} more calls"] if more else said
 
 
 def _called(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
