@@ -64,6 +64,8 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
                 watch = watched[func] = _is_watched(name)
             if watch and names[func] == _MOVED and _is_cast(graph, reader, node):  # type: ignore[arg-type]
                 found[ref] = "a tensor becomes one of another dtype when it is read"
+            elif watch and names[func] in _COPYING and _takes_apart(graph, reader, node):  # type: ignore[arg-type]
+                found[ref] = "a container is made of the elements of a tensor"
             elif watch:
                 what = _of_call(graph, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
                 if what:
@@ -82,6 +84,12 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     if copies:
         found.update(_shared(graph, copies))
     return found
+
+
+def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
+    """``tuple(tensor)``, ``set(tensor)``: its members are tensors, which nobody but torch can make."""
+    args = elements(graph.nodes[node.args])
+    return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
 
 
 def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:

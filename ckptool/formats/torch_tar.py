@@ -176,9 +176,6 @@ class TorchTar:
         tensor = self._tensors[key]
         part = self._parts[tensor.part]
         storage = self._storages[part.root]
-        if tensor.offset < 0 or tensor.offset + extent(tensor.shape, tensor.strides) > part.numel:
-            what = f"tensor {key} reaches beyond its storage of {counted(part.numel, 'element')}"
-            raise MalformedError(what, where=_TENSORS, path=self.source.name)
         offset = part.offset + tensor.offset
         return builder.tensor(
             PlainTensor(
@@ -255,8 +252,9 @@ class _Reader:
         """The elements of a tuple or list of numbers, strings and classes: nothing that calls is let in."""
         graph = self.pickle(most)
         for node in graph.nodes:
-            if not isinstance(node, int | str | tuple | Global) or (isinstance(node, Global) and node.filling):
-                self.broken("something else than numbers, strings and classes")
+            known = not isinstance(node, Global) or (node.module in _MODULES and not node.filling)
+            if not isinstance(node, int | str | tuple | Global) or not known:
+                self.broken("something else than numbers, strings and classes of torch")
         return [graph.nodes[ref] for ref in elements(graph.nodes[graph.root])]
 
     def number(self) -> int:
@@ -338,6 +336,9 @@ class _Reader:
             shape, strides = numbers[:dimensions], numbers[dimensions:-1]
             if min(*shape, *strides, 0, 0) < 0:
                 self.broken(f"tensor {key} with a negative size or stride")
+            # Of those that the object does not name, too: torch makes every one, and the storage larger for it.
+            if numbers[-1] < 0 or numbers[-1] + extent(shape, strides) > parts[part].numel:
+                self.broken(f"tensor {key} reaches beyond its storage of {counted(parts[part].numel, 'element')}")
             self.once(key, parts)
             self.once(key, tensors)
             tensors[key] = _Tensor(part, shape, strides, numbers[-1])

@@ -189,7 +189,7 @@ def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         words.append("refused by torch")
     else:
         words.append("loaded by torch")
-        if answer.value and not ambiguous:
+        if answer.value and not ambiguous and not _is_said(said, ""):
             finds.append(Find(OTHER, "valid" if said.valid else "not valid", answer.value))
     if opened:
         tell(f"edits valid={said.valid}")
