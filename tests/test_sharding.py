@@ -256,7 +256,8 @@ def test_the_class_within_a_class_is_no_dangerous_call_and_everything_else_is() 
         outer = next(
             ref for ref, node in enumerate(graph.nodes) if type(node) is Global and node.name == "ShardedTensor"
         )
-        assert len(suspicious_calls(graph.edited({text: "__init_subclass__"}, []))) == 1
+        calls = suspicious_calls(graph.edited({text: "__init_subclass__"}, []))  # and what it gave is called
+        assert calls[0].startswith("builtins.getattr(") and all("__init_subclass__" in call for call in calls)
         calls = suspicious_calls(graph.edited({outer: Global("os", "system")}, []))
         assert calls[0] == "builtins.getattr(os.system, 'ProcessGroupState')"
 

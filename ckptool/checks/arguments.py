@@ -40,9 +40,7 @@ _DEVICE: Final = re.compile(rf"(?:{_DEVICES})(:(?:0|[1-9]\d{{0,8}}))?")
 _DEVICE_TYPES: Final = frozenset(_DEVICES.split("|"))
 _LAYOUTS: Final = frozenset(
     f"torch.{name}"
-    for name in (
-        *("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged"),
-    )
+    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 )
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
 _FLOATS: Final = ("float", "bfloat", "complex")
@@ -85,7 +83,7 @@ class _Calls:
                     what = Refused("a tensor or storage is called")
                 if what is None and name == _DICTS[0] and any(nodes[state] is None for state in node.states):
                     what = Refused(f"{name}: a state that is None")
-                if what is None and node.filling is not None and node.states and name in _WITHOUT_ATTRIBUTES:
+                if what is None and node.states and name in _BARE:
                     what = Refused(f"{name}: a state, which it cannot have")
                 if what is None and node.filling is not None and node.pairs:
                     what = self.keys(node.pairs[::2])
@@ -529,9 +527,7 @@ _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 #: Calls of torch's list that give something with members, each of which has a hash.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
 #: What has no __dict__ that BUILD could fill.
-_WITHOUT_ATTRIBUTES: Final = frozenset(
-    ("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex")
-)
+_BARE: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
 _UNHASHED: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
 #: On the list, and neither functions nor classes.

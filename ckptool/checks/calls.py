@@ -241,6 +241,19 @@ def _runs(name: str) -> bool:
     return module not in _HARMLESS
 
 
+_ACTS, _RUNS, _NAMES = "acts", "runs", "names"
+
+
+def _kind(node: Global) -> str:
+    """Which of these a global is, "" for none: it acts wherever it is given to, it runs when it is called, it is a
+    function that only looks up a class."""
+    name = mapped_name(node)
+    dotted = "." in node.name
+    if _acts(name) or (dotted and (_acts_within(node.name) or _leads_out(node.name))) or node.name in _WAYS_OUT:
+        return _ACTS
+    return _RUNS if _runs(name) else _NAMES if name == _TYPES else ""
+
+
 _LISTED: Final = allowed(NEWEST)
 _KNOWN: Final = frozenset(("torch", "numpy", *sys.stdlib_module_names))
 
@@ -253,16 +266,19 @@ def suspicious_calls(graph: Graph) -> list[str]:
     nodes = graph.nodes
     names: dict[Ref, str] = {}
     running, types = set[Ref](), set[Ref]()
+    kinds: dict[tuple[str, str], str] = {}  # a million globals may have one name
     calls: list[tuple[Ref, Call]] = []
     for ref, node in enumerate(nodes):
         if type(node) is Global:
-            name = mapped_name(node)
-            dotted = "." in node.name
-            if _acts(name) or (dotted and (_acts_within(node.name) or _leads_out(node.name))) or node.name in _WAYS_OUT:
-                names[ref] = name
-            elif _runs(name):
+            spelled = (node.module, node.name)
+            kind = kinds.get(spelled)
+            if kind is None:
+                kind = kinds[spelled] = _kind(node)
+            if kind == _ACTS:
+                names[ref] = mapped_name(node)
+            elif kind == _RUNS:
                 running.add(ref)
-            elif name == _TYPES:
+            elif kind == _NAMES:
                 types.add(ref)
         elif type(node) is Call:
             calls.append((ref, node))

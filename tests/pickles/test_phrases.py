@@ -128,7 +128,7 @@ def told(node: Node) -> object:
 def outcome(data: bytes) -> object:
     """All that can be known of a pickle: its graph number by number and how it is written again, or the error."""
     try:
-        graph, end = decode(data)
+        graph, end, _ = decode(data)
     except PickleError as error:
         return type(error), error.what, error.offset, [told(node) for node in error.seen]
     style = graph.style
