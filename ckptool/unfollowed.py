@@ -62,12 +62,8 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             if watch is None:
                 name = names[func] = callable_name(graph, func)
                 watch = watched[func] = _is_watched(name)
-            if watch and names[func] == _MOVED and _is_cast(graph, reader, node):  # type: ignore[arg-type]
-                found[ref] = "a tensor becomes one of another dtype when it is read"
-            elif watch and names[func] in _COPYING and _takes_apart(graph, reader, node):  # type: ignore[arg-type]
-                found[ref] = "a container is made of the elements of a tensor"
-            elif watch:
-                what = _of_call(graph, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
+            if watch:
+                what = _of_call(graph, reader, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
                 if what:
                     found[ref] = what
         elif kind is Persistent or kind is Global:
@@ -122,11 +118,21 @@ def _is_watched(name: str) -> bool:
 
 
 def _of_call(
-    graph: Graph, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]], changed: KeysView[Ref]
+    graph: Graph,
+    reader: TensorReader,
+    ref: Ref,
+    node: Call,
+    name: str,
+    copies: list[tuple[Ref, Call]],
+    changed: KeysView[Ref],
 ) -> str:
     """What of a call is not followed, or ""."""
     args = graph.nodes[node.args]
+    if name == _MOVED and _is_cast(graph, reader, node):
+        return "a tensor becomes one of another dtype when it is read"
     if name in _COPYING:
+        if _takes_apart(graph, reader, node):
+            return "a container is made of the elements of a tensor"
         if args and type(args) is tuple:
             copies.append((ref, node))
         if name in _MAPPINGS:

@@ -84,18 +84,8 @@ _FUNCTIONS: Final = frozenset(
 #: Such modules of Python, of which every function is.
 _HARMLESS: Final = frozenset(
     (
-        *(
-            "collections",
-            "datetime",
-            "_datetime",
-            "decimal",
-            "_decimal",
-            "_pydecimal",
-            "fractions",
-            "uuid",
-            "re",
-            "_sre",
-        ),
+        *("collections", "datetime", "_datetime", "decimal", "_decimal", "_pydecimal", "fractions", "uuid"),
+        *("re", "_sre"),
         *("_codecs", "array", "math", "cmath", "itertools", "copyreg", "copy_reg", "zoneinfo", "ipaddress", "enum"),
         *("string", "time", "calendar", "numbers", "statistics", "heapq", "bisect", "queue", "_queue", "base64"),
         *("binascii", "struct", "zlib", "hashlib", "json", "collections.abc", "_collections", "_weakref", "weakref"),
@@ -105,14 +95,8 @@ _HARMLESS: Final = frozenset(
 #: Single functions of other modules: what torch, NumPy and Python write when they pickle something of their own.
 _REBUILDING: Final = frozenset(
     (
-        *("logging.getLogger", "functools.partial", "_functools.partial", "functools.lru_cache", "types.coroutine"),
-        *(
-            "functools.cmp_to_key",
-            "torch.serialization._get_layout",
-            "torch.nn.backends.thnn._get_thnn_function_backend",
-        ),
-        *("torch.distributed.remote_device._remote_device", "torch._C._get_privateuse1_backend_name"),
-        *("torch.utils._pytree.tree_unflatten", "torch.utils._pytree.treespec_loads"),
+        *("logging.getLogger", "functools.partial", "_functools.partial", "torch.serialization._get_layout"),
+        *("torch.nn.backends.thnn._get_thnn_function_backend", "torch.distributed.remote_device._remote_device"),
     )
 )
 #: Parts of torch with functions that compile, import or read what they are given.

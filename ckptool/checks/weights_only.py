@@ -179,10 +179,10 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
         # Filled with nothing, which only shows in the steps: it looks at what is filled first.
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:
-            broken["APPENDS to what is no list"] += 1
+            broken["APPENDS to something other than a list"] += 1
         mapping = isinstance(node, Call) and callable_name(graph, node.func) in _DICTS
         if isinstance(node, Instance) and op.SETITEMS in empty and not mapping:
-            broken["SETITEMS on what is no dict"] += 1
+            broken["SETITEMS on something other than a dict"] += 1
     return broken
 
 
@@ -192,9 +192,9 @@ _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 def _filling(name: str, node: Call, version: Rules) -> list[str]:
     broken = []
     if node.items:
-        broken.append("APPENDS to what is no list")
+        broken.append("APPENDS to something other than a list")
     if node.pairs and version.checks_setitem and name not in _DICTS:
-        broken.append("SETITEMS on what is no dict")
+        broken.append("SETITEMS on something other than a dict")
     if node.states and not _buildable(name, version):
         broken.append("BUILD of what is no tensor, parameter or OrderedDict")
     return broken

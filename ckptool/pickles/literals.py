@@ -135,7 +135,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def not_ascii(graph: Graph) -> Iterator[Ref]:
-    """The strings of Python 2 that are not ASCII: all that ``pickle.load`` takes where it is not told an encoding."""
+    """Yield the strings of Python 2 that are not ASCII, which ``pickle.load`` refuses without an encoding."""
     for ref, form in graph.style.forms.items():
         node = graph.nodes[ref] if form in PYTHON2 else None
         if type(node) is str and not node.isascii():
