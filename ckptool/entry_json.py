@@ -31,6 +31,7 @@ from .contents import Content, Leaf, content
 from .decoding import Number, json_number
 from .errors import RefusedError
 from .limits import LIMITS
+from .objects import plain_parts
 from .paths import bounded, joined
 from .pickles.nodes import Ref
 from .readings import Reading, numbers_in, repeats
@@ -43,6 +44,8 @@ __all__ = ["json_pieces"]
 _DEPTH: Final = 200
 #: Characters of something that may be written again where it stands again.
 _AGAIN: Final = 1_000
+#: Kinds of keys and values that need no more than one line.
+_SIMPLE: Final = frozenset((str, int, bool, type(None)))
 #: Lists without anything in them that a shape may ask for.
 _EMPTY: Final = 1_000_000
 
@@ -106,6 +109,11 @@ class _Writer:
         if node is None or isinstance(node, bool | int | float | str):
             yield _text(_leaf(Leaf("", node)))
             return
+        plain = self._plain(ref)
+        if plain:
+            self.places[ref] = (path, len(plain))
+            yield plain
+            return
         found = content(self.checkpoint, ref)
         if isinstance(found, Leaf):
             yield _text(_leaf(found))
@@ -119,6 +127,18 @@ class _Writer:
             yield _text({"ref": path})
         else:
             yield from self._opened(ref, found, path)
+
+    def _plain(self, ref: Ref) -> str:
+        """A dict of texts and numbers alone at one go: there may be hundreds of thousands; "" for anything else."""
+        parts = plain_parts(self.checkpoint.graph, ref)
+        if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
+            return ""
+        held = dict(zip(parts[::2], parts[1::2]))
+        if len(held) * 2 < len(parts):
+            return ""  # a key that is written twice
+        indent = "\n" + "  " * len(self.stack)
+        rows = [f"{indent}  {_text(key)}: {_text(_leaf(Leaf('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
+        return "{" + ",".join(rows) + indent + "}"
 
     def _opened(self, ref: Ref, found: Content, path: str) -> Iterator[str]:
         path = bounded(path, ref)
@@ -240,5 +260,5 @@ def _leaf(leaf: Leaf) -> object:
     return value if isinstance(value, str) else json_number(value)
 
 
-def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+#: One encoder: ``json.dumps`` makes one for each value, and there may be a million of them.
+_text: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

@@ -129,6 +129,10 @@ _DICTS = frozenset(("collections.OrderedDict", "builtins.dict"))
 _COUNTER = "collections.Counter"
 #: Classes that copy the mapping which they are called with, and which argument that is.
 _COPYING = {"collections.OrderedDict": 0, "builtins.dict": 0, _COUNTER: 0, "collections.defaultdict": 1}
+#: Kinds of keys of which two are one only when they are the same text, or the same number.
+_DISTINCT: Final = frozenset((str, int))
+#: Kinds that hold nothing.
+_PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
 #: Mappings made of mappings that are followed.
 _NESTED = 4
 
@@ -222,11 +226,27 @@ def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
     return last_pairs(graph, node.pairs) if node.pairs or is_ordered_dict(graph, ref) else None
 
 
+def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
+    """Keys and values in turn of a dict of texts, numbers, bytes and None alone; None for anything else.
+
+    There is nothing in it to go to, and a file of some megabytes can hold hundreds of thousands of such dicts.
+    """
+    node = graph.nodes[ref]
+    if type(node) is not Dict:
+        return None
+    parts = [graph.nodes[part] for part in node.pairs]
+    return parts if _PLAIN.issuperset(map(type, parts)) else None
+
+
 def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
     """(key, value) of alternating references as a dict ends up with them: the first of equal keys, the last value."""
     nodes = graph.nodes
+    refs, values = pairs[::2], pairs[1::2]
+    keys = [nodes[ref] for ref in refs]
+    if _DISTINCT.issuperset(map(type, keys)) and len(set(keys)) == len(keys):
+        return list(zip(refs, values))  # as nearly every mapping: there may be a million of them
     found: dict[Hashable, tuple[Ref, Ref]] = {}
-    for ref, value in zip(pairs[::2], pairs[1::2]):
+    for ref, value in zip(refs, values):
         name = nodes[ref]
         key = name if type(name) is str else same_key(graph, ref)
         found[key] = (found[key][0] if key in found else ref, value)

@@ -61,6 +61,7 @@ __all__ = [
 
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+_INT64: Final = 1 << 63
 #: Levels of a key, such as tuples in tuples, that are spelled.
 _DEPTH: Final = 16
 #: Calls that are given the elements of what they make; one step leads to an element.
@@ -125,9 +126,9 @@ def _escaped(char: str) -> str:
 def key_text(graph: Graph, ref: Ref) -> str:
     """A key as Python would write it, "" for one that has no spelling: an object of its own, or too long."""
     node = graph.nodes[ref]
-    if isinstance(node, str):
+    if type(node) is str:
         return _quoted(node) if len(node) <= LIMITS.path_chars else ""
-    if type(node) is int and abs(node) < 1 << 63:
+    if type(node) is int and -_INT64 <= node < _INT64:
         return str(node)
     known: str | None = graph.memo.get(("text", ref))
     if known is None:
@@ -244,22 +245,19 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
     """
     taken = {one.step for one in before}
     found = []
+    nodes, most, plain = graph.nodes, LIMITS.path_chars, _PLAIN_KEY.match
     for number, (key, value) in enumerate(items, len(before)):
-        step = _step(graph, key)
+        node = nodes[key]
+        if type(node) is str and plain(node) and len(node) <= most:
+            step = "." + node
+        else:
+            text = key_text(graph, key)
+            step = f"[{text}]" if text else ""
         if not step or step in taken:
             step = f"[#{number}]"
         taken.add(step)
         found.append(Child(step, value, key))
     return found
-
-
-def _step(graph: Graph, key: Ref) -> str:
-    """What a key adds to a path, "" where it has no spelling."""
-    node = graph.nodes[key]
-    if isinstance(node, str) and len(node) <= LIMITS.path_chars and _PLAIN_KEY.match(node):
-        return "." + node
-    text = key_text(graph, key)
-    return f"[{text}]" if text else ""
 
 
 def children(graph: Graph, ref: Ref) -> Iterator[Child]:

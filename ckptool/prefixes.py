@@ -106,20 +106,12 @@ class _Levels:
     def _marks(self, name: str, segments: Sequence[str]) -> list[bool]:
         """Which segments are wrappers; the last one is the parameter itself."""
         marks = [False] * len(segments)
-        at, left = 0, _MOST
-        for number, segment in enumerate(segments[:-1]):
-            if segment in WRAPPERS:
-                marks[number] = left > 0 and self._wraps(name[:at])
-                left -= 1
-                if left < 0:
-                    break
-            at += len(segment) + 1
-        leading = True
-        for number, segment in enumerate(segments[:-1]):
-            if segment == "module" and marks[number] and not leading:
-                near = marks[number - 1] or (marks[number + 1] and segments[number + 1] != "module")
-                marks[number] = near
-            leading = leading and marks[number]
+        places = [number for number, segment in enumerate(segments[:-1]) if segment in WRAPPERS][:_MOST]
+        for number in places:
+            marks[number] = self._wraps("".join([f"{segment}." for segment in segments[:number]]))
+        for number in places:
+            if segments[number] == "module" and marks[number] and not all(marks[:number]):
+                marks[number] = marks[number - 1] or (marks[number + 1] and segments[number + 1] != "module")
         return marks
 
     def wrappers(self, name: str) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
 from .errors import MalformedError
 from .limits import LIMITS
-from .objects import attributes, callable_name, class_name, device_text, mapping
+from .objects import attributes, callable_name, class_name, device_text, mapping, plain_parts
 from .paths import Child, as_children, beside, bounded, joined, sequence
 from .pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref
 from .tensors import Tensor, TensorReader
@@ -197,8 +197,15 @@ class _Walk:
             if ref in holders:
                 continue
             holders[ref] = holder
+            if kind is Dict and self.is_barren(ref):
+                continue
             below = self.enter(task, node)
             work.append(self.tops(below) if ref == self.graph.root else below)
+
+    def is_barren(self, ref: Ref) -> bool:
+        """Is it a dict below the root in which nothing can be found?"""
+        parts = plain_parts(self.graph, ref) if ref != self.graph.root else None
+        return parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2])
 
     def listed(self, ref: Ref, tensor: bool) -> bool:
         """Is this place listed? The first one of everything is, and many of the others."""
@@ -224,13 +231,21 @@ class _Walk:
         ref, path, _, eligible, _, top, _ = task
         inside = sequence(self.graph, ref)
         if inside is not None:
-            base, eligible = bounded(path, ref), eligible and not isinstance(node, Call)
-            steps = (f"[{number}]" for number in range(len(inside)))
-            return ((item, base + step, step, eligible, -1, top, ref) for step, item in zip(steps, inside))
+            return self.elements(task, inside, eligible and type(node) is not Call)
         if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
             self.found.storages.append((path, ref, top))
             return iter(())
         return self.call(task, node) if isinstance(node, Call) else self.filled(task, node)
+
+    def elements(self, task: _Task, inside: Sequence[Ref], eligible: bool) -> Iterator[_Task]:
+        """The places of elements. Of numbers there may be millions: those below the root alone are places."""
+        nodes = self.graph.nodes
+        own, path, _, _, _, top, _ = task
+        base = bounded(path, own)
+        for number, ref in enumerate(inside):
+            if type(nodes[ref]) not in _BARREN or own == self.graph.root:
+                step = f"[{number}]"
+                yield ref, base + step, step, eligible, -1, top, own
 
     def filled(self, task: _Task, node: Node) -> Iterator[_Task]:
         """The places below a dict, and what else a node holds that no call made."""
@@ -260,8 +275,10 @@ class _Walk:
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         entries, eligible, inside = held
-        base = bounded(path, own)
+        base, root = bounded(path, own), own == self.graph.root
         for step, ref, key_ref in entries:
+            if type(nodes[ref]) in _BARREN and not root:
+                continue  # there is nothing in it
             key = nodes[key_ref]
             where = joined(base, step)
             if type(key) is not str:

@@ -2,7 +2,7 @@
 
 A tensor that BUILD changes after it was made, a mapping made of something that is no plain mapping, a container that
 is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than torch.load
-gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused (``unread_ids``).
+gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final
 
 from .objects import callable_name, elements, given_pairs, mapping
 from .pickles import opcodes as op
-from .pickles.nodes import Buffer, Call, Dict, Global, Graph, Instance, Persistent, Ref, children
+from .pickles.nodes import Buffer, Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .tensors import TensorReader
 
-__all__ = ["unfollowed", "unread_ids"]
+__all__ = ["unfollowed"]
 
 #: Classes that copy their argument when they are called, and mappings among them.
 _MAPPINGS: Final = frozenset(
@@ -31,6 +31,7 @@ _PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.V
 _OF_DATA: Final = frozenset(
     (*_PARAMETERS, "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 )
+_USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _MOVED: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 _WITH_ATTRIBUTES: Final = {
     "torch._tensor._rebuild_from_type_v2": 3,
@@ -50,36 +51,36 @@ _DESCRIPTORS: Final = frozenset(
 def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     """What is not followed, in words, by reference; nothing for what a library wrote."""
     nodes, found = graph.nodes, dict[Ref, str]()
-    names: dict[Ref, str] = {}
-    watched: dict[Ref, bool] = {}
+    names: dict[Ref, str] = {}  # of what is called, "" for what is not watched
     copies: list[tuple[Ref, Call]] = []
     changed = graph.filled.keys()
     for ref, node in enumerate(nodes):
-        kind = type(node)
-        if kind is Call:
-            func = node.func  # type: ignore[union-attr]
-            watch = watched.get(func)
-            if watch is None:
-                name = names[func] = callable_name(graph, func)
-                watch = watched[func] = _is_watched(name)
-            if watch:
-                what = _of_call(graph, reader, ref, node, names[func], copies, changed)  # type: ignore[arg-type]
+        if type(node) is Call:
+            name = names.get(node.func)
+            if name is None:
+                name = callable_name(graph, node.func)
+                name = names[node.func] = name if _is_watched(name) else ""
+            if name and not (node.filling is None and _is_usual(name, nodes[node.args], changed)):
+                what = _of_call(graph, reader, ref, node, name, copies, changed)
                 if what:
                     found[ref] = what
-        elif kind is Persistent or kind is Global:
-            assert isinstance(node, Instance)
-            if node.filling is not None and (node.items or node.pairs or node.states):
-                thing = "a storage" if kind is Persistent else "a class"
-                if kind is Persistent and reader.storage(ref) is not None:
-                    found[ref] = f"{thing} is changed after it was made"
+        elif type(node) is Persistent:
+            if reader.storage(ref) is None:
+                if _is_unread(graph, node):
+                    found[ref] = "a storage is named in a way that no torch writes"
+            elif node.filling is not None and (node.items or node.pairs or node.states):
+                found[ref] = "a storage is changed after it was made"
     if graph.refused.get(op.NEXT_BUFFER):
         what = "the pickle takes bytes from outside of the file"
         found.update((ref, what) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
-    for ref in unread_ids(graph, reader):
-        found[ref] = "a storage is named in a way that no torch writes"
     if copies:
         found.update(_shared(graph, copies))
     return found
+
+
+def _is_usual(name: str, args: Node, changed: KeysView[Ref]) -> bool:
+    """Is it what makes a tensor, or the empty mapping of its hooks, as nearly all calls are?"""
+    return type(args) is tuple and (name == _USUAL if args else name in _MAPPINGS) and changed.isdisjoint(args)
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
@@ -96,16 +97,11 @@ def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
     return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
 
 
-def unread_ids(graph: Graph, reader: TensorReader) -> list[Ref]:
-    """Persistent ids that may be storages to torch and are none to the reader: what they use is not known."""
-    nodes, found = graph.nodes, []
-    for ref, node in enumerate(nodes):
-        if type(node) is Persistent and reader.storage(ref) is None:
-            pid = nodes[node.pid]
-            kind = nodes[pid[0]] if type(pid) is tuple and pid else None
-            if isinstance(pid, Call) or isinstance(kind, Call) or kind == "storage" or kind == b"storage":
-                found.append(ref)
-    return found
+def _is_unread(graph: Graph, node: Persistent) -> bool:
+    """Is a persistent id that is no storage to the reader one to torch? What it uses is not known."""
+    pid = graph.nodes[node.pid]
+    kind = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
+    return isinstance(pid, Call) or isinstance(kind, Call) or kind == "storage" or kind == b"storage"
 
 
 def _is_watched(name: str) -> bool:

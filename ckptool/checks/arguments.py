@@ -72,11 +72,11 @@ class _Calls:
     def refused(self, names: frozenset[str]) -> dict[Ref, Refused]:
         nodes, found = self.nodes, dict[Ref, Refused]()
         for ref, node in enumerate(nodes):
-            kind = type(node)
-            if kind is Call:
-                assert isinstance(node, Call)
+            if type(node) is Call:
                 name = self.name(node.func)
                 if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
+                    continue
+                if name == _DICTS[0] and node.filling is None and nodes[node.args] == ():
                     continue
                 what = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
                 if not name and (self.reader.storage(node.func) or self.reader.tensor(node.func)) is not None:
@@ -89,12 +89,12 @@ class _Calls:
                     what = self.keys(node.pairs[::2])
                 if what is not None:
                     found[ref] = what
-            elif kind is Global:
+            elif type(node) is Global:
                 # Of other globals nothing is known: a class may take it.
-                if node.filling is not None and self.name(ref) in names:  # type: ignore[union-attr]
+                if node.filling is not None and self.name(ref) in names:
                     found[ref] = Refused(f"{self.name(ref)} itself is changed, and nothing that is made of it")
-            elif kind is Dict or kind is Set or kind is FrozenSet:
-                what = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)  # type: ignore[union-attr]
+            elif isinstance(node, Dict | Set | FrozenSet):
+                what = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
                 if what is not None:
                     found[ref] = what
         return found

@@ -314,17 +314,14 @@ def _given(
 ) -> set[Ref]:
     """The calls and classes that what acts is given to: from each such global upwards, through whatever holds it."""
     nodes = graph.nodes
-    if not acting:
+    seen, work = set(acting), list(acting)
+    if all(seen.isdisjoint(_held(node)) for node in nodes):
         return set()
     above: dict[Ref, list[Ref]] = {}
     for ref, node in enumerate(nodes):
-        if isinstance(node, tuple | List | Dict | Set | FrozenSet | Call | Global):
-            held = children(node)
-            # Names and calls of them are said already.
-            for child in held if not isinstance(node, Call) else [part for part in held if part != node.func]:
-                above.setdefault(child, []).append(ref)
+        for child in _held(node):
+            above.setdefault(child, []).append(ref)
     given: set[Ref] = set()
-    seen, work = set(acting), list(acting)
     while work:
         for ref in above.get(work.pop(), ()):
             if ref in seen:
@@ -339,6 +336,15 @@ def _given(
             elif isinstance(node, Global) and node.filling is not None:
                 given.add(ref)  # BUILD on a class: what is made of it calls its __setstate__
     return given
+
+
+def _held(node: Node) -> Sequence[Ref]:
+    """What a node holds, but for what a call calls: that is found already."""
+    if type(node) is Call and node.filling is None and node.kwargs < 0:
+        return (node.args,)
+    if isinstance(node, Call):
+        return [part for part in children(node) if part != node.func]
+    return children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet | Global) else ()
 
 
 #: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: of them nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Final, NamedTuple
 
 from ..checkpoint import Checkpoint
@@ -108,9 +109,11 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     """Every tensor that the pickle makes, also one that nothing leads to: torch makes them all."""
     survey = checkpoint.survey
     reader, nodes = survey.reader, checkpoint.graph.nodes
-    paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors}
+    paths = cache(lambda: {entry.ref: entry.path or "the tensor" for entry in survey.tensors})
     flaws = []
     rebuilds: dict[Ref, bool] = {}
+    known_classes: dict[str, bool] = {}
+    misfits: dict[tuple[object, ...], str] = {}  # most tensors are laid out like another one
     # The readers of older formats, and of shards, look at the ids themselves.
     own_ids = checkpoint.traits.former or checkpoint.traits.sharded
     for ref, node in enumerate(nodes):
@@ -118,8 +121,10 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             storage = reader.storage(ref)
             # Torch asks each mention for its dtype, also where the first one decides which storage it is.
             cls = described(checkpoint.graph, ref)[0] if storage is not None else ""
-            typed = cls.rpartition(".")[2] == "TypedStorage"
-            if storage is not None and (storage_dtype(cls).name == "unknown" or typed):
+            if cls not in known_classes:
+                typed = cls.rpartition(".")[2] == "TypedStorage"
+                known_classes[cls] = storage_dtype(cls).name != "unknown" and not typed
+            if storage is not None and not known_classes[cls]:
                 what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
                 flaws.append(Flaw("geometry", "", what, True, ref))
             pid = nodes[node.pid]
@@ -139,13 +144,18 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
                 rebuilds[node.func] = _rebuilds(callable_name(checkpoint.graph, node.func))
             if rebuilds[node.func]:
                 what = "a tensor that cannot be: its shape, strides, offset or storage make no sense"
-                flaws.append(Flaw("geometry", paths.get(ref, ""), what, True, ref))
+                flaws.append(Flaw("geometry", paths().get(ref, ""), what, True, ref))
             continue
-        path = paths.get(ref, "a tensor that no key leads to")
         for part in reader.parts(tensor) if tensor.parts else (tensor,):
-            what = _misfit(part, reader.storages[part.storage].nbytes) if part.storage else ""
-            if what:
-                flaws.append(Flaw("geometry", path, f"{path}: {what}", True, ref))
+            if not part.storage:
+                continue
+            nbytes = reader.storages[part.storage].nbytes
+            layout = (part.shape, part.stride, part.offset, part.dtype, nbytes)
+            if layout not in misfits:
+                misfits[layout] = _misfit(part, nbytes)
+            if misfits[layout]:
+                path = paths().get(ref, "a tensor that no key leads to")
+                flaws.append(Flaw("geometry", path, f"{path}: {misfits[layout]}", True, ref))
     return flaws
 
 

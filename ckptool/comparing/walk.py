@@ -15,9 +15,9 @@ from ..edits.keys import renamed_modules
 from ..errors import MalformedError
 from ..limits import LIMITS
 from ..locations import is_device
-from ..objects import mapping
+from ..objects import mapping, plain_parts
 from ..paths import entries, spell_key
-from ..pickles.nodes import Ref
+from ..pickles.nodes import Node, Ref
 from ..prefixes import unwrapping
 from ..tensors import Tensor
 from .belongings import belongings
@@ -204,6 +204,8 @@ class _Walk:
     # -- containers -----------------------------------------------------------------------------
 
     def containers(self, left: Ref, right: Ref, path: str, owner: int) -> None:
+        if _equal(plain_parts(self.a.graph, left), plain_parts(self.b.graph, right)):
+            return
         one, other = self.a.type(left), self.b.type(right)
         loose = "container" in self.ignore and {one, other} <= _DICTS
         if one != other and not loose:
@@ -333,6 +335,14 @@ class _Walk:
         if one != other and owner < 0:
             place = next(number for number, (a, b) in enumerate(zip(one, other)) if a != b)
             self.found.order.append(Order(path, place, joined("", one[place]), joined("", other[place])))
+
+
+def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
+    """Are these the parts of two dicts that are the same in every way?"""
+    if ours is None or ours != theirs:
+        return False
+    kinds = [*map(type, ours)]
+    return float not in kinds and kinds == [*map(type, theirs)]
 
 
 def same(a: Leaf, b: Leaf) -> bool:

@@ -49,6 +49,8 @@ class Optimizer(NamedTuple):
 def optimizers(graph: Graph) -> list[Optimizer]:
     """Every mapping with ``state`` and ``param_groups``, each once."""
     found: list[Optimizer] = []
+    if "param_groups" not in graph.nodes:
+        return found
     seen = bytearray(len(graph.nodes))
     work: list[tuple[Ref, str]] = [(graph.root, "")]
     while work:

@@ -94,6 +94,7 @@ class Machine:
         self.refused: dict[int, int] = {}
         self.oddities: list[tuple[int, str]] = []
         self.words: dict[bytes, str] = {}
+        self.names: dict[bytes, tuple[str, str]] = {}
         self.kinds: dict[tuple[bytes | None, ...], Kind] = {}
         self.frame_end = -1
         self.hashed: set[Ref] = set()

@@ -80,8 +80,16 @@ def _build(machine: Machine, _: int) -> None:
 
 
 def _name(machine: Machine, _: int) -> None:
-    """GLOBAL."""
-    machine.push(Global(_word(machine), _word(machine)))
+    """GLOBAL: the two lines are looked up as one."""
+    begin = machine.pos
+    end = machine.data.find(b"\n", machine.data.find(b"\n", begin) + 1)
+    known = machine.names.get(machine.data[begin:end])
+    if known is None:
+        known = _word(machine), _word(machine)
+        machine.names[machine.data[begin : machine.pos - 1]] = known
+    else:
+        machine.pos = end + 1
+    machine.push(Global(*known))
 
 
 def _word(machine: Machine) -> str:
