@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from .dtypes import BY_NAME, Dtype, storage_dtype
 from .limits import LIMITS
@@ -86,6 +86,10 @@ _DEPTH = 8
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
+#: dtype, shape, strides, offset, bytes
+_Layout: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+
+
 def described(graph: Graph, ref: Ref) -> tuple[str, int]:
     """The class and the elements of a storage as this very mention has them, which need not be what torch takes."""
     node = graph.nodes[ref]
@@ -104,6 +108,7 @@ class TensorReader:
         self._keys: dict[str, type] = {}
         self._functions: dict[Ref, str] = {}
         self._shapes: dict[tuple[Ref, ...], tuple[int, ...] | None] = {}
+        self._layouts: dict[tuple[object, ...], _Layout | tuple[()]] = {}
         #: Every storage mentioned, by key, in the order of the pickle.
         self.storages: dict[str, Storage] = {}
         #: Persistent ids of other kinds: the legacy format's ('module', class, file, source).
@@ -278,29 +283,33 @@ class TensorReader:
 
     def _dense(self, args: tuple[Ref, ...], grad: bool, dtype: str | None) -> Tensor | None:
         storage = self._uses.get(args[0])
-        offset = self.graph.nodes[args[1]]
-        shape, stride = self._shape(args[2]), self._ints(args[3])
-        if storage is None or type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
+        if storage is None:
             return None
-        dtype = dtype or ("uint8" if storage.dtype.name == "untyped" else None)  # torch takes it for that, too
-        kind = BY_NAME.get(dtype, storage.dtype) if dtype else storage.dtype
-        size = -(-prod(shape) // kind.packed) * kind.itemsize
-        base, most = self.view(args[0]) if self._views else (0, None)
-        if base < 0 or (most is not None and offset + extent(shape, stride) > most):
+        nodes = self.graph.nodes
+        # Numbers are one node each, so tensors of one layout have equal references.
+        key = (args[1], nodes[args[2]], nodes[args[3]], dtype, storage.dtype.name)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._layout(args, dtype, storage.dtype)
+        if not layout:
             return None
-        return Tensor(
-            "meta" if storage.location == "meta" else "dense",
-            dtype or kind.name,
-            shape,
-            stride,
-            offset + base,
-            storage.key,
-            storage.location,
-            grad,
-            "",
-            (),
-            size,
-        )
+        name, shape, stride, offset, size = layout
+        if self._views:
+            base, most = self.view(args[0])
+            if base < 0 or (most is not None and offset + extent(shape, stride) > most):
+                return None
+            offset += base
+        kind = "meta" if storage.location == "meta" else "dense"
+        return Tensor(kind, name, shape, stride, offset, storage.key, storage.location, grad, "", (), size)
+
+    def _layout(self, args: tuple[Ref, ...], dtype: str | None, stored: Dtype) -> _Layout | tuple[()]:
+        """The dtype, shape, strides and offset of a tensor, and the bytes of its elements; () where it is none."""
+        offset, shape, stride = self.graph.nodes[args[1]], self._shape(args[2]), self._ints(args[3])
+        if type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
+            return ()
+        dtype = dtype or ("uint8" if stored.name == "untyped" else None)  # torch takes it for that, too
+        kind = BY_NAME.get(dtype, stored) if dtype else stored
+        return dtype or kind.name, shape, stride, offset, -(-prod(shape) // kind.packed) * kind.itemsize
 
     def _from_type(self, args: tuple[Ref, ...]) -> Tensor | None:
         func, inner_args = self.graph.nodes[args[0]], self.graph.nodes[args[2]]

@@ -11,10 +11,12 @@ from typing import Final
 
 from ..dtypes import BY_NAME
 from ..objects import callable_name, elements, given_pairs, mapped_name
+from ..pickles.literals import not_utf8
 from ..pickles.nodes import Buffer, Call, Dict, Extension, Global, Graph, List, Persistent, Ref
 from ..pickles.opcodes import NAMES, NEWOBJ, REDUCE
+from ..tensors import ID_PARTS
 
-__all__ = ["lazy_bits", "metadata_flaws", "tensor_flaw"]
+__all__ = ["item_flaw", "lazy_bits", "metadata_flaws", "tensor_flaw"]
 
 #: Objects that have only fields: made of a class alone, then given a dict.
 _PLAIN: Final = frozenset(
@@ -138,6 +140,17 @@ _DICT: Final = "collections.OrderedDict"
 _LAZY: Final = ("conj", "neg")
 #: Types of their values, which are turned into a bool.
 _FLAGS: Final = (bool, int, float, type(None))
+
+
+def item_flaw(graph: Graph) -> str:
+    """Why ``torch.load`` fails at the pickle of an item, also over what that throws away; "" where it may load."""
+    nodes = graph.nodes
+    for node in nodes:
+        if type(node) is Persistent:
+            pid = nodes[node.pid]
+            if type(pid) is not tuple or len(pid) != ID_PARTS or nodes[pid[0]] not in ("storage", b"storage"):
+                return "it describes a storage in a way that torch cannot read"
+    return "a byte string of Python 2 in it is not UTF-8" if any(True for _ in not_utf8(graph)) else ""
 
 
 def tensor_flaw(graph: Graph) -> str:

@@ -14,7 +14,7 @@ from ..source import FileSource, SliceSource, Source, Span
 from ..tensors import Tensor, TensorReader, extent
 from ..zips import Archive, Record, read_archive
 from .dcp_chunks import RowSource, SignSource
-from .dcp_forms import lazy_bits, tensor_flaw
+from .dcp_forms import item_flaw, lazy_bits, tensor_flaw
 from .dcp_metadata import Item
 from .torch_zip import TorchZip, read_records
 
@@ -68,6 +68,9 @@ def open_item(item: Item, file: FileSource) -> Opened:
         for problem in opened.zip.problems:
             if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
+        flaw = item_flaw(opened.graph)
+        if flaw:
+            raise MalformedError(f"torch does not load it: {flaw}", where=item.place)
         return opened
     except (MalformedError, NotACheckpointError) as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
