@@ -189,8 +189,10 @@ class TensorReader:
             else:
                 # Torch does not cache empty storages: each mention stands for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
-        self._uses[ref] = known
         view = nodes[pid[5]] if len(pid) == 6 else None
+        if view is not None and known.cls != cls.name:
+            return  # to torch it has the dtype of the first mention of the view, at an offset in elements of that
+        self._uses[ref] = known
         if type(view) is tuple and len(view) == 3:
             word = nodes[view[0]]
             if type(word) is str or type(word) is int:

@@ -57,7 +57,7 @@ class _Comparison:
         if isinstance(a, torch.Tensor):
             return self.tensors(a, b, path)
         if isinstance(a, Mapping):
-            if list(map(_key, a)) != list(map(_key, b)):
+            if list(map(alike_key, a)) != list(map(alike_key, b)):
                 return f"{path}: keys {list(a)[:5]} against {list(b)[:5]}"
             found = next(
                 filter(None, (self.compare(x, y, f"{path}.{k}") for k, x, y in zip(a, a.values(), b.values()))), ""
@@ -142,6 +142,8 @@ def _scheme(tensor: torch.Tensor) -> str:
         return "none"
 
 
-def _key(key: Any) -> Any:
-    spelled = isinstance(key, torch.Tensor) or (isinstance(key, float) and key != key)
+def alike_key(key: Any) -> Any:
+    """What of a key two files have in common; tensors, storages and NaN are equal to themselves alone."""
+    own = isinstance(key, torch.Tensor | torch.TypedStorage | torch.UntypedStorage)
+    spelled = own or (isinstance(key, float) and key != key)
     return (type(key), repr(key) if spelled else key)

@@ -182,6 +182,18 @@ def test_converted_it_has_the_values_that_torch_loads(tmp_path_factory: pytest.T
     }
 
 
+@pytest.mark.parametrize("root", [torch.ShortStorage, torch.FloatStorage])
+def test_a_view_of_another_class_than_its_storage_is_not_valid(root: Any, tmp_path: Path) -> None:
+    """To torch it has the dtype of its own class."""
+    other = torch.FloatStorage if root is torch.ShortStorage else torch.ShortStorage
+    ids = {"a": storage("0", 8, None, root), "b": storage("0", 8, ("v", 4, 4), other)}
+    path = tmp_path / "f.pth"
+    path.write_bytes(legacy({key: Tensor(id, (2,)) for key, id in ids.items()}, ["0"], [(_SEEDS[root], 8)]))
+    assert not takes(path)
+    with ckptool.open(path) as checkpoint, pytest.raises(CkptoolError, match="no torch writes"):
+        ckptool.add_prefix(checkpoint, "m.")
+
+
 @pytest.mark.parametrize("name", ["drop", "add"])
 def test_views_of_one_key_are_not_edited_in_their_format(name: str, tmp_path: Path) -> None:
     """Without the first of them the second would count."""

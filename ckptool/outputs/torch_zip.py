@@ -75,8 +75,8 @@ def storage_contents(
     unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
     for number, storage in enumerate(storages):
         body = checkpoint.body(storage.key)
-        if body is None and not storage.nbytes and not unclear:
-            body = Body(b"", 0, 0)  # torch looks for the record of an empty storage, too
+        if body is None and not storage.nbytes and not unclear and checkpoint.traits.in_a_row:
+            body = Body(b"", 0, 0)  # a zip has a record of an empty storage, too
         if body is None:
             raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
         held = body.size if body.compressed else size_of(body.piece)
