@@ -14,11 +14,11 @@ from .container import Container, Manifest
 from .edits.prune import used_storages
 from .edits.views import without_views
 from .errors import CkptoolError, ReadBackError
-from .formats import read_container, read_folder
+from .formats import read_container, read_folder, zip_archives
 from .human import shown
 from .objects import mapping
 from .outputs import dcp, programs, safetensors
-from .pickles import Outside, Refs, decode, difference
+from .pickles import Outside, Refs, decode, difference, respelled
 from .pickles.nodes import Graph, Ref
 from .planning import state_dict_of, target_of
 from .programs import program_of
@@ -46,7 +46,8 @@ class Promise(NamedTuple):
     in its folder. ``manifest`` is what is stored beside the object, but for the names in ``replaced``, and those in
     ``dropped`` (in lower case) may be gone. ``pickles`` are those of records by their names. ``tensors`` are facts by
     name, ``leaves`` the objects that are items of their own, ``texts`` the texts beside the tensors. ``odd`` are the
-    codes of problems that the input has, too; not ``checked``, its places are as odd as those of the input.
+    codes of problems that the input has, too; not ``checked``, its places are as odd as those of the input. ``known``
+    gives the graph of a pickle that is the input's but for texts.
     """
 
     format: str
@@ -63,6 +64,7 @@ class Promise(NamedTuple):
     byteorder: str = ""
     odd: frozenset[str] = frozenset()
     checked: bool = True
+    known: Callable[[bytes], Graph | None] | None = None
 
 
 # -- what is promised -----------------------------------------------------------------------------------------------
@@ -93,7 +95,13 @@ def _odd(container: Container) -> frozenset[str]:
 def _same(checkpoint: Checkpoint, target: Target | None) -> Promise:
     """The input with another object."""
     container = checkpoint.container
-    return Promise(container.format, checkpoint.graph, manifest=container.manifest(), byteorder=container.byteorder)
+    return Promise(
+        container.format,
+        checkpoint.graph,
+        manifest=container.manifest(),
+        byteorder=container.byteorder,
+        known=lambda data: respelled(container.graph, container.pickle, data),
+    )
 
 
 def _torch(checkpoint: Checkpoint, target: Target) -> Promise:
@@ -201,7 +209,13 @@ def _objects(checkpoint: Checkpoint) -> dict[str, Graph]:
 
 def check_file(promise: Promise, staged: Source) -> None:
     """Raise ReadBackError where a staged file does not hold what is promised."""
-    _read(promise, lambda: (staged, read_container(staged)), close=False)
+    _read(promise, lambda: (staged, _container(promise, staged)), close=False)
+
+
+def _container(promise: Promise, staged: Source) -> Container:
+    if promise.format == "torch-zip" and promise.known is not None:
+        return zip_archives.read(staged, promise.known)
+    return read_container(staged)
 
 
 def check_folder(promise: Promise, path: str) -> None:

@@ -406,12 +406,12 @@ class _Calls:
         if not args:
             return None
         node = self.nodes[args[0]]
-        if len(args) == 1 and (self.called(args[0]) in ("_codecs.encode", "builtins.bytearray")):
+        made = self.called(args[0]) in ("_codecs.encode", "builtins.bytearray")
+        if len(args) == 1 and (made or isinstance(node, bytes | ByteArray)):
             return None
-        if len(args) == 1 and isinstance(node, bytes | ByteArray):
-            return None
-        if len(args) == 1 and (type(node) is tuple or isinstance(node, List)):
-            items = [self.nodes[item] for item in elements(node)]
+        held = mapping(self.graph, args[0])
+        if len(args) == 1 and (type(node) is tuple or isinstance(node, List) or held is not None):
+            items = [self.nodes[item] for item in (elements(node) if held is None else [key for key, _ in held])]
             good = all(isinstance(item, int) and 0 <= item < 256 for item in items)
             return None if good else Refused("bytearray of something other than bytes")
         if len(args) == 1 and type(node) is int and 0 <= node < 1 << 20:

@@ -140,8 +140,7 @@ class Pt2(ProgramArchive):
 
     def _entries(self, name: str) -> dict[str, dict[str, Any]]:
         record = self.archive.find(name)
-        assert record is not None
-        config = read_json(self.archive, record)
+        config = read_json(self.archive, record) if record is not None else None
         entries = config.get("config") if isinstance(config, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
             raise MalformedError(f"{shown(name)} describes no weights", path=self.archive.source.name, where=name)

@@ -6,15 +6,15 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..container import DAMAGED, DEFLATED, EDITED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ..errors import MalformedError, NotACheckpointError, PickleError
 from ..human import counted, human_bytes, shown
 from ..limits import LIMITS
-from ..pickles import decode
+from ..pickles import Decoded, decode
 from ..pickles.nodes import Graph
 from ..source import Appending, BytesSource, Plan, Source
 from ..tensors import TensorReader
@@ -55,6 +55,10 @@ _OWN: Final = (
 _MOST_ALIGNMENT: Final = 0xFFFF
 
 
+#: The graph of a pickle where that is known before it is run, as that of an edit that is read back; else None.
+Known: TypeAlias = Callable[[bytes], "Graph | None"]
+
+
 class TorchZip:
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
@@ -65,13 +69,14 @@ class TorchZip:
     #: Does its writer deflate records, and does every reader inflate them?
     deflates = False
 
-    def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
+    def __init__(self, archive: Archive, record: Record, data: bytes, known: Known | None = None) -> None:
         self.archive = archive
         self.root = archive.root
         self.record = record
         damaged = bool(record.crc) and zlib.crc32(data) != record.crc
+        like = known(data) if known is not None else None
         try:
-            decoded = decode(data, where="data.pkl")
+            decoded = decode(data, where="data.pkl") if like is None else Decoded(like, len(data), 0)
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
@@ -317,11 +322,11 @@ def read_whole(source: Source) -> Archive:
         raise identify.damaged_zip(source, error) from error
 
 
-def read_records(archive: Archive) -> TorchZip:
+def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
     """Read the zip checkpoint that an archive is; other archives are named and refused."""
     source = archive.source
     record = archive.find("data.pkl")
     other = identify.zip_kind(archive)
     if record is None or other is not None:
         raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
-    return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes))
+    return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)

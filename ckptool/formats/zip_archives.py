@@ -77,11 +77,14 @@ ZIPS: Final[tuple[ZipFormat, ...]] = (
 )
 
 
-def read(source: Source) -> Container:
-    """Read a zip; raises NotACheckpointError, which names what it is, and MalformedError for a damaged one."""
+def read(source: Source, known: torch_zip.Known | None = None) -> Container:
+    """Read a zip; raises NotACheckpointError, which names what it is, and MalformedError for a damaged one.
+
+    ``known`` gives the graph of a checkpoint's pickle where that need not be worked out.
+    """
     archive = torch_zip.read_whole(source)
-    known = kind_of(archive)
-    return torch_zip.read_records(archive) if known is None else known.read(archive)
+    kind = kind_of(archive)
+    return torch_zip.read_records(archive, known) if kind is None else kind.read(archive)
 
 
 def kind_of(archive: Archive) -> ZipFormat | None:

@@ -6,5 +6,6 @@ from .compare import difference
 from .decode import Decoded, decode
 from .encode import encode
 from .phrase_comparing import Outside, Refs
+from .respelled import respelled
 
-__all__ = ["Decoded", "Outside", "Refs", "decode", "difference", "encode"]
+__all__ = ["Decoded", "Outside", "Refs", "decode", "difference", "encode", "respelled"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, not_
+from typing import Final
 
 from .nodes import (
     CONSTANTS,
@@ -23,6 +26,9 @@ from .phrase_comparing import Outside, twins
 
 __all__ = ["difference"]
 
+#: Kinds that hold nothing, or whose references are looked at all together.
+_GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
+
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Outside | None = None) -> str:
     """Where two graphs differ, in words; "" when they are equal.
@@ -32,10 +38,20 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Out
     was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
     ``texts_by_value`` strings have no identity either. ``outside`` compares persistent ids that are tuples.
     """
+    known = _common(a.nodes, b.nodes) if outside is None and not texts_by_value else None
+    if known is not None and not _walked(a, b, known, CONSTANTS, None):
+        return ""
+    unknown = [-1] * len(a.nodes), [-1] * len(b.nodes)
+    return _walked(a, b, unknown, (*CONSTANTS, str) if texts_by_value else CONSTANTS, outside)
+
+
+def _walked(
+    a: Graph, b: Graph, pairs: tuple[list[Ref], list[Ref]], constants: Collection[type], outside: Outside | None
+) -> str:
+    """Where two graphs differ; ``pairs`` are the nodes that are known to be a pair, in both directions."""
     ours, theirs = a.nodes, b.nodes
-    forward, backward = [-1] * len(ours), [-1] * len(theirs)
+    forward, backward = pairs
     lefts, rights = [a.root], [b.root]
-    constants = (*CONSTANTS, str) if texts_by_value else CONSTANTS
     # Some hundred thousand nodes are compared before an output is put in place: the frequent kinds need no call.
     while lefts:
         left, right = lefts.pop(), rights.pop()
@@ -90,6 +106,39 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Out
             lefts += here
             rights += there
     return ""
+
+
+def _common(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref], list[Ref]] | None:
+    """Pair the very nodes that are in both under one number, as in the graph of an edit: a first guess.
+
+    They are the same where all that they hold is the same, or a string with the same text. None where it is not so.
+    """
+    same = [*map(is_, ours, theirs)]
+    if sum(same) < len(same) // 2:
+        return None
+    most = max(len(ours), len(theirs))
+    others = compress(range(len(same)), map(not_, same))
+    changed = {ref for ref in others if type(ours[ref]) is not str or ours[ref] != theirs[ref]}
+    changed.update(range(len(same), most))
+    shared = [*compress(ours, same)]
+    calls = [node for node in shared if type(node) is Call]
+    outside = [node for node in shared if type(node) is Persistent]
+    rest = [node for node in shared if type(node) not in _GROUPED]
+    rest += [node for node in calls if node.filling is not None or node.kwargs >= 0]
+    rest += [node for node in outside if node.filling is not None]
+    held = chain(
+        chain.from_iterable([node for node in shared if type(node) is tuple]),
+        map(attrgetter("func"), calls),
+        map(attrgetter("args"), calls),
+        map(attrgetter("pid"), outside),
+        chain.from_iterable(map(children, rest)),
+    )
+    if not changed.isdisjoint(held):
+        return None
+    pairs = [*range(most)]
+    for ref in changed:
+        pairs[ref] = -1
+    return pairs[: len(ours)], pairs[: len(theirs)]
 
 
 def _same_constant(node: Node, twin: Node) -> bool:

@@ -100,6 +100,7 @@ def _execute(machine: Machine) -> Ref:
         machine.single,
     )
     consts, refused, forms, outer = machine.consts, machine.refused, machine.style.forms, machine.outer
+    text_refs, text_places = machine.texts
     modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
     stack = machine.stack
     at = pos = machine.start
@@ -134,6 +135,8 @@ def _execute(machine: Machine) -> Ref:
                 ref = len(nodes)
                 stack.append(ref)
                 nodes.append(data[pos - size : pos].decode("utf-8", "surrogatepass"))
+                text_refs.append(ref)
+                text_places.append(at)
                 if modern and size < 0x100:
                     forms[ref] = 0x58
             elif code == 0x28:  # MARK
@@ -281,4 +284,4 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     for ref, steps in machine.steps.items():
         if steps != usual_steps(nodes[ref], style.dialect):
             style.steps[ref] = tuple(steps)
-    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled)
+    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled, machine.texts)

@@ -7,9 +7,10 @@ that are there before anything is allocated; there is no recursion. Frequent opc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from ..errors import PickleError, TruncatedPickleError
 from ..limits import Limits
@@ -60,6 +61,10 @@ class Kind(NamedTuple):
     nothing: Ref
 
 
+#: Eight bytes for each number, where a list takes forty.
+_NUMBERS: Final = array("Q")
+
+
 class Machine:
     """The state of one run over a pickle.
 
@@ -99,6 +104,7 @@ class Machine:
         self.frame_end = -1
         self.hashed: set[Ref] = set()
         self.filled: dict[Ref, int] = {}
+        self.texts = _NUMBERS[:], _NUMBERS[:]
         self.given: set[Ref] = set()
 
     # -- errors and remarks ---------------------------------------------------------------------

@@ -289,11 +289,11 @@ class Graph:
     ``refused`` counts the opcodes that ``torch.load(weights_only=True)`` does not know, by opcode;
     ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes;
     ``filled`` says of a container how many nodes there were when the pickle last filled it: a call of a lower number
-    that took it saw less of it.
+    that took it saw less of it; ``texts`` are references of strings and the offsets in bytes of their BINUNICODE.
     Never changed once made: ``edited`` gives another graph.
     """
 
-    __slots__ = ("filled", "memo", "nodes", "oddities", "refused", "root", "style")
+    __slots__ = ("filled", "memo", "nodes", "oddities", "refused", "root", "style", "texts")
 
     def __init__(
         self,
@@ -303,6 +303,7 @@ class Graph:
         refused: Mapping[int, int] | None = None,
         oddities: Sequence[tuple[int, str]] = (),
         filled: Mapping[Ref, int] | None = None,
+        texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
@@ -310,6 +311,7 @@ class Graph:
         self.refused: Final[Mapping[int, int]] = refused or {}
         self.oddities: Final = oddities
         self.filled: Final[Mapping[Ref, int]] = filled or {}
+        self.texts: Final = texts
         #: What readers work out about single nodes, by a name of theirs and the reference; no part of the graph.
         self.memo: Final[dict[tuple[str, Ref], Any]] = {}
 

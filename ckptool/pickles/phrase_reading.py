@@ -100,6 +100,8 @@ def read(machine: Machine, function: Ref, pos: int, stop: int) -> int:
         place = name + 1
         nodes.append(machine.words.get(device) or _device(machine, device))
         memo.append(place)
+        machine.texts[0].append(place)
+        machine.texts[1].append(found.start(4))
     pid, outside, first, second, hook, args, call = range(len(nodes), len(nodes) + 7)
     nodes += (
         (word, cls, name, place, numel),

@@ -1,0 +1,50 @@
+"""A pickle that differs from another one in texts alone: its graph without a second run.
+
+The machine does the same whatever is in the texts that it is given. So where two pickles agree byte for byte but for
+the contents of some BINUNICODE instructions, the graph of one is that of the other with those texts in their places.
+What is read back behind an edit is nearly always such a pickle: names without a prefix, other devices.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from . import opcodes as op
+from .nodes import Graph, Node
+
+__all__ = ["respelled"]
+
+_u32 = Struct("<I").unpack_from
+#: The opcode and the length in front of a text.
+_HEAD = 5
+
+
+def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
+    """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than texts differs.
+
+    Texts are those that ``graph.texts`` has the places of. Nodes that do not differ are the same in both.
+    """
+    if op.STACK_GLOBAL in graph.refused:
+        return None  # there a text decides what is named
+    nodes: list[Node] = list(graph.nodes)
+    at = begin = 0  # what is compared already, in each
+    for ref, place in zip(*graph.texts):
+        end = place + _HEAD + _u32(original, place + 1)[0]
+        if data.startswith(original[at:end], begin):
+            begin += end - at
+            at = end
+            continue
+        if not data.startswith(original[at : place + 1], begin):
+            return None
+        begin += place - at
+        if begin + _HEAD > len(data):
+            return None
+        stop = begin + _HEAD + _u32(data, begin + 1)[0]
+        try:
+            nodes[ref] = data[begin + _HEAD : stop].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return None
+        at, begin = end, stop
+    if original[at:] != data[begin:]:
+        return None
+    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled)
