@@ -305,7 +305,8 @@ def _check_head(parts: list[Decoded]) -> None:
     if magic != MAGIC:
         raise PickleError("it is another one than torch writes: 'Invalid magic number; corrupt file?'", where=_PARTS[0])
     if version != VERSION:
-        raise PickleError(f"protocol version {version!r}, torch knows {VERSION} only", where="protocol version")
+        said = version if type(version) is int and abs(version) < MAGIC else "of another kind"
+        raise PickleError(f"protocol version {said}, torch knows {VERSION} only", where="protocol version")
     for number in (0, 1, 2, 4):
         if any(type(node) is Persistent for node in parts[number].graph.nodes):
             raise PickleError("a persistent id, which torch takes in the object alone", where=_PARTS[number])

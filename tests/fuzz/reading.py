@@ -142,7 +142,7 @@ def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:
 
 def _plain(steps: Steps) -> tuple[str | int, ...] | None:
     """Steps that a path can spell without a type beside them."""
-    return steps if all(type(step) is int or (type(step) is str and len(step) <= _LONGEST) for step in steps) else None
+    return steps if all(type(step) in (str, int) and len(str(step)) <= _LONGEST for step in steps) else None
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
