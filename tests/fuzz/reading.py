@@ -142,7 +142,11 @@ def difference(loaded: Any, entries: list[Entry], *, names: bool = True) -> str:
 
 def _plain(steps: Steps) -> tuple[str | int, ...] | None:
     """Steps that a path can spell without a type beside them."""
-    return steps if all(type(step) in (str, int) and len(str(step)) <= _LONGEST for step in steps) else None
+    return steps if all(map(_is_short, steps)) else None
+
+
+def _is_short(step: Any) -> bool:
+    return len(step) <= _LONGEST if type(step) is str else type(step) is int and step.bit_length() <= _LONGEST
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
