@@ -146,11 +146,14 @@ class _Writer:
         if found.kind == "sequence" and all(isinstance(content(self.checkpoint, one.ref), Leaf) for one in members):
             leaves = (content(self.checkpoint, one.ref) for one in members)
             texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, Leaf))
-            begin = "["
+            begin, size = "[", 2
             while piece := list(islice(texts, _AGAIN)):
-                yield begin + ", ".join(piece)
+                text = begin + ", ".join(piece)
+                size += len(text)
+                yield text
                 begin = ", "
             yield "]"
+            self.places[ref] = (path, size)
             return
         opening = _text({"class": found.cls})[:-1] + ', "attributes": {' if found.kind == "object" else "{"
         if not found.members:

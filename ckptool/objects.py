@@ -6,7 +6,20 @@ from collections.abc import Hashable, Sequence
 from typing import Final, TypeAlias
 
 from .pickles import opcodes as op
-from .pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref
+from .pickles.nodes import (
+    Call,
+    Dict,
+    FrozenSet,
+    Global,
+    Graph,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+    children,
+)
 
 __all__ = [
     "Scalar",
@@ -238,6 +251,17 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
     return parts if _PLAIN.issuperset(map(type, parts)) else None
 
 
+def holds_constants(graph: Graph, ref: Ref) -> bool:
+    """Is it a container of texts, numbers, bytes and None alone? One can stand at a thousand places."""
+    known: bool | None = graph.memo.get(("constants", ref))
+    if known is None:
+        node = graph.nodes[ref]
+        held = children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet) else None
+        known = held is not None and _PLAIN.issuperset([type(graph.nodes[part]) for part in held])
+        graph.memo["constants", ref] = known
+    return known
+
+
 def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
     """(key, value) of alternating references as a dict ends up with them: the first of equal keys, the last value."""
     nodes = graph.nodes
@@ -346,7 +370,7 @@ def constant(graph: Graph, ref: Ref) -> bytes | complex | None:
     return None
 
 
-def given_pairs(graph: Graph, node: Call) -> list[Ref] | None:
+def given_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
     """Alternating keys and values that a mapping was made with: its argument is copied when it is called.
 
     None where it is not a call of a mapping class, or one with an argument that is not followed: see ``unfollowed``.
@@ -372,14 +396,27 @@ def given_pairs(graph: Graph, node: Call) -> list[Ref] | None:
         if isinstance(inner, Dict):
             levels.append(inner.pairs)
         elif isinstance(inner, List | tuple) and not (counts and elements(inner)):
-            couples = [elements(graph.nodes[couple]) for couple in elements(inner)]
-            if any(len(couple) != 2 for couple in couples):
+            couples = _couples(graph, args[place])
+            if couples is None:
                 return None
-            levels.append([part for couple in couples for part in couple])
+            levels.append(couples)
         else:
             continue
-        return [part for level in reversed(levels) for part in level]
+        return levels[0] if len(levels) == 1 else [part for level in reversed(levels) for part in level]
     return None
+
+
+def _couples(graph: Graph, ref: Ref) -> list[Ref] | None:
+    """The elements of the pairs in a list, one behind the other; None where they are no pairs.
+
+    One list can be what a thousand mappings are made of: it is looked through once.
+    """
+    if ("couples", ref) not in graph.memo:
+        couples = [elements(graph.nodes[couple]) for couple in elements(graph.nodes[ref])]
+        alike = all(len(couple) == 2 for couple in couples)
+        graph.memo["couples", ref] = [part for couple in couples for part in couple] if alike else None
+    found: list[Ref] | None = graph.memo["couples", ref]
+    return found
 
 
 def copied_argument(graph: Graph, node: Call) -> int:

@@ -11,7 +11,7 @@ from .errors import MalformedError
 from .limits import LIMITS
 from .objects import attributes, callable_name, class_name, device_text, mapping, plain_parts
 from .paths import Child, as_children, beside, bounded, joined, sequence
-from .pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref
+from .pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
 
@@ -166,8 +166,9 @@ class _Walk:
         self.met: set[Ref] = set()
         self.left = LIMITS.places
         self.unlisted = 0
-        #: Entries of mappings that may be followed: a list can be the content of many OrderedDicts.
+        #: Entries that may be followed: one list can be the content of many OrderedDicts, or sets.
         self.entries_left = 4 * len(graph.nodes) + LIMITS.places
+        self.counted = False
 
     def run(self) -> None:
         nodes, reader, found, holders = self.graph.nodes, self.reader, self.found, self.found.holders
@@ -231,11 +232,23 @@ class _Walk:
         ref, path, _, eligible, _, top, _ = task
         inside = sequence(self.graph, ref)
         if inside is not None:
+            if type(node) is Call:
+                self.spend(len(inside))
             return self.elements(task, inside, eligible and type(node) is not Call)
         if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
             self.found.storages.append((path, ref, top))
             return iter(())
         return self.call(task, node) if isinstance(node, Call) else self.filled(task, node)
+
+    def spend(self, count: int) -> None:
+        """Raise MalformedError once more entries were followed than four times those that there are."""
+        self.entries_left -= count
+        if self.entries_left < 0 and not self.counted:
+            # A million zeros are one node.
+            self.counted = True
+            self.entries_left += 4 * sum(len(children(node)) for node in self.graph.nodes)
+        if self.entries_left < 0:
+            raise MalformedError("its containers share so many entries that they cannot all be followed")
 
     def elements(self, task: _Task, inside: Sequence[Ref], eligible: bool) -> Iterator[_Task]:
         """The places of elements. Of numbers there may be millions: those below the root alone are places."""
@@ -256,10 +269,7 @@ class _Walk:
         """The entries of a mapping, whether there may be state dicts in them, and its number if it is one, or -1."""
         nodes = self.graph.nodes
         own, base, step, eligible, _, _, _ = task
-        self.entries_left -= len(items)
-        if self.entries_left < 0:
-            what = "its mappings share so many entries that they cannot all be followed"
-            raise MalformedError(what)
+        self.spend(len(items))
         inside = -1
         metadata = self.metadata(node)
         confidence = self.judge(base, step, node, items, metadata) if eligible else ""

@@ -195,12 +195,16 @@ def _shared(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
     """Copies of containers that something else leads to, or that were changed after the call."""
     nodes = graph.nodes
     sources: dict[Ref, Ref] = {}
+    opened: set[Ref] = set()
     for ref, node in copies:
         if node.op in (op.NEWOBJ, op.NEWOBJ_EX):
             continue
         for source in elements(nodes[node.args]):
             sources[source] = ref
-            for inner in elements(nodes[source]) if callable_name(graph, node.func) in _MAPPINGS else ():
+            if source in opened or callable_name(graph, node.func) not in _MAPPINGS:
+                continue
+            opened.add(source)
+            for inner in elements(nodes[source]):
                 if type(nodes[inner]) is not tuple:
                     sources.setdefault(inner, ref)
     late = {

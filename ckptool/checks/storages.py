@@ -123,9 +123,7 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             cls = described(checkpoint.graph, ref)[0] if storage is not None else ""
             if cls not in known_classes:
                 typed = cls.rpartition(".")[2] == "TypedStorage"
-                # ``_legacy_load`` asks the class itself for its dtype.
-                without = ("unknown", "untyped") if checkpoint.traits.in_a_row else ("unknown",)
-                known_classes[cls] = storage_dtype(cls).name not in without and not typed
+                known_classes[cls] = storage_dtype(cls).name != "unknown" and not typed
             if storage is not None and not known_classes[cls]:
                 what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
                 flaws.append(Flaw("geometry", "", what, True, ref))

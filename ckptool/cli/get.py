@@ -55,6 +55,7 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
     with api.open(path) as opened:
         say_problems(opened)
         checkpoint = with_plain_numpy(opened)
+        assert checkpoint.survey  # raises for what is not followed
         found = lookup(checkpoint, key)
         if npy is not None:
             check_output(npy, checkpoint.sources, force=force)

@@ -14,7 +14,7 @@ from ..dtypes import BY_NAME
 from ..edits.select import selected
 from ..errors import MalformedError, TargetError
 from ..limits import LIMITS
-from ..objects import class_name, constant, device_text, elements, mapped_name, mapping, plain_parts
+from ..objects import class_name, constant, device_text, elements, holds_constants, mapped_name, mapping
 from ..paths import Child, children, key_text, sequence, spell_key
 from ..pickles.nodes import Buffer, ByteArray, Call, Extension, Global, List, Persistent, Ref
 from ..survey import StateDict
@@ -163,7 +163,7 @@ class Side:
             if tensor is not None:
                 yield Place(path, ref, tensor)
                 continue
-            if ref in within or self.leaf(ref) is not None or plain_parts(self.graph, ref) is not None:
+            if ref in within or self.leaf(ref) is not None or holds_constants(self.graph, ref):
                 continue
             within.add(ref)
             work.append(self._below(ref, path))

@@ -80,7 +80,7 @@ def sanitize(
     if before.keys() & walk.storages.keys():
         raise MalformedError("it has storages under names that no torch writes", path=checkpoint.path)
     _check_bytes(checkpoint, [storage for key, storage in after.items() if key not in walk.storages])
-    untyped = any(storage.dtype.name == "untyped" for storage in checkpoint.survey.reader.storages.values())
+    untyped = any(problem.code == "legacy-untyped" for problem in checkpoint.container.problems)
     if checkpoint.traits.in_a_row and (untyped or anew or checkpoint.graph.refused):
         # Five pickles in one protocol, and storages that it cannot hold: all of it is laid out anew.
         anew = True

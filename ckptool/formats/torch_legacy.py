@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from ..container import CUT, DAMAGED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ..dtypes import storage_dtype
 from ..errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ..human import counted, human_bytes
 from ..limits import LIMITS
@@ -18,7 +19,7 @@ from ..pickles.nodes import Global, Graph, List, Node, Persistent
 from ..pickles.opcodes import NEXT_BUFFER
 from ..source import Appending, Plan, Source, Span, merged
 from ..tars import is_header
-from ..tensors import TensorReader
+from ..tensors import TensorReader, described
 from .pickles_in import bare_pickles, nested_pickles, tar_pickles
 
 __all__ = ["MAGIC", "VERSION", "TorchLegacy", "read", "sniff"]
@@ -120,7 +121,8 @@ class TorchLegacy:
             return
         reader = TensorReader(self.graph)
         storages = reader.storages
-        if any(storage.dtype.name == "untyped" for storage in storages.values()):
+        mentioned = {described(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch asks each for its dtype
+        if any(storage_dtype(cls).name == "untyped" for cls in mentioned):
             what = "it holds UntypedStorage, which torch cannot read back from the legacy format"
             self.problems.append(Problem("legacy-untyped", "error", what, True))
         ids = _Ids(self.graph)

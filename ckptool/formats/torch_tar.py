@@ -165,7 +165,7 @@ class TorchTar:
                 continue
             key = _number(pid)
             if node.filling is not None or not (key in self._tensors or key in self._parts):
-                what = f"the object names a tensor {shown(str(pid))} that is not in the file"
+                what = f"the object names a tensor {shown(str(key))} that is not in the file"
                 raise MalformedError(what, where=_OBJECT, path=self.source.name)
             if key not in made:
                 made[key] = self._tensor(builder, key) if key in self._tensors else self._storage(builder, key)
