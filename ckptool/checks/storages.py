@@ -112,28 +112,29 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
     paths = cache(lambda: {entry.ref: entry.path or "the tensor" for entry in survey.tensors})
     flaws = []
     rebuilds: dict[Ref, bool] = {}
-    known_classes: dict[str, bool] = {}
+    typed: dict[Ref, bool] = {}  # has a class of storages a dtype?
     misfits: dict[tuple[object, ...], str] = {}  # most tensors are laid out like another one
     # The readers of older formats, and of shards, look at the ids themselves.
     own_ids = checkpoint.traits.former or checkpoint.traits.sharded
     for ref, node in enumerate(nodes):
         if type(node) is Persistent:
             storage = reader.storage(ref)
-            # Torch asks each mention for its dtype, also where the first one decides which storage it is.
-            cls = described(checkpoint.graph, ref)[0] if storage is not None else ""
-            if cls not in known_classes:
-                typed = cls.rpartition(".")[2] == "TypedStorage"
-                known_classes[cls] = storage_dtype(cls).name != "unknown" and not typed
-            if storage is not None and not known_classes[cls]:
-                what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
-                flaws.append(Flaw("geometry", "", what, True, ref))
             pid = nodes[node.pid]
             count = len(pid) if type(pid) is tuple else 0
+            if storage is not None and type(pid) is tuple:
+                # Torch asks each mention for its dtype, also where the first one decides which storage it is.
+                if pid[1] not in typed:
+                    cls = described(checkpoint.graph, ref)[0]
+                    typed[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
+                if not typed[pid[1]]:
+                    cls = described(checkpoint.graph, ref)[0]
+                    what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
+                    flaws.append(Flaw("geometry", "", what, True, ref))
             if storage is not None and count > ID_PARTS and not own_ids:
                 what = f"a storage is described by {count} values, of which torch takes {ID_PARTS}"
                 flaws.append(Flaw("geometry", "", what, True, ref))
-            known = _OTHER_IDS.get(checkpoint.format)
-            if storage is None and (known is None or (known == "module" and ref not in reader.modules)):
+            other = _OTHER_IDS.get(checkpoint.format)
+            if storage is None and (other is None or (other == "module" and ref not in reader.modules)):
                 flaws.append(Flaw("geometry", "", "a storage is described in a way that torch cannot read", True, ref))
             continue
         tensor = reader.tensor(ref) if type(node) is Call else None
