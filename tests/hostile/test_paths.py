@@ -270,6 +270,29 @@ def test_a_list_that_many_mappings_are_made_of_is_not_followed_for_each(tmp_path
     assert not report["valid"] and "share so many entries" in report["error"]
 
 
+@pytest.mark.parametrize(
+    "name", ["builtins set", "builtins frozenset", "builtins tuple", "builtins list", "collections deque", "torch Size"]
+)
+def test_a_list_that_many_calls_copy_is_not_followed_for_each(name: str, tmp_path: Path) -> None:
+    path, count = tmp_path / "shared.pth", 3000
+    numbers = b"](" + b"".join(b"M" + number.to_bytes(2, "little") for number in range(count)) + b"e\x85q\x01"
+    head = b"c" + name.replace(" ", "\n").encode() + b"\nq\x02" + numbers
+    path.write_bytes(plain(Code(head + b"0](" + b"h\x02h\x01R" * count + b"e")))
+    for command in (["inspect"], ["keys", "--all"], ["hash"], ["sanitize", "--dry-run"]):
+        assert run([*command, str(path)]) == 3
+    assert run(["get", str(path), "."]) == 3
+    assert "share so many entries" in ckptool.validate(path)["error"]
+
+
+def test_lists_and_dicts_of_one_value_are_no_alarm(tmp_path: Path) -> None:
+    """A million zeros are one node, and a hundred sets of a thousand numbers are of their own."""
+    held = {"zeros": [0] * 300_000, "sets": [set(range(1000)) for _ in range(100)], "same": [{"a": 1}] * 100_000}
+    path = saved(held, tmp_path / "a.pth")
+    assert ckptool.validate(path)["valid"]
+    assert ckptool.get(path, "zeros") == held["zeros"]
+    assert ckptool.get(path, "sets[7]") == held["sets"][7]
+
+
 def test_an_edit_of_one_leaves_the_other_that_is_made_of_the_same_list(tmp_path: Path) -> None:
     path, out = tmp_path / "shared.pth", tmp_path / "out.pth"
     path.write_bytes(plain(shared_lists(2)))
