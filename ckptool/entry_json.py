@@ -111,7 +111,7 @@ class _Writer:
             return
         plain = self._plain(ref)
         if plain:
-            self.places[ref] = (path, len(plain))
+            self.places[ref] = (bounded(path, ref), len(plain))
             yield plain
             return
         found = content(self.checkpoint, ref)

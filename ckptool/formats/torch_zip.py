@@ -56,7 +56,7 @@ _MOST_ALIGNMENT: Final = 0xFFFF
 
 
 #: The graph of a pickle where that is known before it is run, as that of an edit that is read back; else None.
-Known: TypeAlias = Callable[[bytes], "Graph | None"]
+Known: TypeAlias = Callable[[bytes], Graph | None]
 
 
 class TorchZip:
