@@ -63,11 +63,10 @@ class _Calls:
     """One pass over a graph; names are cached by the reference of the function."""
 
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
-        self.graph = graph
-        self.nodes = graph.nodes
-        self.reader = reader
+        self.graph, self.nodes, self.reader = graph, graph.nodes, reader
         self.names: dict[Ref, str] = {}
         self.depths: dict[Ref, int] = {}
+        self.bytes_like: dict[Ref, bool] = {}  # thousands of calls may copy one list
 
     def refused(self, names: frozenset[str]) -> dict[Ref, Refused]:
         nodes, found = self.nodes, dict[Ref, Refused]()
@@ -411,9 +410,10 @@ class _Calls:
             return None
         held = mapping(self.graph, args[0])
         if len(args) == 1 and (type(node) is tuple or isinstance(node, List) or held is not None):
-            items = [self.nodes[item] for item in (elements(node) if held is None else [key for key, _ in held])]
-            good = all(isinstance(item, int) and 0 <= item < 256 for item in items)
-            return None if good else Refused("bytearray of something other than bytes")
+            if args[0] not in self.bytes_like:
+                items = [self.nodes[item] for item in (elements(node) if held is None else [key for key, _ in held])]
+                self.bytes_like[args[0]] = all(isinstance(item, int) and 0 <= item < 256 for item in items)
+            return None if self.bytes_like[args[0]] else Refused("bytearray of something other than bytes")
         if len(args) == 1 and type(node) is int and 0 <= node < 1 << 20:
             return None
         if len(args) == 2 and type(node) is str:

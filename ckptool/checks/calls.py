@@ -340,11 +340,13 @@ def _given(
 
 def _held(node: Node) -> Sequence[Ref]:
     """What a node holds, but for what a call calls: that is found already."""
+    if type(node) is tuple:  # of tuples and calls there may be a million
+        return node
     if type(node) is Call and node.filling is None and node.kwargs < 0:
         return (node.args,)
     if isinstance(node, Call):
         return [part for part in children(node) if part != node.func]
-    return children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet | Global) else ()
+    return children(node) if isinstance(node, (List, Dict, Set, FrozenSet, Global)) else ()
 
 
 #: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: of them nothing
