@@ -8,12 +8,26 @@ gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from typing import Final
 
 from .objects import callable_name, elements, given_pairs, mapping
 from .pickles import opcodes as op
-from .pickles.nodes import Buffer, Call, Dict, Global, Graph, Node, Persistent, Ref, children
+from .pickles.nodes import (
+    Buffer,
+    Call,
+    Dict,
+    FrozenSet,
+    Global,
+    Graph,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+    children,
+)
 from .tensors import TensorReader
 
 __all__ = ["unfollowed"]
@@ -53,6 +67,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     nodes, found = graph.nodes, dict[Ref, str]()
     names: dict[Ref, str] = {}  # of what is called, "" for what is not watched
     copies: list[tuple[Ref, Call]] = []
+    parts = set[Ref]()  # ids of storages and arguments of what makes tensors
     changed = graph.filled.keys()
     for ref, node in enumerate(nodes):
         if type(node) is Call:
@@ -60,11 +75,14 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             if name is None:
                 name = callable_name(graph, node.func)
                 name = names[node.func] = name if _is_watched(name) else ""
+            if name and name not in _COPYING:
+                parts.add(node.args)
             if name and not (node.filling is None and _is_usual(name, nodes[node.args], changed)):
                 what = _of_call(graph, reader, ref, node, name, copies, changed)
                 if what:
                     found[ref] = what
         elif type(node) is Persistent:
+            parts.add(node.pid)
             if reader.storage(ref) is None:
                 if _is_unread(graph, node):
                     found[ref] = "a storage is named in a way that no torch writes"
@@ -75,7 +93,24 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         found.update((ref, what) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
     if copies:
         found.update(_shared(graph, copies))
+    # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
+    values = "the id of a storage, or what a tensor is made of, is a value as well"
+    found.update((ref, values) for ref in parts.intersection(_held(nodes, parts)) if nodes[ref] != ())
     return found
+
+
+def _held(nodes: Sequence[Node], parts: set[Ref]) -> Iterator[Ref]:
+    """What the containers hold that hold one of ``parts`` at all."""
+    for node in nodes:
+        if type(node) is tuple:
+            if not parts.isdisjoint(node):
+                yield from node
+        elif isinstance(node, List | Dict | Set | FrozenSet):
+            held = node.pairs if isinstance(node, Dict) else node.items
+            if not parts.isdisjoint(held):
+                yield from held
+        elif isinstance(node, Instance) and node.filling is not None:
+            yield from (*node.items, *node.pairs, *node.states)
 
 
 def _is_usual(name: str, args: Node, changed: KeysView[Ref]) -> bool:
