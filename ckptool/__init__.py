@@ -12,22 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import errors
+from .base import errors
 
 if TYPE_CHECKING:
     from .api import (
-        Change,
-        Checkpoint,
-        CkptoolError,
         DeviceMap,
-        Globs,
         Lost,
         ObjectValue,
         Policy,
         Salvaged,
-        StateDict,
-        Tensor,
-        TensorEntry,
         TensorValue,
         Written,
         add_module,
@@ -71,6 +64,12 @@ if TYPE_CHECKING:
         wrap,
         write_lock,
     )
+    from .base.errors import CkptoolError
+    from .base.globs import Globs
+    from .checkpoint.changes import Change
+    from .checkpoint.checkpoint import Checkpoint
+    from .checkpoint.survey import StateDict, TensorEntry
+    from .checkpoint.tensors import Tensor
 
 __version__ = "0.1.0"
 

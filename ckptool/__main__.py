@@ -9,8 +9,6 @@ import os
 import signal
 from types import FrameType
 
-__all__ = ["main"]
-
 
 def _quietly(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + number)

@@ -13,15 +13,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from .checkpoint import Checkpoint, file_mode
-from .errors import MalformedError, ReadBackError, RefusedError
-from .human import cut
-from .planning import InPlace, in_place_of, parts_of, plan_of
-from .readback import Promise, check_file, check_folder, promise_in_place, promise_of
-from .source import Files, FileSource, FolderSource, Plan, Source
-from .write import append, check_idle, check_output, rehearse, write_files, write_plan
-
-__all__ = ["Saved", "Watch", "preview", "save", "save_in_place"]
+from .base.errors import MalformedError, ReadBackError, RefusedError
+from .base.text import cut
+from .checkpoint.checkpoint import Checkpoint, file_mode
+from .files.sources import Files, FileSource, FolderSource, Plan, Source
+from .files.write.copying import rehearse
+from .files.write.folder import write_files
+from .files.write.in_place import append, check_idle
+from .files.write.output import check_output, write_plan
+from .formats.planning import InPlace, in_place_of, parts_of, plan_of
+from .formats.readback import Promise, check_file, check_folder, promise_in_place, promise_of
 
 #: Given the number of bytes to come, what to call with those of each step, as long as it lasts.
 Watch: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None] | None]]

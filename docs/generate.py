@@ -12,11 +12,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ckptool import __version__, dtypes
+from ckptool import __version__
+from ckptool.base import dtypes
+from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
-from ckptool.formats.zip_archives import ZIPS
-from ckptool.prefixes import WRAPPERS
+from ckptool.formats.zip_kinds import ZIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 

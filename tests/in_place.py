@@ -16,9 +16,9 @@ import torch
 from outputs import CRASHES, UNSUMMED, faked, on_meta, saved, works
 
 import ckptool
-from ckptool.errors import CkptoolError, RefusedError, TargetError
-from ckptool.source import open_source
-from ckptool.zips import Archive, read_archive
+from ckptool.base.errors import CkptoolError, RefusedError, TargetError
+from ckptool.files.sources import open_source
+from ckptool.files.zips.reader import Archive, read_archive
 
 #: Torch reads garbage from deflated storages when it maps them.
 UNMAPPABLE = ("zip_deflated.pth",)

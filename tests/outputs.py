@@ -14,7 +14,7 @@ from conftest import LOADABLE, by_name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckptool
-from ckptool.validating import validation_report
+from ckptool.reports.validate import validation_report
 
 __all__ = ["VIEWS", "WHOLE", "at", "checked", "edited", "every", "saved"]
 

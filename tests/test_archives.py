@@ -15,11 +15,11 @@ from conftest import CORPUS, FIXTURES, needs_corpus
 from saying import say
 
 import ckptool
-from ckptool.archives import checkpoints_in, file_name, is_address, open_any
+from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ckptool.base.limits import LIMITS
 from ckptool.cli import main
-from ckptool.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
-from ckptool.limits import LIMITS
-from ckptool.source import BytesSource, ContainedSource, SliceSource
+from ckptool.files.archives import checkpoints_in, file_name, is_address, open_any
+from ckptool.files.sources import BytesSource, ContainedSource, SliceSource
 
 INNER = (FIXTURES / "checkpoint.pth.tar").read_bytes()
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import ckptool
 from ckptool import Globs
-from ckptool.errors import RefusedError, TargetError
-from ckptool.paths import parse_path
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

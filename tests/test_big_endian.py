@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import difference
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.checkpoint import Checkpoint
 
 _TYPED = "float64 float32 float16 bfloat16 complex128 complex64 int64 int32 int16 int8 uint8 bool"
 _UNTYPED = (
@@ -131,7 +131,7 @@ def test_casts(tmp_path_factory: pytest.TempPathFactory, dtype: str, target: str
 
 
 def ckptool_globs(pattern: str) -> Any:
-    from ckptool.names import Globs
+    from ckptool.base.globs import Globs
 
     return Globs((pattern,), ())
 

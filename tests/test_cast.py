@@ -19,8 +19,8 @@ from torch import nn
 
 import ckptool
 from ckptool import Globs
-from ckptool.errors import RefusedError, TargetError
-from ckptool.runtime import values as runtime_values
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.values.torch import compute as runtime_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,8 +12,8 @@ from dcp_folders import write_ranks
 from safetensors.torch import load_file
 
 import ckptool
+from ckptool.base.errors import MalformedError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError
 
 NAMES = ("net.a", "net.b", "other.c")
 

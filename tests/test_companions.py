@@ -12,8 +12,8 @@ from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.base.errors import RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import RefusedError
 
 ALONG = {
     "config.json": b'{"hidden_size": 8}',

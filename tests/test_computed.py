@@ -21,8 +21,8 @@ from outputs import saved
 
 import ckptool
 from ckptool import Checkpoint
+from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -170,12 +170,12 @@ def test_a_source_that_shrinks_leaves_nothing(edit: str, model: Path, folder: Pa
 
 
 def test_a_caster_that_breaks_leaves_nothing(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.runtime import values
+    from ckptool.values.torch import compute
 
     def broken(data: bytes, source: str, target: str) -> tuple[bytes, int]:
         raise MemoryError
 
-    monkeypatch.setattr(values, "cast_elements", broken)
+    monkeypatch.setattr(compute, "cast_elements", broken)
     with ckptool.open(model) as checkpoint, pytest.raises(MemoryError):
         ckptool.save(ckptool.cast(checkpoint, "float16"), folder / "out.pth")
     assert litter(folder) == []

@@ -8,8 +8,8 @@ import pytest
 from conftest import FIXTURES
 
 import ckptool
+from ckptool.base.errors import TargetError
 from ckptool.cli.main import run
-from ckptool.errors import TargetError
 
 #: A checkpoint of each format, most of them made of one zip.
 SOURCES = ("torch", "legacy", "safetensors", "dcp", "torch shards", "safetensors shards", "torchscript", "tar")

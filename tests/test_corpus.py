@@ -12,9 +12,9 @@ from conftest import CORPUS, corpus_files, needs_corpus
 from test_edits import _without_metadata, strip
 
 import ckptool
-from ckptool.errors import NotACheckpointError, UnreadableError
-from ckptool.paths import parse_path
-from ckptool.pickles import difference
+from ckptool.base.errors import NotACheckpointError, UnreadableError
+from ckptool.checkpoint.paths import parse_path
+from ckptool.pickles.compare import difference
 from ckptool.pickles.nodes import children
 
 pytestmark = needs_corpus

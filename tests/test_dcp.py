@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckptool
-from ckptool.elements import contiguous_strides
-from ckptool.errors import RefusedError, TargetError
-from ckptool.formats.dcp_chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
-from ckptool.source import BytesSource
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.files.sources import BytesSource
+from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
+from ckptool.values.elements import contiguous_strides
 
 FOLDER = FIXTURES / "dcp4"
 
@@ -99,11 +99,11 @@ def test_every_element_is_read_from_its_piece(tmp_path: Path) -> None:
 
 
 def test_reading_the_keys_opens_no_piece_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.formats import dcp
+    from ckptool.formats.dcp import folder as dcp_folder
 
     opened: list[str] = []
-    real = dcp.open_item
-    monkeypatch.setattr(dcp, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    real = dcp_folder.open_item
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
     with ckptool.open(FOLDER) as checkpoint:
         assert len(checkpoint.survey.tensors) == 12
     assert "epoch" in opened

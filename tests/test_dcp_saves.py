@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 import ckptool
+from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, RefusedError
 
 FOLDER = FIXTURES / "dcp4"
 

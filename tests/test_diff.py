@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.base.errors import CkptoolError, MalformedError, TargetError
 from ckptool.cli.main import run
-from ckptool.comparing.difference import IGNORABLE
-from ckptool.elements import elements
-from ckptool.errors import CkptoolError, MalformedError, TargetError
+from ckptool.reports.comparing.difference import IGNORABLE
+from ckptool.values.elements import elements
 
 LISTS = ("container", "only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order")
 #: Files without all of their bytes.

@@ -19,9 +19,9 @@ from test_slim import held, needed, same_sharing, same_values
 
 import ckptool
 from ckptool import Checkpoint
-from ckptool.elements import elements
-from ckptool.steps import Step
-from ckptool.validating import validation_report
+from ckptool.edits.pipeline import Step
+from ckptool.reports.validate import validation_report
+from ckptool.values.elements import elements
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

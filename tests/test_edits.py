@@ -9,8 +9,8 @@ import pytest
 from conftest import CHECKPOINTS, LOADABLE, Fixture, by_name
 
 import ckptool
-from ckptool.errors import RefusedError
-from ckptool.paths import parse_path
+from ckptool.base.errors import RefusedError
+from ckptool.checkpoint.paths import parse_path
 
 loadable = pytest.mark.parametrize("fixture", LOADABLE, ids=by_name)
 every = pytest.mark.parametrize("fixture", CHECKPOINTS, ids=by_name)

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool import elements as rooms
-from ckptool.elements import elements, holds_rows, tensor_size, unordered
-from ckptool.errors import MalformedError
+from ckptool.base.errors import MalformedError
+from ckptool.values import elements as rooms
+from ckptool.values.elements import elements, holds_rows, tensor_size, unordered
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
 

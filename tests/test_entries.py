@@ -13,8 +13,8 @@ from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
 from outputs import at, edited, every, saved
 
 import ckptool
-from ckptool.errors import RefusedError, TargetError
-from ckptool.paths import parse_path
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
 
 
 @every

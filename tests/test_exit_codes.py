@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import FIXTURES, ROOT
 
-import ckptool.source
+import ckptool.files.sources
 from ckptool.cli.main import run
 
 READING = (["inspect"], ["keys"], ["stats"], ["validate"], ["hash"], ["get", "conv1.weight"])
@@ -26,14 +26,14 @@ def shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that has fewer bytes than it had when it was opened."""
     path = tmp_path / "model.pth"
     shutil.copy(FIXTURES / "bare.pth", path)
-    opened = ckptool.source.open_file
+    opened = ckptool.files.sources.open_file
 
     def longer(name: str) -> tuple[int, SimpleNamespace]:
         fd, status = opened(name)
         fields = {field: getattr(status, field) for field in dir(status) if field.startswith("st_")}
         return fd, SimpleNamespace(**fields | {"st_size": status.st_size + 5000})
 
-    monkeypatch.setattr(ckptool.source, "open_file", longer)
+    monkeypatch.setattr(ckptool.files.sources, "open_file", longer)
     return path
 
 
@@ -80,7 +80,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("module", ["click", "click.core", "ckptool.cli.main", "ckptool.cli.show", "ckptool.opening"])
+@pytest.mark.parametrize(
+    "module", ["click", "click.core", "ckptool.cli.main", "ckptool.cli.show", "ckptool.formats.opening"]
+)
 def test_interrupted_at_an_import(module: str) -> None:
     words = [sys.executable, "-c", AT_IMPORT, module, "inspect", str(FIXTURES / "bare.pth")]
     done = subprocess.run(words, env=environment(), capture_output=True, timeout=60)

@@ -17,13 +17,13 @@ import torch
 from conftest import CHECKPOINTS, CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
+from ckptool.base.errors import MalformedError, NotACheckpointError, UnreadableError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, NotACheckpointError, UnreadableError
-from ckptool.formats.foreign import KINDS, marked, named
-from ckptool.formats.gguf import summary
-from ckptool.formats.protobuf import fields
-from ckptool.formats.signatures import SIGNATURES
-from ckptool.source import BytesSource, open_source
+from ckptool.files.sources import BytesSource, open_source
+from ckptool.formats.foreign.files import KINDS, marked, named
+from ckptool.formats.foreign.gguf import summary
+from ckptool.formats.foreign.signatures import SIGNATURES
+from ckptool.formats.programs.protobuf import fields
 
 #: Written by the libraries themselves, and heads and marks of what none could be had for.
 HANDMADE = [
@@ -216,7 +216,7 @@ def test_a_folder_does_not_count_them(tmp_path: Path) -> None:
         (tmp_path / f"{item.path.name}.bin").write_bytes(item.path.read_bytes())
         if item.kind not in ("sklearn", "executorch", "pickle") and item.path.name not in BY_NAME:
             (tmp_path / f"{item.path.name}.pt").write_bytes(item.path.read_bytes())
-    from ckptool.searching import find_targets
+    from ckptool.formats.searching import find_targets
 
     found = list(find_targets([str(tmp_path)]))
     assert [item for item in found if not isinstance(item, UnreadableError)] == []

@@ -12,8 +12,8 @@ from conftest import FIXTURES, REAL, Real, by_name
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
-from ckptool.checks.calls import suspicious_calls
-from ckptool.pickles import decode
+from ckptool.pickles.decode import decode
+from ckptool.safety.calls import suspicious_calls
 
 HERE = FIXTURES / "real"
 READ = [item for item in REAL if item.kind in ("torch-zip", "dcp", "hf-torch", "hf-safetensors")]

@@ -22,11 +22,11 @@ from test_light import command
 from test_stats import any_tensor
 
 import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
-from ckptool.decoding import numbers
 from ckptool.edits.lookup import lookup
-from ckptool.errors import RefusedError, TargetError
-from ckptool.paths import parse_path
+from ckptool.values.numbers import numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from test_diff import CUT, KINDS, as_big_endian, bumped, saved
 
 import ckptool
+from ckptool.base.errors import CkptoolError, MalformedError, TargetError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, MalformedError, TargetError
 
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 

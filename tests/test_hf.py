@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, load_model, save_file
 
 import ckptool
+from ckptool.base.errors import CkptoolError, MalformedError, RefusedError, TargetError, UnreadableError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, MalformedError, RefusedError, TargetError, UnreadableError
-from ckptool.outputs.shards import Item, parse_size, split
-from ckptool.report import inspection
-from ckptool.validating import validation_report
+from ckptool.formats.hf.writer import Item, parse_size, split
+from ckptool.reports.inspect import inspection
+from ckptool.reports.validate import validation_report
 
 hub = pytest.importorskip("huggingface_hub")
 

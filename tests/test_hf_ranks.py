@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, RefusedError
 
 WHOLE = hf_rank_files.whole()
 

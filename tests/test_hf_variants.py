@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
-from ckptool.errors import UnreadableError
-from ckptool.formats.hf_files import is_index, sniff, weights_of
-from ckptool.searching import find_targets
+from ckptool.formats.hf.files import is_index, sniff, weights_of
+from ckptool.formats.searching import find_targets
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
 

@@ -13,9 +13,9 @@ from in_place import EDITS, FIVE, MARK, NAMES, Edit, archive_of, by_offsets, che
 from outputs import WHOLE, saved
 
 import ckptool
+from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, RefusedError
-from ckptool.write import in_place as writing
+from ckptool.files.write import in_place as writing
 
 ZIPS = [item for item in WHOLE if item.container == "torch-zip"]
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)

@@ -19,10 +19,11 @@ from conftest import FIXTURES
 from in_place import MARK, by_offsets, copied, in_place, mapped
 
 import ckptool
+from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, RefusedError
-from ckptool.source import BytesSource, open_source
-from ckptool.zips import read_archive, versions
+from ckptool.files.sources import BytesSource, open_source
+from ckptool.files.zips.reader import read_archive
+from ckptool.files.zips.versions import versions
 
 
 def wrapped(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:

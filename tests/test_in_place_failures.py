@@ -16,8 +16,8 @@ from conftest import ROOT
 from in_place import archive_of, checkpoint_of, each_size, in_place, read, to_one
 
 import ckptool
+from ckptool.base.errors import MalformedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, OutputError, RefusedError
 
 CALLS = ("open", "lseek", "write", "fsync", "ftruncate")
 

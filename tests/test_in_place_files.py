@@ -18,8 +18,8 @@ from conftest import FIXTURES, ROOT
 from in_place import NAMES, copied, in_place, sha
 
 import ckptool
+from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import ChangedError, OutputError, RefusedError
 
 TOOL = [sys.executable, "-m", "ckptool"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -12,9 +12,9 @@ import pytest
 from in_place import checkpoint_of, each_size, in_place, read, to_one
 
 import ckptool
-from ckptool.errors import RefusedError
-from ckptool.source import BytesSource
-from ckptool.zips import read_archive
+from ckptool.base.errors import RefusedError
+from ckptool.files.sources import BytesSource
+from ckptool.files.zips.reader import read_archive
 
 
 class Disk:

@@ -13,8 +13,8 @@ from in_place import FIVE, MARK, NAMES, archive_of, by_offsets, complaints, copi
 from outputs import CRASHES, VIEWS, WHOLE, faked, on_meta, saved, works
 
 import ckptool
+from ckptool.base.errors import CkptoolError
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError
 
 #: Not as torch 2.7 and later write a file with their defaults, although ``.format_version`` is there.
 OTHER = ("align1.pth", "align4096.pth", "no_crc.pth", "big_endian.pth", "py2_zip.pth", "zip_pickle_last.pth")

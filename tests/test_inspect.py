@@ -12,10 +12,10 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, LOADABLE, MANIFEST, Fixture, by_name
 
 import ckptool
-from ckptool.errors import MalformedError, NotACheckpointError
+from ckptool.base.errors import MalformedError, NotACheckpointError
 from ckptool.formats import FORMATS
-from ckptool.formats.zip_archives import ZIPS
-from ckptool.report import inspection
+from ckptool.formats.zip_kinds import ZIPS
+from ckptool.reports.inspect import inspection
 
 #: The zip has lost its directory: there is nothing to inspect before salvage.
 NO_DIRECTORY = {"truncated.pth", "zip_leading.pth"}
@@ -89,7 +89,7 @@ def test_every_tensor_is_described_as_torch_loads_it(fixture: Fixture) -> None:
 
 def _at(loaded: object, path: str) -> torch.Tensor | None:
     """The tensor at a path, None inside of objects."""
-    from ckptool.paths import parse_path
+    from ckptool.checkpoint.paths import parse_path
 
     try:
         steps = parse_path(path)

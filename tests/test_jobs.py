@@ -20,15 +20,15 @@ import pytest
 from conftest import FIXTURES, ROOT
 
 import ckptool
-from ckptool import errors
+from ckptool.base import errors
+from ckptool.base.errors import CkptoolError, UnreadableError
 from ckptool.cli import jobs as jobs_module
 from ckptool.cli.jobs import answers
 from ckptool.cli.main import run
 from ckptool.cli.render import table, to_json
 from ckptool.cli.streams import Reports, Rows, report_text
-from ckptool.errors import CkptoolError, UnreadableError
-from ckptool.searching import find_targets, names_one_file
-from ckptool.threads import BLOCK, blocks, in_threads
+from ckptool.files.threads import BLOCK, blocks, in_threads
+from ckptool.formats.searching import find_targets, names_one_file
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
 
@@ -342,7 +342,7 @@ def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Pa
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
-    from ckptool.source import BytesSource, Span, open_source
+    from ckptool.files.sources import BytesSource, Span, open_source
 
     data = os.urandom(size + 20)
     (tmp_path / "f").write_bytes(data)

@@ -13,32 +13,17 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "ckptool"
 
-#: The rooms from the bottom up: a module imports from rooms further down, and within its own. ``ckptool`` is the
-#: package itself, ``ckptool/__init__.py``.
+#: The rooms from the bottom up: a module imports from rooms earlier in this list, and from its own. Rooms in one line
+#: know nothing of each other. ``ckptool`` is the package itself, ``ckptool/__init__.py``.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "limits", "dtypes", "names", "prefixes"}),
-    frozenset({"human", "locations", "source"}),
-    frozenset({"changes", "pickles", "pooling", "threads"}),  # pickles know nothing of torch
-    frozenset({"building", "container", "objects", "tars", "zips"}),
-    frozenset({"mesh_ranges", "paths", "rank_parts"}),
-    frozenset({"archives", "tensors"}),
-    frozenset({"unfollowed"}),
-    frozenset({"survey"}),
-    frozenset({"sharding"}),
-    frozenset({"accounting"}),
+    frozenset({"base"}),
+    frozenset({"files", "pickles"}),
     frozenset({"checkpoint"}),
-    frozenset({"decoding", "elements", "programs"}),
-    frozenset({"contents", "readings"}),
-    frozenset({"npy", "tensor_text"}),
-    frozenset({"formats", "edits", "checks", "write"}),  # a format plans, write executes; neither knows the other
-    frozenset({"outputs", "sanitizing"}),
-    frozenset({"remedies"}),
-    frozenset({"entry_json", "entry_text", "getting", "listing", "planning", "report", "searching", "tree"}),
-    frozenset({"opening", "readback"}),
-    frozenset({"runtime", "saving"}),
-    frozenset({"beside", "comparing", "loading", "matching", "values"}),
-    frozenset({"converting", "measuring", "salvaging", "validating"}),
-    frozenset({"steps"}),
+    frozenset({"values", "safety"}),
+    frozenset({"formats"}),
+    frozenset({"edits"}),
+    frozenset({"reports"}),
+    frozenset({"saving"}),
     frozenset({"api"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),
@@ -195,10 +180,12 @@ def test_there_is_no_cycle_not_even_within_a_room() -> None:
 
 
 @every
-def test_torch_is_imported_in_functions_of_the_runtime_only(module: Module) -> None:
+def test_torch_is_imported_in_functions_of_values_torch_only(module: Module) -> None:
     for name in ("torch", "numpy", "safetensors"):
         for found in outside(module).get(name, []):
-            assert found.typing or (found.local and module.room == "runtime"), f"{module.path}:{found.line}"
+            assert found.typing or (found.local and module.name.startswith("ckptool.values.torch.")), (
+                f"{module.path}:{found.line}"
+            )
 
 
 @every
@@ -223,11 +210,11 @@ def test_nothing_that_executes_is_within_reach(module: Module) -> None:
     exceptions = {
         ("ckptool/cli/main.py", "importlib"),  # finds the module of a command by the name in COMMANDS
         ("ckptool/api/__init__.py", "importlib"),  # finds the module of a name in _LATE
-        ("ckptool/write/exchange.py", "ctypes"),  # a system call that Python does not have
+        ("ckptool/files/write/output.py", "ctypes"),  # a system call that Python does not have
         ("ckptool/cli/jobs.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
-        ("ckptool/runtime/loads.py", "pickle"),  # the class of an error that torch.load raises
-        ("ckptool/runtime/loads.py", "importlib"),  # the model that match --model names, and says that it runs
+        ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
+        ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs
     }
     found = {(module.path, name) for name in outside(module).keys() & DANGEROUS}
     assert found <= exceptions
@@ -287,14 +274,14 @@ def test_only_write_writes(module: Module) -> None:
     exceptions = {
         ("ckptool/cli/editing.py", "os.makedirs"),  # the folder of --out-dir
         ("ckptool/cli/main.py", "os.open"),  # /dev/null in place of a stdout whose reader has gone
-        ("ckptool/source.py", "os.open"),  # reads: its flags are checked below
+        ("ckptool/files/sources.py", "os.open"),  # reads: its flags are checked below
     }
-    if module.room != "write":
+    if not module.name.startswith("ckptool.files.write"):
         assert {(module.path, name) for name, _ in writes(module)} <= exceptions
 
 
 def test_a_source_is_opened_for_reading() -> None:
-    (source,) = (module for module in MODULES if module.path == "ckptool/source.py")
+    (source,) = (module for module in MODULES if module.path == "ckptool/files/sources.py")
     words = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
     assert "O_RDONLY" in words
     assert words & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"} == set()
@@ -319,15 +306,19 @@ def test_modules_can_be_read_in_one_go() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "wrong"),
     [
-        ("ckptool.errors", "from . import limits", True),
-        ("ckptool.pickles.decode", "def f():\n    from ..checkpoint import Checkpoint", True),
-        ("ckptool.edits.keys", "from ..write import write_plan", True),
-        ("ckptool.survey", "import ckptool.api", True),
-        ("ckptool.checks.findings", "from .. import api", True),
-        ("ckptool.report", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .cli import render", True),
-        ("ckptool.edits.keys", "from .rewrite import Rewrite", False),
-        ("ckptool.cli.show", "from ..listing import key_listing", False),
-        ("ckptool.checks.findings", "from .. import errors", False),
+        ("ckptool.base.errors", "from ..files import sources", True),
+        ("ckptool.pickles.decode", "def f():\n    from ..checkpoint.checkpoint import Checkpoint", True),
+        ("ckptool.edits.keys", "from ..reports.keys import listing", True),
+        ("ckptool.checkpoint.survey", "import ckptool.formats", True),
+        ("ckptool.reports.findings", "from .. import saving", True),
+        (
+            "ckptool.reports.inspect",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..cli import render",
+            True,
+        ),
+        ("ckptool.edits.keys", "from .optimizers import Optimizer", False),
+        ("ckptool.cli.show", "from ..reports.keys import key_listing", False),
+        ("ckptool.reports.findings", "from ..base import errors", False),
     ],
 )
 def test_an_upward_import_is_found(name: str, text: str, wrong: bool) -> None:

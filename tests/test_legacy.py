@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from oracle import difference
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.base.errors import CkptoolError
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _SEEDS = {torch.FloatStorage: "f", torch.ShortStorage: "h", torch.DoubleStorage: "d"}

@@ -16,13 +16,14 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name
 
 import ckptool
-from ckptool import errors
+from ckptool.base import errors
+from ckptool.base.map_location import lands_on, parse_map_location
+from ckptool.checkpoint.paths import parse_path
 from ckptool.edits.devices import check_target
-from ckptool.locations import lands_on, parse_map_location
-from ckptool.paths import parse_path
-from ckptool.pickles import difference, encode
-from ckptool.planning import plan_of
-from ckptool.source import Span
+from ckptool.files.sources import Span
+from ckptool.formats.planning import plan_of
+from ckptool.pickles.compare import difference
+from ckptool.pickles.encode import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -14,9 +14,9 @@ from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, need
 from test_diff import CUT, saved
 
 import ckptool
+from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ckptool.cli.main import run
-from ckptool.comparing.lock import lock_text, read_lock
-from ckptool.errors import CkptoolError, OutputError, RefusedError, TargetError
+from ckptool.reports.comparing.lock import lock_text, read_lock
 
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 

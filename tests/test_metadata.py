@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as consume
 
 import ckptool
-from ckptool.paths import parse_path
+from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

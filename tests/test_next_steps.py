@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
 
+from ckptool.base.text import suggested_output
 from ckptool.cli.main import run
-from ckptool.human import suggested_output
 
 #: Damage that only ``validate`` sees, as it reads every byte: what ``inspect`` advises carries it on, and says nothing.
 UNSEEN = ("zip_wrong_crc.pth",)

@@ -18,7 +18,7 @@ from saying import say
 from torch import nn
 
 import ckptool
-from ckptool.errors import CkptoolError, MalformedError, RefusedError
+from ckptool.base.errors import CkptoolError, MalformedError, RefusedError
 
 
 def dtype_of(tensor: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckptool
 from ckptool import Checkpoint
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -19,16 +19,20 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool import pickles
-from ckptool.checkpoint import Checkpoint
+from ckptool.base.errors import ReadBackError, RefusedError
+from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
-from ckptool.errors import ReadBackError, RefusedError
-from ckptool.outputs import dcp, dcp_listing, proof, safetensors, shards, torch_legacy, torch_zip
-from ckptool.outputs import programs as program_outputs
+from ckptool.files.sources import BytesSource, Plan
+from ckptool.files.write import in_place, output
+from ckptool.files.zips.writer import Content, fresh
+from ckptool.formats import proof
+from ckptool.formats.dcp import writer as dcp_writer
+from ckptool.formats.hf import writer as hf_writer
+from ckptool.formats.programs import writer as program_outputs
+from ckptool.formats.readback import Promise, check_file, promise_of
+from ckptool.formats.safetensors import writer as safetensors_writer
+from ckptool.formats.torch import legacy_writer, zip_writer
 from ckptool.pickles.nodes import Dict, Graph, Persistent
-from ckptool.readback import Promise, check_file, promise_of
-from ckptool.source import BytesSource, Plan
-from ckptool.write import in_place, output
-from ckptool.zips.fresh import Content, fresh
 
 
 class Job(NamedTuple):
@@ -142,7 +146,7 @@ def test_an_encoder_that_loses_something(
     with ckptool.open(inputs / job.source) as checkpoint:
         unedited = len(checkpoint.container.graph.nodes)
     monkeypatch.setattr(proof, "encode", lambda graph: real(graph if len(graph.nodes) == unedited else _worse(graph)))
-    for module in (torch_zip, torch_legacy, dcp, dcp_listing):
+    for module in (zip_writer, legacy_writer, dcp_writer, dcp_writer):
         monkeypatch.setattr(module, "encode", lambda graph: real(graph if len(graph.nodes) < 12 else _worse(graph)))
         if hasattr(module, "prove"):
             monkeypatch.setattr(module, "prove", lambda *_: None)
@@ -201,7 +205,7 @@ def _sizes_swapped(contents: Any) -> list[Content]:
 def test_a_layout_with_the_wrong_records(
     name: str, what: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = torch_zip.fresh
+    real = zip_writer.fresh
 
     def broken(contents: Any) -> Plan:
         found = list(contents)
@@ -210,7 +214,7 @@ def test_a_layout_with_the_wrong_records(
             return real(_sizes_swapped(found))
         return real([*found, last] if what == "doubled" else [one for one in found if one is not last])
 
-    monkeypatch.setattr(torch_zip, "fresh", broken)
+    monkeypatch.setattr(zip_writer, "fresh", broken)
     (job,) = (job for job in JOBS if job.name == name)
     error = attempt(job, inputs, tmp_path)
     assert error.exit_code == 70 and any("promised" in line for line in error.report)
@@ -225,7 +229,7 @@ OTHERS = {"int64": "uint64", "float32": "int32", "float16": "bfloat16"}
 def test_a_header_that_says_otherwise(
     name: str, what: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = safetensors._arranged
+    real = safetensors_writer._arranged
 
     def broken(*arguments: Any) -> Any:
         pairs = real(*arguments)
@@ -237,13 +241,13 @@ def test_a_header_that_says_otherwise(
         }
         return [*pairs[:-1], (other[what], piece)]
 
-    monkeypatch.setattr(safetensors, "_arranged", broken)
+    monkeypatch.setattr(safetensors_writer, "_arranged", broken)
     (job,) = (job for job in JOBS if job.name == name)
     attempt(job, inputs, tmp_path)
 
 
 def test_an_index_that_names_another_shard(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shards.json.dumps
+    real = hf_writer.json.dumps
 
     def broken(value: Any, **how: Any) -> str:
         if "weight_map" in value:
@@ -251,7 +255,7 @@ def test_an_index_that_names_another_shard(inputs: Path, tmp_path: Path, monkeyp
             value = {**value, "weight_map": {**places, next(iter(places)): list(places.values())[-1]}}
         return real(value, **how)
 
-    monkeypatch.setattr(shards.json, "dumps", broken)
+    monkeypatch.setattr(hf_writer.json, "dumps", broken)
     attempt(next(job for job in JOBS if job.name == "shards"), inputs, tmp_path)
 
 
@@ -426,6 +430,6 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 4}, tmp_path / "in.pth")
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         found = checkpoint.survey.tensors
-        twice = safetensors.Chosen([safetensors.Named("a", one.tensor, one.ref) for one in found], {})
+        twice = safetensors_writer.Chosen([safetensors_writer.Named("a", one.tensor, one.ref) for one in found], {})
         with pytest.raises(RefusedError, match="two tensors"):
-            safetensors.plan_chosen(checkpoint, twice, {})
+            safetensors_writer.plan_chosen(checkpoint, twice, {})

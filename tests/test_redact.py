@@ -17,8 +17,8 @@ from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
 from outputs import checked, edited, every, named_for, saved
 
 import ckptool
+from ckptool.base.errors import TargetError
 from ckptool.edits.redact import private_matters
-from ckptool.errors import TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -19,10 +19,10 @@ from torch import nn
 
 import ckptool
 from ckptool import Checkpoint, Globs
-from ckptool.errors import RefusedError, TargetError
-from ckptool.names import Glob
-from ckptool.paths import parse_path
-from ckptool.prefixes import unwrapping, wrapper_counts
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.globs import Glob
+from ckptool.base.prefixes import unwrapping, wrapper_counts
+from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, load_model, save_file
 
 import ckptool
+from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ckptool.files.sources import BytesSource
 from ckptool.formats import read_container
-from ckptool.report import inspection
-from ckptool.source import BytesSource
-from ckptool.validating import validation_report
+from ckptool.reports.inspect import inspection
+from ckptool.reports.validate import validation_report
 
 
 def made(header: Any, data: bytes = b"", *, size: int | None = None) -> bytes:

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from safetensors import SafetensorError, deserialize
 
-from ckptool.errors import CkptoolError
-from ckptool.formats import safetensors
-from ckptool.source import BytesSource
+from ckptool.base.errors import CkptoolError
+from ckptool.files.sources import BytesSource
+from ckptool.formats.safetensors import reader as safetensors_reader
 
 BITS = {"F32": 32, "F16": 16, "I64": 64, "U8": 8, "BOOL": 8, "C64": 64, "F4": 4, "F6_E2M3": 6, "f32": 8, "X": 8, "": 8}
 NUMBERS = (
@@ -114,7 +114,7 @@ def test_it_reads_what_the_library_reads(seed: int) -> None:
     for _ in range(700):
         data = made(random)
         try:
-            found = safetensors.read(BytesSource(data, "x.safetensors")).entries.values()
+            found = safetensors_reader.read(BytesSource(data, "x.safetensors")).entries.values()
             ours = {entry.name: (entry.shape, data[entry.begin : entry.end]) for entry in found}
         except CkptoolError as error:
             ours, why = None, error.what

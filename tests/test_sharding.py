@@ -29,19 +29,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
-from ckptool.checks.calls import suspicious_calls
+from ckptool.base.errors import CkptoolError, RefusedError
+from ckptool.base.globs import Globs
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.sharding import Cut, is_sharded, ranges_of, sharding, spread
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
-from ckptool.elements import elements
-from ckptool.errors import CkptoolError, RefusedError
-from ckptool.listing import key_listing
-from ckptool.mesh_ranges import Cut, ranges_of
-from ckptool.names import Globs
 from ckptool.pickles.nodes import Global, List, Node
-from ckptool.report import inspection
-from ckptool.sharding import is_sharded, sharding, spread
-from ckptool.tree import tree_of
+from ckptool.reports.inspect import inspection
+from ckptool.reports.keys import key_listing
+from ckptool.reports.tree import tree_of
+from ckptool.safety.calls import suspicious_calls
+from ckptool.values.elements import elements
 
 sys.path.append(str(FIXTURES))
 

@@ -14,9 +14,9 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.source import BLOCK, Plan, Span, open_source
-from ckptool.write import write_plan
-from ckptool.zips import read_archive
+from ckptool.files.sources import BLOCK, Plan, Span, open_source
+from ckptool.files.write.output import write_plan
+from ckptool.files.zips.reader import read_archive
 
 #: Archives whose records torch laid out itself.
 OURS = ("bare.pth", "ddp4_training.pth", "shared_views.pth", "dtypes_untyped.pt", "torch16.pth", "torch17.pth")

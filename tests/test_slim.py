@@ -16,7 +16,7 @@ from torch import nn
 
 import ckptool
 from ckptool import Globs
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 
 def dense(tensor: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from test_light import command
 
 import ckptool
+from ckptool.base.errors import TargetError
 from ckptool.cli.main import run
-from ckptool.errors import TargetError
-from ckptool.runtime.measure import STEP
+from ckptool.values.torch.measure import STEP
 
 #: Torch 2.13 warns of its own when it makes quantized and nested tensors.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -130,7 +130,7 @@ def compare(path: Path) -> None:
 
 
 def ckptool_path(loaded: Any, path: str) -> Any:
-    from ckptool.paths import parse_path
+    from ckptool.checkpoint.paths import parse_path
 
     for step in parse_path(path):
         loaded = loaded[step]

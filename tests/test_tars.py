@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from test_torch_tar import typical
 
 import ckptool
-from ckptool.errors import CkptoolError, MalformedError
-from ckptool.source import BytesSource
-from ckptool.tars import is_header, members, resolved
+from ckptool.base.errors import CkptoolError, MalformedError
+from ckptool.files.sources import BytesSource
+from ckptool.files.tars import is_header, members, resolved
 
 _NAMES = ("pickle", "storages", "./pickle", "a/b", "d/", "x" * 90 + "/" + "y" * 80, "é")
 _TYPES = (b"0", b"0", b"0", b"\0", b"7", b"1", b"2", b"5", b"6", b"Z")

@@ -12,7 +12,7 @@ import torch
 from conftest import CORPUS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
 
 import ckptool
-from ckptool.errors import MalformedError, RefusedError, TargetError
+from ckptool.base.errors import MalformedError, RefusedError, TargetError
 
 
 def legacy(path: Path, out: Path, allow: tuple[str, ...] = ()) -> Path:

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from ckptool.checks.torch_lists import (
+from ckptool.pickles import opcodes as op
+from ckptool.safety.torch_lists import (
     HISTORY,
     NEWEST,
     VERSIONS,
@@ -25,7 +26,6 @@ from ckptool.checks.torch_lists import (
     registered,
     rules,
 )
-from ckptool.pickles import opcodes as op
 
 #: What ``_get_allowed_globals()`` gave in the released torch: its size, and the SHA-256 of the sorted names, one a
 #: line, cut to 16 digits. (The registered names and the opcodes were compared there, too.)

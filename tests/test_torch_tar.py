@@ -16,8 +16,8 @@ import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
 
 import ckptool
-from ckptool.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
-from ckptool.limits import LIMITS
+from ckptool.base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ckptool.base.limits import LIMITS
 
 
 class _Stands(tuple):  # type: ignore[type-arg]
@@ -281,14 +281,14 @@ def test_not_in_place(tmp_path: Path) -> None:
     with ckptool.open(path) as checkpoint:
         edited = ckptool.add_prefix(checkpoint, "module.", key="state")
         with pytest.raises(RefusedError, match="read only"):
-            from ckptool.planning import in_place_of
+            from ckptool.formats.planning import in_place_of
 
             in_place_of(edited, "x", 0)
 
 
 def test_long_names_and_many_members_are_bounded(tmp_path: Path) -> None:
-    from ckptool.source import BytesSource
-    from ckptool.tars import members as walk
+    from ckptool.files.sources import BytesSource
+    from ckptool.files.tars import members as walk
 
     name = "d/" * 300 + "f.pth"
     for style in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
@@ -306,8 +306,8 @@ def test_long_names_and_many_members_are_bounded(tmp_path: Path) -> None:
 
 def test_sizes_of_any_length(tmp_path: Path) -> None:
     """Sizes in pax headers and in base 256 are never believed."""
-    from ckptool.source import BytesSource
-    from ckptool.tars import members as walk
+    from ckptool.files.sources import BytesSource
+    from ckptool.files.tars import members as walk
 
     for digits in ("9" * 5000, "9" * 19, "0" * 30, "-1", "1e3"):
         info = tarfile.TarInfo("a")

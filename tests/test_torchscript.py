@@ -19,11 +19,13 @@ from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
+from ckptool.base.errors import MalformedError, RefusedError
+from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.edits.rename import by_glob as by_pattern
-from ckptool.errors import MalformedError, RefusedError
-from ckptool.formats.torchscript import TorchScript
-from ckptool.pickles import decode, difference, encode
+from ckptool.formats.programs.torchscript import TorchScript
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 
 SOURCE = """
 import torch

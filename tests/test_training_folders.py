@@ -14,9 +14,9 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
+from ckptool.base.errors import NotACheckpointError
+from ckptool.checkpoint.survey import TensorEntry
 from ckptool.cli.main import run
-from ckptool.errors import NotACheckpointError
-from ckptool.survey import TensorEntry
 
 
 def deepspeed(path: Path, stage: int, ranks: int, model: int = 1, prefix: str = "") -> Path:

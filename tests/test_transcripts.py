@@ -30,7 +30,7 @@ import click
 import pytest
 from conftest import FIXTURES, REAL, ROOT
 
-from ckptool import errors
+from ckptool.base import errors
 from ckptool.cli import editing, main, show, validate
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.render import say_error

@@ -21,10 +21,10 @@ import pytest
 from conftest import FIXTURES, ROOT
 
 import ckptool
-from ckptool import write
+from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.errors import ChangedError, OutputError, RefusedError
-from ckptool.source import FileSource
+from ckptool.files import write
+from ckptool.files.sources import FileSource
 
 SUFFIX = ".ckptool-tmp"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -435,7 +435,7 @@ def test_writes_and_reads_that_are_short(
         return real_write(fd, data[: 1 + calls[0] % 61])
 
     monkeypatch.setattr(os, "write", short_write)
-    monkeypatch.setattr("ckptool.source._pread", lambda fd, size, offset: real_read(fd, min(size, 101), offset))
+    monkeypatch.setattr("ckptool.files.sources._pread", lambda fd, size, offset: real_read(fd, min(size, 101), offset))
     strip_to(source, out)
     assert calls[0] > 50
     assert out.read_bytes() == expected

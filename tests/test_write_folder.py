@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.errors import OutputError, RefusedError
-from ckptool.source import BytesSource, Computed, Files, Plan, Span, open_source
-from ckptool.write import exchange, output, write_files
+from ckptool.base.errors import OutputError, RefusedError
+from ckptool.files.sources import BytesSource, Computed, Files, Plan, Span, open_source
+from ckptool.files.write import output
+from ckptool.files.write.folder import write_files
 
 NEW = {"model-1-of-2.safetensors": b"one" * 99, "model-2-of-2.safetensors": b"two", "x.index.json": b"{}"}
 OLD = {"pytorch_model.bin": b"old" * 1000}
@@ -63,7 +64,7 @@ def by_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a filesystem that cannot exchange two names."""
-    monkeypatch.setattr(exchange, "_at_once", lambda one, other: False)
+    monkeypatch.setattr(output, "_at_once", lambda one, other: False)
 
 
 @pytest.mark.parametrize("way", [by_system, by_names])

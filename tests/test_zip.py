@@ -14,10 +14,11 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import MalformedError, RefusedError
-from ckptool.source import BytesSource, FileSource, Plan, Span, merged, open_source
-from ckptool.zips import read_archive, rewritten
+from ckptool.base.errors import MalformedError, RefusedError
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.files.sources import BytesSource, FileSource, Plan, Span, merged, open_source
+from ckptool.files.zips.layout import rewritten
+from ckptool.files.zips.reader import read_archive
 
 
 def content(plan: Plan) -> bytes:

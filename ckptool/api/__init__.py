@@ -5,24 +5,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import CkptoolError
-from ..names import Globs
-from ..opening import open_checkpoint
-from ..survey import StateDict, TensorEntry
-from ..tensors import Tensor
+from ..base.errors import CkptoolError
+from ..base.globs import Globs
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.survey import StateDict, TensorEntry
+from ..checkpoint.tensors import Tensor
+from ..formats.opening import open_checkpoint
 
 if TYPE_CHECKING:
-    from ..checks.policy import Policy
-    from ..converting import convert
+    from ..edits.convert import convert
     from ..edits.devices import DeviceMap, remap, remap_devices
     from ..edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
     from ..edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
     from ..edits.repack import repack
-    from ..getting import ObjectValue, TensorValue
-    from ..salvaging import Lost, Salvaged, salvage
-    from ..write import Written
+    from ..edits.salvage import Lost, Salvaged, salvage
+    from ..files.write.output import Written
+    from ..reports.expectations import Policy
+    from ..reports.get import ObjectValue, TensorValue
     from .edits import average, cast, edit, merge, redact, rename, sanitize, slim
     from .files import load, save
     from .in_place import history, save_in_place, undo
@@ -90,15 +90,15 @@ open = open_checkpoint
 
 #: Names whose modules are imported when they are first asked for: a command needs one or two of them.
 _LATE: Final = {
-    **dict.fromkeys(("Policy",), "checks.policy"),
-    **dict.fromkeys(("convert",), "converting"),
+    **dict.fromkeys(("Policy",), "reports.expectations"),
+    **dict.fromkeys(("convert",), "edits.convert"),
     **dict.fromkeys(("DeviceMap", "remap", "remap_devices"), "edits.devices"),
     **dict.fromkeys(("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"), "edits.entries"),
     **dict.fromkeys(("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"), "edits.keys"),
     **dict.fromkeys(("repack",), "edits.repack"),
-    **dict.fromkeys(("ObjectValue", "TensorValue"), "getting"),
-    **dict.fromkeys(("Lost", "Salvaged", "salvage"), "salvaging"),
-    **dict.fromkeys(("Written",), "write"),
+    **dict.fromkeys(("ObjectValue", "TensorValue"), "reports.get"),
+    **dict.fromkeys(("Lost", "Salvaged", "salvage"), "edits.salvage"),
+    **dict.fromkeys(("Written",), "files.write.output"),
     **dict.fromkeys(
         ("diff", "get", "hash", "inspect", "keys", "lock", "match", "stats", "validate", "write_lock"), "api.reports"
     ),

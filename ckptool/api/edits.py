@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from ..checkpoint import Checkpoint
-from ..errors import TargetError
-from ..names import EVERY, Globs
+from ..base.errors import TargetError
+from ..base.globs import EVERY, Globs
+from ..checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from ..edits.redact import Kind
-
-__all__ = ["average", "cast", "edit", "merge", "redact", "rename", "sanitize", "slim"]
 
 
 def sanitize(
@@ -25,7 +23,7 @@ def sanitize(
     cannot be carried, which ``drop_unknown`` leaves out instead. ``local_parts`` puts plain tensors in the place of
     those that are spread over ranks (DTensor, ShardedTensor): the parts of them that are in the file.
     """
-    from ..sanitizing import sanitize as sanitized
+    from ..edits.sanitize.edit import sanitize as sanitized
 
     return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
@@ -56,7 +54,8 @@ def rename(
     if regex is not None:
         return renaming.by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
-        from ..matching import named_like, wanted_of_checkpoint
+        from ..edits.like.applying import named_like
+        from ..edits.like.wanted import wanted_of_checkpoint
 
         shapes = {name: value.shape for name, value in wanted_of_checkpoint(like, same=key).tensors.items()}
         return named_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
@@ -89,7 +88,7 @@ def cast(
     where a finite value would become infinite or NaN.
     """
     from ..edits.cast import cast as casted
-    from ..runtime.values import cast_elements
+    from ..values.torch.compute import cast_elements
 
     return casted(checkpoint, dtype, cast_elements, key=key, only=only, strict=strict, everything=everything)
 
@@ -126,8 +125,8 @@ def average(
     All of them must stay open until then. Raises RefusedError where they do not go together.
     """
     from ..edits.average import average as averaged
-    from ..runtime.need import need_torch
-    from ..runtime.values import mean_elements
+    from ..values.torch.compute import mean_elements
+    from ..values.torch.loads import need_torch
 
     need_torch("averaging values", checkpoints[0].path if checkpoints else "")
     return averaged(checkpoints, mean_elements, weights=weights, dtype=dtype, key=key, only=only)
@@ -151,6 +150,6 @@ def edit(checkpoint: Checkpoint, steps: Iterable[tuple[str, str | bool]]) -> Che
 
     Raises TargetError for a step that does not exist, and what the edits raise.
     """
-    from ..steps import edit as edited
+    from ..edits.pipeline import edit as edited
 
     return edited(checkpoint, steps)

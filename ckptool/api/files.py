@@ -7,18 +7,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError, TargetError
-from ..locations import MapLocation
-from ..opening import open_checkpoint as open
-from ..paths import parse_path
+from ..base.errors import RefusedError, TargetError
+from ..base.map_location import MapLocation
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.paths import parse_path
+from ..formats.opening import open_checkpoint as open
 
 if TYPE_CHECKING:
     import torch
 
-    from ..write import Written
+    from ..files.write.output import Written
 
-__all__ = ["load", "save"]
 
 Path = str | os.PathLike[str]
 
@@ -40,8 +39,8 @@ def save(
     bytes. Raises RefusedError when the output exists or is the input, OutputError when it cannot be written,
     ReadBackError where it does not read as it must.
     """
+    from ..files.write.output import Written
     from ..saving import save as saved
-    from ..write import Written
 
     found = saved(
         checkpoint, os.fspath(path), force=force, follow_links=follow_links, watch=lambda size: nullcontext(progress)
@@ -61,10 +60,10 @@ def load(
     it is; ``key`` names it where there are several. ``strip_prefix`` (such as "module.") is taken off the
     keys that have it. Raises TargetError when there is no state dict, or more than one and no ``key``.
     """
+    from ..checkpoint.selection import selected
     from ..edits.keys import renamed_modules, stripping
-    from ..edits.select import selected
-    from ..loading import load_whole
-    from ..runtime.loads import at_path
+    from ..reports.loading import load_whole
+    from ..values.torch.loads import at_path
 
     with open(path) as checkpoint:
         chosen = selected(checkpoint, key)

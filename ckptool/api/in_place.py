@@ -6,14 +6,13 @@ import os
 import time
 from typing import Any
 
-from ..archives import open_any
-from ..checkpoint import Checkpoint
-from ..errors import MalformedError, RefusedError
-from ..human import argument, counted
-from ..source import ContainedSource, SliceSource, Source
-from ..zips import Version, is_spare, note_at, read_archive, versions
-
-__all__ = ["history", "save_in_place", "undo"]
+from ..base.errors import MalformedError, RefusedError
+from ..base.text import argument, counted
+from ..checkpoint.checkpoint import Checkpoint
+from ..files.archives import open_any
+from ..files.sources import ContainedSource, SliceSource, Source
+from ..files.zips.reader import read_archive
+from ..files.zips.versions import Version, is_spare, note_at, versions
 
 Path = str | os.PathLike[str]
 
@@ -54,7 +53,7 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
     ``undone`` are the edits taken back, the newest first, none where the file was never edited in place. Raises
     RefusedError where the former version does not read, OutputError when the file cannot be written.
     """
-    from ..write import shorten
+    from ..files.write.in_place import shorten
 
     name = os.fspath(path)
     source = open_any(name)

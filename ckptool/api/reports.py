@@ -6,27 +6,26 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..checkpoint import Checkpoint
-from ..errors import TargetError
-from ..human import listed
-from ..locations import MapLocation
-from ..names import Globs
-from ..opening import open_checkpoint as open
+from ..base.errors import TargetError
+from ..base.globs import Globs
+from ..base.map_location import MapLocation
+from ..base.text import listed
+from ..checkpoint.checkpoint import Checkpoint
+from ..formats.opening import open_checkpoint as open
 
 if TYPE_CHECKING:
     import torch
 
-    from ..checks.policy import Policy
-    from ..write import Written
+    from ..files.write.output import Written
+    from ..reports.expectations import Policy
 
-__all__ = ["diff", "get", "hash", "inspect", "keys", "lock", "match", "stats", "validate", "write_lock"]
 
 Path = str | os.PathLike[str]
 
 
 def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
     """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
-    from ..report import inspection
+    from ..reports.inspect import inspection
 
     with open(path) as checkpoint:
         return inspection(checkpoint, map_location)
@@ -42,7 +41,7 @@ def keys(
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> dict[str, Any]:
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
-    from ..listing import key_listing
+    from ..reports.keys import key_listing
 
     with open(path) as checkpoint:
         return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
@@ -64,7 +63,7 @@ def stats(
     "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
     missing are named in ``summary.missing``.
     """
-    from ..measuring import SORTS, statistics_of
+    from ..reports.stats import SORTS, statistics_of
 
     if sort not in SORTS:
         raise TargetError(f"nothing can be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
@@ -83,7 +82,7 @@ def get(source: Path | Checkpoint, key: str) -> Any:
     """
     from ..edits.lookup import lookup
     from ..edits.plain_numpy import with_plain_numpy
-    from ..getting import value_of
+    from ..reports.get import value_of
 
     # Tensors read from the file later: it is closed when the last of them goes.
     checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
@@ -104,8 +103,8 @@ def validate(
     ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
     checksums. Raises TargetError for a policy that makes no sense; what is wrong with the file is in the report.
     """
-    from ..checks.policy import Policy, policy_of
-    from ..validating import validation_report
+    from ..reports.expectations import Policy, policy_of
+    from ..reports.validate import validation_report
 
     expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
     return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
@@ -131,7 +130,7 @@ def diff(
     not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
     word that there is not.
     """
-    from ..comparing.diff_report import diff_report
+    from ..reports.comparing.diff_report import diff_report
 
     with open(a) as one, open(b) as other:
         return diff_report(
@@ -152,7 +151,7 @@ def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] |
 
     With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
     """
-    from ..comparing.lock import lock_of
+    from ..reports.comparing.lock import lock_of
 
     with open(path) as checkpoint:
         return lock_of(checkpoint, content=content, progress=progress)
@@ -167,9 +166,9 @@ def write_lock(
     progress: Callable[[int], None] | None = None,
 ) -> Written:
     """Write the lock of a checkpoint to a file, whole or not at all; parameters and errors as for lock and save."""
-    from ..comparing.lock import lock_of, lock_text
-    from ..source import Plan
-    from ..write import check_output, write_plan
+    from ..files.sources import Plan
+    from ..files.write.output import check_output, write_plan
+    from ..reports.comparing.lock import lock_of, lock_text
 
     name = os.fspath(output)
     with open(path) as checkpoint:
@@ -191,7 +190,7 @@ def hash(
     ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
     in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
     """
-    from ..comparing.fingerprint import fingerprint_report
+    from ..reports.comparing.fingerprint import fingerprint_report
 
     with open(path) as checkpoint:
         return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
@@ -214,7 +213,8 @@ def match(
     state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
     neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
     """
-    from ..matching import match_checkpoint, wanted_of
+    from ..edits.like.result import match_checkpoint
+    from ..edits.like.targets import wanted_of
 
     wanted = wanted_of(target, model, target_key)
     with open(path) as checkpoint:

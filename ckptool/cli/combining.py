@@ -7,15 +7,13 @@ from typing import Any
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
+from ..base.globs import Globs
+from ..base.text import counted
+from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, Finding, private_matters
-from ..human import counted
-from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, key_option, one_path, paths, writing
 from .render import clean, emit, emit_json, failure, say_error
-
-__all__ = ["average", "merge", "redact"]
 
 MERGE_EPILOG = """\b
 Examples:
@@ -180,7 +178,7 @@ def _head(path: str, found: list[Finding]) -> str:
 
 def _way(path: str, found: list[Finding]) -> list[str]:
     """The command that takes all of them out."""
-    from ..checks.findings import command
+    from ..reports.findings import command
 
     options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in found)]
     return [f"  -> {clean(command('redact', path, *options, word='redacted'))}"] if options else []

@@ -10,14 +10,12 @@ from typing import Any
 import click
 
 from .. import api
-from ..errors import UnreadableError
-from ..human import counted, cut, listed
+from ..base.errors import UnreadableError
+from ..base.text import counted, cut, listed
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .retyping import retyped
 from .streams import progress_bar
-
-__all__ = ["diff", "label"]
 
 #: Lines of one list for people; the rest is counted.
 _SHOWN = 20
@@ -79,7 +77,7 @@ def diff(
     by atol + rtol * |b|, as for torch.allclose, but NaN equals NaN; this needs torch where bits differ. Exit 0: the
     same; 1: they differ; 3: one cannot be read.
     """
-    from ..comparing.diff_report import diff_report
+    from ..reports.comparing.diff_report import diff_report
 
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0

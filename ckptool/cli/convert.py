@@ -8,16 +8,14 @@ from typing import Any
 import click
 
 from .. import api
-from ..archives import file_name
-from ..checkpoint import Checkpoint
-from ..converting import FOLDERS, SHARDED, TARGETS, own_target, says_format, target_of
-from ..outputs.losses import KINDS
-from ..outputs.shards import DEFAULT_SIZE, parse_size
-from ..planning import makes_folder
+from ..checkpoint.checkpoint import Checkpoint
+from ..edits.convert import FOLDERS, SHARDED, TARGETS, own_target, says_format, target_of
+from ..files.archives import file_name
+from ..formats.hf.writer import DEFAULT_SIZE, parse_size
+from ..formats.losses import KINDS
+from ..formats.planning import makes_folder
 from .editing import Job, edit_all
 from .options import key_option, paths, writing
-
-__all__ = ["convert"]
 
 EPILOG = """\b
 Examples:

@@ -7,13 +7,11 @@ from typing import Any, Literal
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
+from ..base.globs import Globs
+from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
-from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, in_place, key_option, paths, writing
-
-__all__ = ["add_module", "remap", "strip_module"]
 
 STRIP_EPILOG = """\b
 Examples:

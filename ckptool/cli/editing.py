@@ -10,22 +10,21 @@ from typing import Any, NamedTuple
 import click
 
 from .. import api
-from ..archives import file_name
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..container import EDITED
-from ..errors import CkptoolError, OutputError, RefusedError
-from ..human import counted, human_bytes, listed, undo_step
-from ..planning import companions, makes_folder
+from ..base.errors import CkptoolError, OutputError, RefusedError
+from ..base.text import counted, human_bytes, listed, undo_step
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import EDITED
+from ..files.archives import file_name
+from ..files.sources import Files, FileSource
+from ..files.write.folder import check_folder
+from ..files.write.output import check_output
+from ..formats.planning import companions, makes_folder
 from ..saving import preview, save, save_in_place
-from ..source import Files, FileSource
-from ..write import check_folder, check_output
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
 from .retyping import retype
 from .streams import progress_bar, watched
-
-__all__ = ["Job", "account", "edit_all"]
 
 #: Commands that leave mappings of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
@@ -177,7 +176,7 @@ def _modules(edited: Checkpoint) -> list[str]:
 
 def _say_versions(checkpoint: Checkpoint) -> None:
     """An output that is its input, byte for byte, holds what that was before edits in place, too."""
-    from ..checks.findings import command
+    from ..reports.findings import command
 
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
@@ -278,7 +277,7 @@ def account(report: dict[str, Any]) -> list[str]:
 
 def _ways_back(report: dict[str, Any]) -> list[str]:
     """What an edit in place leaves in the file, and the commands that deal with it."""
-    from ..checks.findings import command
+    from ..reports.findings import command
 
     path = report["path"]
     lines = []

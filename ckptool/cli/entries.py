@@ -7,14 +7,11 @@ from typing import Any
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
+from ..base.globs import Globs
+from ..checkpoint.checkpoint import Checkpoint
 from ..edits.entries import as_scalar
-from ..names import Globs
 from .editing import Job, edit_all
 from .options import choosing, in_place, key_option, one_path, writing
-
-__all__ = ["drop", "extract", "keep", "set_entry", "unset", "wrap"]
-
 
 EXTRACT_EPILOG = """\b
 Examples:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import click
 
 from .. import api
-from ..checkpoint import file_mode
+from ..base.text import human_bytes
+from ..checkpoint.checkpoint import file_mode
 from ..edits.lookup import lookup
 from ..edits.plain_numpy import with_plain_numpy
-from ..entry_json import json_pieces
-from ..entry_text import entry_lines
-from ..human import human_bytes
-from ..npy import array_of, npy_plan
-from ..write import check_output, write_plan
+from ..files.write.output import check_output, write_plan
+from ..reports.entry_json import json_pieces
+from ..reports.entry_text import entry_lines
+from ..values.npy import array_of, npy_plan
 from .options import one_path
 from .render import clean, emit, emit_pieces, say, say_problems
-
-__all__ = ["get"]
 
 GET_EPILOG = """\b
 Examples:

@@ -13,9 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
-from ..errors import CkptoolError, UnreadableError
-
-__all__ = ["answers", "jobs_option"]
+from ..base.errors import CkptoolError, UnreadableError
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ..human import counted, human_bytes
-from ..sharding import is_sharded, sharding, spread
-from ..survey import Survey, TensorEntry
-from ..tensors import Tensor
+from ..base.text import counted, human_bytes
+from ..checkpoint.sharding import is_sharded, sharding, spread
+from ..checkpoint.survey import Survey, TensorEntry
+from ..checkpoint.tensors import Tensor
 from .options import PLAIN_KINDS
 from .render import clean, cleaned, column_table
-
-__all__ = ["Section", "cells", "drawn", "labels", "sections"]
 
 
 def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:

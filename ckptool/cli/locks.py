@@ -10,13 +10,11 @@ from typing import Any
 import click
 
 from .. import api
-from ..errors import CkptoolError
+from ..base.errors import CkptoolError
 from .compare import label
 from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
 from .render import clean, emit, emit_json, emit_lines, failure, say_error, say_problems
 from .streams import progress_bar
-
-__all__ = ["hash_command", "lock"]
 
 LOCK_EPILOG = """\b
 Examples:
@@ -39,7 +37,7 @@ def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool,
     A small JSON file with a line for each tensor, to be kept beside the code: the same checkpoint gives the same
     bytes, and a review shows what moved.
     """
-    from ..comparing.lock import lock_text
+    from ..reports.comparing.lock import lock_text
 
     with _bar(path, content and not (quiet or no_progress)) as progress:
         if output is not None and output != "-":
@@ -85,7 +83,7 @@ def hash_command(
     another device or in another order of keys. With --key names count from that state dict on: so a bare state
     dict (--key .) and the same one in a training checkpoint (--key state_dict) agree.
     """
-    from ..comparing.fingerprint import fingerprint_report
+    from ..reports.comparing.fingerprint import fingerprint_report
 
     reports: list[dict[str, Any]] = []
     codes = []

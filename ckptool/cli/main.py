@@ -14,11 +14,9 @@ from typing import Final
 import click
 
 from .. import __version__
-from ..errors import CkptoolError
+from ..base.errors import CkptoolError
 from .render import StdoutError, clean, flush, say, say_error, tell
 from .retyping import retype
-
-__all__ = ["COMMANDS", "EXIT_CODES", "cli", "main", "run"]
 
 #: Command, module, function, one line of help: enough for ``ckptool --help`` without an import.
 COMMANDS: Final = {

@@ -7,15 +7,15 @@ from typing import Any
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError
-from ..human import counted, cut, listed
-from ..matching import Match, Wanted, match_checkpoint, wanted_of
+from ..base.errors import RefusedError
+from ..base.text import counted, cut, listed
+from ..checkpoint.checkpoint import Checkpoint
+from ..edits.like.result import Match, match_checkpoint
+from ..edits.like.targets import wanted_of
+from ..edits.like.wanted import Wanted
 from .editing import Job, edit_all
 from .options import format_option, one_path
 from .render import clean, emit, emit_json, say, say_problems, table
-
-__all__ = ["match"]
 
 #: What becomes of keys, and the heads of the columns.
 _KINDS = {
@@ -121,7 +121,7 @@ def match(
 
 def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
     """Match, and do what was found; the report of the match is part of that of the edit."""
-    from ..steps import fitted  # with all edits there are: for --apply only
+    from ..edits.pipeline import fitted  # with all edits there are: for --apply only
 
     reports: list[dict[str, Any]] = []
     shapes = {name: value.shape for name, value in wanted.tensors.items()}

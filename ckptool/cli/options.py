@@ -8,21 +8,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from ..names import Globs
-
-__all__ = [
-    "ALL_FORMATS",
-    "PLAIN_KINDS",
-    "REPORT_FORMATS",
-    "choosing",
-    "format_option",
-    "in_place",
-    "key_option",
-    "one_path",
-    "paths",
-    "worst",
-    "writing",
-]
+from ..base.globs import Globs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Ordered", "steps_of"]
-
 _ORDER = "ckptool.order"
 
 

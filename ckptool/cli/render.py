@@ -13,31 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from .. import __version__
-from ..errors import CkptoolError, ReadBackError
+from ..base.errors import CkptoolError, ReadBackError
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
-__all__ = [
-    "StdoutError",
-    "clean",
-    "cleaned",
-    "column_table",
-    "draws",
-    "emit",
-    "emit_json",
-    "emit_part",
-    "failure",
-    "flush",
-    "pairs",
-    "problem_lines",
-    "say",
-    "say_error",
-    "say_problems",
-    "table",
-    "tell",
-    "to_json",
-]
 
 #: Control characters, line separators, bidi marks, lone surrogates and what is no character.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -277,8 +257,8 @@ def say_problems(checkpoint: Checkpoint) -> None:
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
     """What ``say_problems`` says."""
-    from ..container import CUT
-    from ..human import salvage_step
+    from ..base.text import salvage_step
+    from ..checkpoint.container import CUT
 
     lines = []
     for problem in checkpoint.container.problems:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from shlex import quote
 
-from ..errors import CkptoolError
-from ..human import argument
-
-__all__ = ["retype", "retyped"]
+from ..base.errors import CkptoolError
+from ..base.text import argument
 
 #: Options that are given once, by all their names; every other one is added.
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}

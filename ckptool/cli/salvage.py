@@ -6,15 +6,13 @@ from typing import Any
 
 import click
 
-from ..checkpoint import Checkpoint
-from ..human import counted, listed
-from ..salvaging import Salvaged
-from ..salvaging import salvage as salvaged
+from ..base.text import counted, listed
+from ..checkpoint.checkpoint import Checkpoint
+from ..edits.salvage import Salvaged
+from ..edits.salvage import salvage as salvaged
 from .editing import Job, edit_all
 from .options import paths, writing
 from .render import clean
-
-__all__ = ["salvage"]
 
 #: Lost tensors that are named one by one for people; JSON names all.
 _SHOWN = 20

@@ -7,11 +7,9 @@ from typing import Any
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, account, edit_all
 from .options import paths, writing
-
-__all__ = ["sanitize"]
 
 EPILOG = """\b
 Examples:

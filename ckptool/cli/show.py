@@ -12,19 +12,17 @@ from typing import Any, Final, NamedTuple
 import click
 
 from .. import api
-from ..errors import CkptoolError, UnreadableError
-from ..human import counted, cut, human_bytes
-from ..listing import listed_entries, listing
-from ..locations import MapLocation, parse_map_location
-from ..names import Globs
-from ..searching import find_targets, names_one_file
+from ..base.errors import CkptoolError, UnreadableError
+from ..base.globs import Globs
+from ..base.map_location import MapLocation, parse_map_location
+from ..base.text import counted, cut, human_bytes
+from ..formats.searching import find_targets, names_one_file
+from ..reports.keys import listed_entries, listing
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, paths, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
 from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
-
-__all__ = ["inspect", "keys"]
 
 #: From so many files on a bar is worth looking at.
 _MANY: Final = 500
@@ -115,7 +113,7 @@ def inspect(
 
 
 def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Told:
-    from ..report import inspection
+    from ..reports.inspect import inspection
     from .summary import overview_row, summary
 
     code = 0
@@ -123,11 +121,11 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
         with api.open(path) as checkpoint:
             report = inspection(checkpoint, location)
             if depth:
-                from ..tree import tree_of
+                from ..reports.tree import tree_of
 
                 report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
         if load:
-            from ..loading import load_report
+            from ..reports.loading import load_report
 
             report["load"] = load_report(path, location)
             code = 0 if report["load"]["ok"] else 1

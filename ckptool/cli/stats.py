@@ -7,16 +7,14 @@ from typing import Any, Final
 import click
 
 from .. import api
-from ..errors import CkptoolError, UnreadableError
-from ..human import counted, listed, salvage_step
-from ..listing import listed_entries
-from ..measuring import SORTS, bytes_to_read, statistics_of
-from ..names import Globs
+from ..base.errors import CkptoolError, UnreadableError
+from ..base.globs import Globs
+from ..base.text import counted, listed, salvage_step
+from ..reports.keys import listed_entries
+from ..reports.stats import SORTS, bytes_to_read, statistics_of
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
 from .streams import progress_bar, watched
-
-__all__ = ["stats"]
 
 STATS_EPILOG = """\b
 Examples:

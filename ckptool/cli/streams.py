@@ -11,8 +11,6 @@ import click
 
 from .render import clean, emit, emit_part, flush, to_json
 
-__all__ = ["Reports", "Rows", "on_terminal", "progress_bar", "report_text", "watched"]
-
 #: From so many bytes on reading them is felt.
 _BYTES_FELT: Final = 200_000_000
 #: Rows that decide how wide the columns are; those behind them are told at once.

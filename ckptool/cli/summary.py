@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..human import counted, cut, human_bytes, human_count, listed
+from ..base.text import counted, cut, human_bytes, human_count, listed
 from .render import clean, pairs, table
-
-__all__ = ["OVERVIEW", "overview_row", "summary"]
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")

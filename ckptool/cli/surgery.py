@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 import click
 
 from .. import api
-from ..checkpoint import Checkpoint
-from ..names import Globs
-from ..steps import MODIFIERS, STEPS
+from ..base.globs import Globs
+from ..checkpoint.checkpoint import Checkpoint
+from ..edits.pipeline import MODIFIERS, STEPS
 from .editing import Job, edit_all
 from .options import choosing, in_place, key_option, paths, writing
 from .ordered import Ordered, steps_of
-
-__all__ = ["cast", "edit", "rename", "slim"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,20 +12,18 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ..beside import look
-from ..checks.policy import Policy, policy_of
-from ..checks.torch_lists import NEWEST
-from ..errors import CkptoolError, TargetError, UnreadableError
-from ..human import counted, listed
-from ..searching import Passed, find_files, names_one_file
-from ..validating import check_policy, unreadable_report, validation_report
+from ..base.errors import CkptoolError, TargetError, UnreadableError
+from ..base.text import counted, listed
+from ..formats.searching import Passed, find_files, names_one_file
+from ..reports.beside import look
+from ..reports.expectations import Policy, policy_of
+from ..reports.validate import check_policy, unreadable_report, validation_report
+from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
 from .options import paths, worst
 from .render import emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
-
-__all__ = ["validate"]
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
 #: Formats that are made of all reports together.

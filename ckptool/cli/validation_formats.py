@@ -8,10 +8,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from .. import __version__
-from ..human import cut, human_bytes
+from ..base.text import cut, human_bytes
 from .render import clean, table, to_json
-
-__all__ = ["github_lines", "junit", "sarif", "short_lines", "table_lines"]
 
 #: Notes of one check that are printed one by one for people.
 _SHOWN: Final = 20

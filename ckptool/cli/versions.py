@@ -7,14 +7,12 @@ from typing import Any
 import click
 
 from .. import api
-from ..archives import is_address
-from ..errors import CkptoolError
-from ..human import counted, human_bytes, undo_step
+from ..base.errors import CkptoolError
+from ..base.text import counted, human_bytes, undo_step
+from ..files.archives import is_address
 from .editing import Job, edit_all
 from .options import format_option, paths, worst, writing
 from .render import clean, emit, emit_json, failure, say_error, table
-
-__all__ = ["history", "repack", "undo"]
 
 UNDO_EPILOG = """\b
 Examples:

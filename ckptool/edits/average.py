@@ -7,23 +7,21 @@ from functools import cache
 from shlex import quote
 from typing import Literal, TypeAlias
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..container import Body
-from ..dtypes import BY_NAME, DTYPES, Dtype
-from ..elements import loaded_bytes, reblocked, swapped, turned_width
-from ..errors import MalformedError, RefusedError, TargetError
-from ..human import counted, shown
-from ..names import EVERY, Globs
-from ..paths import spell_key
-from ..sharding import is_sharded
-from ..source import Computed
-from ..survey import StateDict
-from ..tensors import Tensor
-from .select import selected
+from ..base.dtypes import BY_NAME, DTYPES, Dtype
+from ..base.errors import MalformedError, RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.text import counted, shown
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import Body
+from ..checkpoint.paths import spell_key
+from ..checkpoint.selection import selected
+from ..checkpoint.sharding import is_sharded
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor
+from ..files.sources import Computed
+from ..values.elements import loaded_bytes, reblocked, swapped, turned_width
 from .storages import is_marked, storage_uses, with_plain_ids
-
-__all__ = ["Averager", "average"]
 
 #: What has a mean: floating numbers, one to an element.
 _DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.name != "float4_e2m1fn_x2")

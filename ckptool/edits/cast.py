@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..container import Body
-from ..dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
-from ..elements import loaded_bytes, number_width, swapped, whole_chunks
-from ..errors import CkptoolError, RefusedError, TargetError
-from ..human import counted, human_bytes, listed
-from ..names import EVERY, Globs
-from ..objects import mapped_name
-from ..paths import within
+from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
+from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.text import counted, human_bytes, listed
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import Body
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import mapped_name
+from ..checkpoint.paths import within
+from ..checkpoint.selection import selected
+from ..checkpoint.sharding import is_sharded
+from ..checkpoint.survey import TensorEntry
+from ..checkpoint.tensors import Tensor
+from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
-from ..sharding import is_sharded
-from ..source import Computed
-from ..survey import TensorEntry
-from ..tensors import Tensor
+from ..values.elements import loaded_bytes, number_width, swapped, whole_chunks
 from .optimizers import optimizers
-from .rewrite import Rewrite
-from .select import selected
 from .sharded import recast_spread
 from .storages import Use, is_marked, repointed, storage_uses, with_plain_ids
-
-__all__ = ["Caster", "cast", "check_dtype"]
 
 #: Kinds of tensors whose values can be cast one by one; the parts of the others have meanings of their own.
 _PLAIN: Final = ("dense",)

@@ -6,20 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError, TargetError
-from ..human import counted, listed
-from ..locations import check_target
-from ..names import EVERY, Globs
-from ..objects import device_text, mapped_name
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.map_location import check_target
+from ..base.text import counted, listed
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import device_text, mapped_name
+from ..checkpoint.programs import NamedDevice, program_of
+from ..checkpoint.selection import selected
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
-from ..programs import NamedDevice, program_of
-from .rewrite import Rewrite
-from .select import selected
 from .sharded import mesh_devices, reset_meshes
-
-__all__ = ["DeviceMap", "device_pairs", "remap", "remap_devices"]
 
 
 class DeviceMap(NamedTuple):

@@ -8,23 +8,19 @@ from math import inf, nan
 from shlex import quote
 from typing import Final
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError, TargetError
-from ..human import counted, cut, listed, shown
-from ..names import EVERY, Globs
-from ..objects import class_name, mapping
-from ..paths import entries as entries_of
-from ..paths import joined
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.text import counted, cut, listed, shown
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite, used_storages
+from ..checkpoint.objects import class_name, mapping
+from ..checkpoint.paths import entries as entries_of
+from ..checkpoint.paths import joined
+from ..checkpoint.selection import new_key, selected, slot
 from ..pickles.nodes import Dict, Graph, Node, Ref
 from .lookup import lookup
 from .optimizers import prune_optimizers
-from .places import new_key, slot
-from .prune import used_storages
-from .rewrite import Rewrite
-from .select import selected
-
-__all__ = ["Scalar", "as_scalar", "drop", "drop_entries", "extract", "keep", "set_entry", "unset", "wrap"]
 
 Scalar = bool | int | float | str | None
 

@@ -6,30 +6,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError, TargetError
-from ..human import counted, listed, shown
-from ..names import EVERY, Globs
-from ..objects import mapping
-from ..paths import spell_key
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.prefixes import common_prefix, unwrapping, wrapper_counts
+from ..base.text import counted, listed, shown
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import mapping
+from ..checkpoint.paths import spell_key
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import StateDict
 from ..pickles.nodes import Ref
-from ..prefixes import common_prefix, unwrapping, wrapper_counts
-from ..survey import StateDict
 from .optimizers import renamed_parameters
-from .rewrite import Rewrite
-from .select import selected
-
-__all__ = [
-    "add_module",
-    "add_prefix",
-    "rename_keys",
-    "renamed_modules",
-    "strip_module",
-    "strip_prefix",
-    "strip_wrappers",
-    "stripping",
-]
 
 Rename = Callable[[str], str]
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..checkpoint import Checkpoint
-from ..errors import Again, TargetError
-from ..human import listed
-from ..objects import attributes, mapping
-from ..paths import parsed, spell_key
+from ..base.errors import Again, TargetError
+from ..base.text import listed
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.objects import attributes, mapping
+from ..checkpoint.paths import parsed, spell_key
+from ..checkpoint.selection import Place, place
 from ..pickles.nodes import Call, Graph, Ref
-from .places import Place, place
-
-__all__ = ["Found", "lookup"]
 
 #: Names among which near ones are looked for: those that begin most alike.
 _NEAR: Final = 500

@@ -5,37 +5,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from shlex import quote
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..container import Body
-from ..elements import number_width, stored_bytes, swapped, whole_chunks
-from ..errors import RefusedError, TargetError
-from ..human import counted, listed, shown
-from ..names import EVERY, Globs
-from ..objects import mapping
-from ..paths import literal, spell_key
-from ..pickles.moving import moved
-from ..pickles.nodes import (
-    Buffer,
-    ByteArray,
-    Extension,
-    FrozenSet,
-    Node,
-    Persistent,
-    Ref,
-    Set,
-    children,
-)
-from ..prefixes import unwrapping
-from ..source import Computed
-from ..survey import StateDict
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import EVERY, Globs
+from ..base.prefixes import unwrapping
+from ..base.text import counted, listed, shown
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import Body
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import mapping
+from ..checkpoint.paths import literal, spell_key
+from ..checkpoint.selection import new_key, selected, slot
+from ..checkpoint.survey import StateDict
+from ..files.sources import Computed
+from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children
+from ..pickles.relocate import moved
+from ..values.elements import number_width, stored_bytes, swapped, whole_chunks
 from .lookup import lookup
-from .places import new_key, slot
-from .rewrite import Rewrite
-from .select import selected
 from .storages import with_plain_ids
-
-__all__ = ["merge", "merge_entries"]
 
 
 def merge(

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError
-from ..human import counted
-from ..objects import elements, mapping
-from ..paths import as_children, bounded, joined
+from ..base.errors import RefusedError
+from ..base.prefixes import unwrapping
+from ..base.text import counted
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import elements, mapping
+from ..checkpoint.paths import as_children, bounded, joined
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor, TensorReader
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
-from ..prefixes import unwrapping
-from ..survey import StateDict
-from ..tensors import Tensor, TensorReader
-from .rewrite import Rewrite
-
-__all__ = ["Optimizer", "optimizers", "prune_optimizers", "renamed_parameters"]
 
 #: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
 _BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))

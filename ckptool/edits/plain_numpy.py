@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ..checkpoint import Checkpoint
-from ..elements import added_storages
-from ..objects import callable_name
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import callable_name
+from ..checkpoint.tensors import TensorReader
 from ..pickles.nodes import Call
-from ..tensors import TensorReader
-from .plain.case import Case, Plain
-from .plain.numpy_values import ARRAYS, BUFFERS, SCALARS, array, numpy_scalar
-from .rewrite import Rewrite
-
-__all__ = ["with_plain_numpy"]
+from ..values.elements import added_storages
+from .sanitize.case import Case, Plain
+from .sanitize.numpy_values import ARRAYS, BUFFERS, SCALARS, array, numpy_scalar
 
 
 def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:

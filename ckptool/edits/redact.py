@@ -6,19 +6,17 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import TargetError
-from ..human import cut, listed
-from ..names import EVERY, Globs
-from ..objects import attributes, callable_name, class_name, elements, mapping
-from ..paths import as_children, bounded, joined, within
+from ..base.errors import TargetError
+from ..base.globs import EVERY, Globs
+from ..base.text import cut, listed
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import attributes, callable_name, class_name, elements, mapping
+from ..checkpoint.paths import as_children, bounded, joined, within
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
-from .rewrite import Rewrite
-
-__all__ = ["KINDS", "Finding", "Kind", "private_matters", "redact"]
 
 Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

@@ -6,15 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from shlex import quote
 
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError, TargetError
-from ..human import listed, shown
-from ..limits import LIMITS
-from ..names import EVERY, Glob, Globs
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import EVERY, Glob, Globs
+from ..base.limits import LIMITS
+from ..base.text import listed, shown
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.selection import selected
 from .keys import rename_keys
-from .select import selected
-
-__all__ = ["by_glob", "by_regex", "by_table", "parse_glob", "parse_regex", "parse_table"]
 
 _WILD = re.compile(r"[*?]")
 #: Modules within modules that a table of names moves.

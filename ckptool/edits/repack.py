@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..human import counted, human_bytes
-from ..programs import program_of
-from .prune import used_storages
-
-__all__ = ["repack"]
+from ..base.text import counted, human_bytes
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import used_storages
+from ..checkpoint.programs import program_of
 
 
 def repack(checkpoint: Checkpoint) -> Checkpoint:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..errors import RefusedError
-from ..human import counted, listed, shown
-from ..objects import callable_name, class_name, elements, mapping
+from ..base.errors import RefusedError
+from ..base.text import counted, listed, shown
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
+from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
 from ..pickles.nodes import Call, Dict, List, Node, Ref
 from ..pickles.opcodes import REDUCE
-from ..rank_parts import named_attributes
-from ..sharding import Sharding, is_sharded, sharding, spread
-from .rewrite import Rewrite
-
-__all__ = ["local_parts", "mesh_devices", "recast_spread", "reset_meshes"]
 
 _MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 

@@ -6,12 +6,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from ..accounting import account
-from ..changes import Change
-from ..checkpoint import Checkpoint
-from ..container import Body
-from ..dtypes import BY_NAME, Dtype
-from ..elements import (
+from ..base.dtypes import BY_NAME, Dtype
+from ..base.errors import TargetError
+from ..base.globs import EVERY, Globs
+from ..base.text import counted, human_bytes, listed
+from ..checkpoint.accounting import account
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import Body
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import mapping
+from ..checkpoint.tensors import Storage, Tensor, extent
+from ..files.sources import Computed, Span
+from ..files.threads import in_threads
+from ..values.elements import (
     contiguous_strides,
     dtype_of,
     elements,
@@ -22,18 +30,8 @@ from ..elements import (
     turned_width,
     whole_chunks,
 )
-from ..errors import TargetError
-from ..human import counted, human_bytes, listed
-from ..names import EVERY, Globs
-from ..objects import mapping
-from ..source import Computed, Span
-from ..tensors import Storage, Tensor, extent
-from ..threads import in_threads
 from .entries import drop_entries
-from .rewrite import Rewrite
 from .storages import Use, repointed, storage_uses, with_plain_ids
-
-__all__ = ["Purpose", "drop_for", "merged_doubles", "slim"]
 
 Purpose = Literal["inference"]
 

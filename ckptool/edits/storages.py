@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..checkpoint import Checkpoint
-from ..objects import mapped_name, mapping
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.objects import mapped_name, mapping
+from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.views import without_views
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
-from ..tensors import Tensor, TensorReader
-from .rewrite import Rewrite
-from .views import without_views
-
-__all__ = ["Use", "Uses", "is_marked", "repointed", "storage_uses", "with_plain_ids"]
 
 _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"))
 

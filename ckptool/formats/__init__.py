@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Final, NamedTuple
 
-from ..container import TWO_FORMATS, Container, Problem
-from ..source import FolderSource, Source
-from ..tars import is_header
-from . import identify, torch_legacy, torch_zip, zip_archives
-
-__all__ = ["FOLDERS", "FORMATS", "FolderFormat", "Format", "folder_format", "read_container", "read_folder"]
+from ..checkpoint.container import TWO_FORMATS, Container, Problem
+from ..files.sources import FolderSource, Source
+from ..files.tars import is_header
+from . import zip_kinds
+from .foreign import identification
+from .torch import legacy_reader, zip_reader
 
 
 class Format(NamedTuple):
@@ -28,33 +28,33 @@ class Format(NamedTuple):
 
 
 def _tar() -> ModuleType:
-    from . import torch_tar
+    from .torch import tar_reader
 
-    return torch_tar
+    return tar_reader
 
 
 def _safetensors() -> ModuleType:
-    from . import safetensors
+    from .safetensors import reader as safetensors_reader
 
-    return safetensors
+    return safetensors_reader
 
 
 def _dcp() -> ModuleType:
-    from . import dcp
+    from .dcp import folder as dcp_folder
 
-    return dcp
+    return dcp_folder
 
 
 def _hf_ranks() -> ModuleType:
-    from . import hf_ranks
+    from .hf import ranks as hf_ranks
 
     return hf_ranks
 
 
 def _hf() -> ModuleType:
-    from . import hf
+    from .hf import folder as hf_folder
 
-    return hf
+    return hf_folder
 
 
 _TAR: Final = "torch-tar"
@@ -69,8 +69,8 @@ FORMATS: Final[tuple[Format, ...]] = (
     Format(
         "torch-zip",
         "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request",
-        torch_zip.sniff,
-        zip_archives.read,
+        zip_reader.sniff,
+        zip_kinds.read,
     ),
     Format(
         _TAR,
@@ -81,8 +81,8 @@ FORMATS: Final[tuple[Format, ...]] = (
     Format(
         "torch-legacy",
         "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included",
-        torch_legacy.sniff,
-        torch_legacy.read,
+        legacy_reader.sniff,
+        legacy_reader.read,
     ),
     Format(
         "safetensors",
@@ -155,7 +155,7 @@ def read_container(source: Source) -> Container:
     head = source.read(0, _HEAD)
     known = next((known for known in FORMATS if known.sniff(head, source)), None)
     if known is None:
-        raise identify.explain(head, source)
+        raise identification.explain(head, source)
     container = known.read(source)
     if is_header(head[:512]):
         twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]

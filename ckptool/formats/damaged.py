@@ -11,18 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
-from ..errors import MalformedError, PickleError, UnreadableError
-from ..human import human_bytes
-from ..limits import LIMITS
-from ..pickles import decode
+from ..base.errors import MalformedError, PickleError, UnreadableError
+from ..base.limits import LIMITS
+from ..base.text import human_bytes
+from ..checkpoint.container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
+from ..checkpoint.survey import survey
+from ..checkpoint.tensors import Storage, TensorReader
+from ..files.sources import Appending, Plan, Source, Span
+from ..files.zips.reader import LOCAL, Archive, contents, folded, read_archive
+from ..files.zips.recovery import Walked, walk
+from ..pickles.decode import decode
 from ..pickles.nodes import Graph
-from ..source import Appending, Plan, Source, Span
-from ..survey import survey
-from ..tensors import Storage, TensorReader
-from ..zips import LOCAL, Archive, Walked, contents, folded, read_archive, walk
-
-__all__ = ["Extent", "Rescued", "extent_of_zip", "rescue_zip"]
 
 
 class Extent(NamedTuple):

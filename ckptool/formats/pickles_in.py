@@ -11,16 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
-from ..container import FoundPickle
-from ..errors import MalformedError, PickleError, TruncatedPickleError
-from ..limits import LIMITS
-from ..pickles import Decoded, decode
+from ..base.errors import MalformedError, PickleError, TruncatedPickleError
+from ..base.limits import LIMITS
+from ..checkpoint.container import FoundPickle
+from ..files.sources import BytesSource, SliceSource, Source, Span
+from ..files.tars import is_header, members
+from ..files.zips.audit import audit, signatures
+from ..files.zips.reader import LOCAL, Archive, Record, read_archive, search_begin
+from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
-from ..source import BytesSource, SliceSource, Source, Span
-from ..tars import is_header, members
-from ..zips import LOCAL, Archive, Record, audit, read_archive, search_begin, signatures
-
-__all__ = ["bare_pickles", "decode_at", "nested_pickles", "pickles_in", "tar_pickles", "zip_pickles"]
 
 #: Pickles within pickles are followed so deep; a longer chain is not a checkpoint.
 _DEPTH: Final = 8

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, not_
-from typing import Final
+from struct import Struct
+from typing import Final, TypeAlias
 
+from . import opcodes as op
 from .nodes import (
     CONSTANTS,
     Buffer,
@@ -22,9 +24,82 @@ from .nodes import (
     Ref,
     children,
 )
-from .phrase_comparing import Outside, twins
 
-__all__ = ["difference"]
+# -- Tensors at one go, when two pickles are compared: the nodes that ``phrase_reading`` makes of one, in one step
+
+Refs: TypeAlias = tuple[Ref, ...]
+#: What decides whether two persistent ids mean the same: of the references in both, those that must be equal. Raises
+#: ValueError with words where they do not.
+Outside: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
+
+_Phrase: TypeAlias = tuple[Refs, Refs, Refs, Refs]
+
+#: Nodes of a phrase before its call.
+BEHIND: Final = 6
+_UNMET: Final = [-1] * BEHIND
+
+
+def twins(
+    ours: Sequence[Node],
+    theirs: Sequence[Node],
+    left: Ref,
+    right: Ref,
+    forward: list[Ref],
+    backward: list[Ref],
+    outside: Outside | None,
+) -> tuple[Refs, Refs] | None:
+    """Pair the nodes of two phrases, whose calls are ``left`` and ``right``, and return what is left to compare.
+
+    ``forward`` and ``backward`` are the pairs that are known. None, and nothing is paired, for anything unusual.
+    """
+    before, behind = left - BEHIND, right - BEHIND
+    if before < 0 or behind < 0 or forward[before:left] != _UNMET or backward[behind:right] != _UNMET:
+        return None
+    here, there = _phrase(ours, before, left), _phrase(theirs, behind, right)
+    if here is None or there is None:
+        return None
+    own, lengths, steps, rest = here
+    other, sizes, strides, others = there
+    if outside is not None:
+        try:
+            own, other = outside(own, other)
+        except ValueError:
+            return None
+    if len(own) != len(other) or len(lengths) != len(sizes) or len(steps) != len(strides):
+        return None
+    forward[before:left] = range(behind, right)
+    backward[behind:right] = range(before, left)
+    one, two = (*rest, *lengths, *steps), (*others, *sizes, *strides)
+    # Nearly all of these were met before: the function, dimensions, the empty hooks.
+    return (own, other) if (*map(forward.__getitem__, one),) == two else ((*own, *one), (*other, *two))
+
+
+def _phrase(nodes: Sequence[Node], begin: Ref, end: Ref) -> _Phrase | None:
+    """The references of a persistent id, of a shape, of strides, and of all else in a phrase; None for no phrase."""
+    pid, outer, lengths, steps, hooks, args, call = nodes[begin : end + 1]
+    if (
+        type(pid) is tuple
+        and type(outer) is Persistent
+        and type(lengths) is tuple
+        and type(steps) is tuple
+        and type(hooks) is Call
+        and type(args) is tuple
+        and type(call) is Call
+        and len(args) == BEHIND
+        and outer.pid == begin
+        and not outer.text
+        and outer.filling is None is hooks.filling
+        and hooks.kwargs < 0
+        and call.args == begin + 5
+    ):
+        outside, offset, first, second, flag, last = args
+        if outside == begin + 1 and first == begin + 2 and second == begin + 3 and last == begin + 4:
+            # An empty tuple has no identity.
+            return (
+                (pid, lengths, steps, (hooks.func, hooks.args, offset, flag, call.func)) if lengths and steps else None
+            )
+    return None
+
 
 #: Kinds that hold nothing, or whose references are looked at all together.
 _GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
@@ -188,3 +263,41 @@ def _name(node: Node) -> str:
     if isinstance(node, str):
         return repr(node if len(node) <= 60 else node[:57] + "...")
     return type(node).__name__.lower()
+
+
+# -- A pickle that differs from another one in texts alone: its graph without a second run
+
+_u32 = Struct("<I").unpack_from
+#: The opcode and the length in front of a text.
+_HEAD = 5
+
+
+def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
+    """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than texts differs.
+
+    Texts are those that ``graph.texts`` has the places of. Nodes that do not differ are the same in both.
+    """
+    if op.STACK_GLOBAL in graph.refused:
+        return None  # there a text decides what is named
+    nodes: list[Node] = list(graph.nodes)
+    at = begin = 0  # what is compared already, in each
+    for ref, place in zip(*graph.texts):
+        end = place + _HEAD + _u32(original, place + 1)[0]
+        if data.startswith(original[at:end], begin):
+            begin += end - at
+            at = end
+            continue
+        if not data.startswith(original[at : place + 1], begin):
+            return None
+        begin += place - at
+        if begin + _HEAD > len(data):
+            return None
+        stop = begin + _HEAD + _u32(data, begin + 1)[0]
+        try:
+            nodes[ref] = data[begin + _HEAD : stop].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return None
+        at, begin = end, stop
+    if original[at:] != data[begin:]:
+        return None
+    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled)

@@ -12,16 +12,14 @@ from struct import Struct
 from struct import error as StructError
 from typing import NamedTuple
 
-from ..errors import PickleError, TruncatedPickleError
-from ..limits import LIMITS, Limits
+from ..base.errors import PickleError, TruncatedPickleError
+from ..base.limits import LIMITS, Limits
 from . import opcodes as op
-from .filling import usual_steps
+from .batches import usual_steps
+from .fast_decode import read
 from .machine import Machine
 from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
-from .phrase_reading import read
-from .rare import RARE
-
-__all__ = ["Decoded", "decode"]
+from .uncommon_opcodes import RARE
 
 _u32 = Struct("<I").unpack_from
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import PickleError, TruncatedPickleError
-from ..limits import Limits
+from ..base.errors import PickleError, TruncatedPickleError
+from ..base.limits import Limits
 from . import opcodes as op
-from .filling import steps_so_far
+from .batches import steps_so_far
 from .nodes import (
     Buffer,
     ByteArray,
@@ -33,8 +33,6 @@ from .nodes import (
     Set,
     Style,
 )
-
-__all__ = ["Kind", "Machine"]
 
 #: Kinds of which each value has a hash, as far as can be known without running anything; of a tuple it depends.
 _HASHABLE = frozenset(

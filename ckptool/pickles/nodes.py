@@ -28,28 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "CONSTANTS",
-    "Buffer",
-    "ByteArray",
-    "Call",
-    "Dict",
-    "Extension",
-    "Filling",
-    "FrozenSet",
-    "Global",
-    "Graph",
-    "Instance",
-    "List",
-    "Node",
-    "Persistent",
-    "Ref",
-    "Set",
-    "Style",
-    "children",
-    "ingredients",
-]
-
 Ref: TypeAlias = int
 
 

@@ -9,20 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "ACCEPTED",
-    "BATCH",
-    "NAMES",
-    "bytes_opcode",
-    "extension_opcode",
-    "float_opcode",
-    "int_opcode",
-    "item_steps",
-    "member_steps",
-    "pair_steps",
-    "text_opcode",
-]
-
 MARK: Final = 0x28
 EMPTY_TUPLE: Final = 0x29
 STOP: Final = 0x2E

@@ -13,7 +13,7 @@ import pytest
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.errors import ChangedError, RefusedError
+from ckptool.base.errors import ChangedError, RefusedError
 
 
 def test_it_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

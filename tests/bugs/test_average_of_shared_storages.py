@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 
 def test_what_is_not_averaged_does_not_change(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.formats import script_code
-from ckptool.formats.torchscript import TorchScript
+from ckptool.formats.programs import script_code
+from ckptool.formats.programs.torchscript import TorchScript
 
 HEAD = "class Net(Module):\n  __parameters__ = ["
 MANY = 1 << 20

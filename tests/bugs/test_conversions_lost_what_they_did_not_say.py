@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptool
-from ckptool.errors import RefusedError
-from ckptool.outputs.safetensors import losses
+from ckptool.base.errors import RefusedError
+from ckptool.formats.safetensors.writer import losses
 
 
 def converted(value: Any, target: str, folder: Path, *, legacy: bool = False, **how: Any) -> Path:

@@ -15,8 +15,8 @@ from dcp_folders import write_ranks
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.errors import ChangedError
-from ckptool.limits import LIMITS
+from ckptool.base.errors import ChangedError
+from ckptool.base.limits import LIMITS
 
 resource = pytest.importorskip("resource")
 
@@ -168,7 +168,7 @@ def test_a_folder_that_was_opened_by_a_relative_path(tmp_path: Path, monkeypatch
 
 def test_inputs_are_looked_at_once_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each output looked at every input: a million looks for a thousand ranks."""
-    from ckptool.pooling import PooledFile
+    from ckptool.files.pool import PooledFile
 
     folder = write_shards(tmp_path, "safetensors", 40)
     looked: list[str] = []

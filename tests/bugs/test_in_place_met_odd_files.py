@@ -12,8 +12,9 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.source import BytesSource
-from ckptool.zips import read_archive, versions
+from ckptool.files.sources import BytesSource
+from ckptool.files.zips.reader import read_archive
+from ckptool.files.zips.versions import versions
 
 
 @pytest.mark.parametrize("root", [b"\xff\xfe\xfd\xfc", b"a\\bc", b"a\nbc"])

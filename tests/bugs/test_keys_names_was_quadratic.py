@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptool.checkpoint.survey import TensorEntry
+from ckptool.checkpoint.tensors import Tensor
 from ckptool.cli.key_tables import labels
-from ckptool.survey import TensorEntry
-from ckptool.tensors import Tensor
 
 TENSOR = Tensor("dense", "float32", (), (), 0, "0", "cpu", False)
 

@@ -15,11 +15,12 @@ import torch
 from dcp_folders import write_ranks
 
 import ckptool
-from ckptool.formats import dcp_chunks, dcp_items
-from ckptool.formats.dcp_chunks import Chunk, ChunkedSource, regions_overlapping
-from ckptool.formats.dcp_metadata import Item, Listed, Metadata, merged_metadata
-from ckptool.limits import LIMITS
-from ckptool.source import BytesSource
+from ckptool.base.limits import LIMITS
+from ckptool.files.sources import BytesSource
+from ckptool.formats.dcp import chunks as dcp_chunks
+from ckptool.formats.dcp import items as dcp_items
+from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, regions_overlapping
+from ckptool.formats.dcp.metadata import Item, Listed, Metadata, merged_metadata
 
 
 def steps(call: Callable[[], Any]) -> int:
@@ -101,13 +102,13 @@ def test_a_piece_is_found_by_its_offset(tmp_path: Path) -> None:
 
 def test_each_file_is_opened_once_to_look_at_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items are listed tensor by tensor: in that order every one of them is in another file."""
-    from ckptool import pooling
+    from ckptool.files import pool
 
     ranks = LIMITS.open_files * 2
     folder = write_ranks(tmp_path / "saved", {f"w{n}": torch.zeros(ranks, 2) for n in range(5)}, ranks)
     opened: list[str] = []
-    real = pooling.open_file
-    monkeypatch.setattr(pooling, "open_file", lambda name: (opened.append(name), real(name))[1])
+    real = pool.open_file
+    monkeypatch.setattr(pool, "open_file", lambda name: (opened.append(name), real(name))[1])
     with ckptool.open(folder) as checkpoint:
         opened.clear()
         checkpoint.container.audit(())

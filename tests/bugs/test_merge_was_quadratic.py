@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.tensors import Storage
+from ckptool.checkpoint.tensors import Storage
 
 
 class Counted(dict[str, Storage]):

@@ -4,7 +4,7 @@ That of torch 1.13 could not be read at all."""
 
 from __future__ import annotations
 
-from ckptool.formats.dcp_metadata import EXPECTED
+from ckptool.formats.dcp.metadata import EXPECTED
 
 
 def test_names_of_older_versions_are_expected() -> None:

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from ckptool.human import salvage_step, undo_step
+from ckptool.base.text import salvage_step, undo_step
 
 
 @pytest.mark.parametrize(

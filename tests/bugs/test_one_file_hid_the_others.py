@@ -11,7 +11,7 @@ import pytest
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.errors import MalformedError, UnreadableError
+from ckptool.base.errors import MalformedError, UnreadableError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.errors import TargetError
+from ckptool.base.errors import TargetError
 
 
 def test_a_text_is_one_pattern() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 CASES = [
     (torch.tensor([100_000, 1]), "float16"),

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.formats import dcp_chunks
-from ckptool.formats.dcp_chunks import region_missing, regions_overlapping
-from ckptool.formats.dcp_metadata import Box
+from ckptool.formats.dcp import chunks as dcp_chunks
+from ckptool.formats.dcp.chunks import region_missing, regions_overlapping
+from ckptool.formats.dcp.metadata import Box
 
 #: Five around a hole in the middle, which is the fifth: a line goes between no two of them.
 RING: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]

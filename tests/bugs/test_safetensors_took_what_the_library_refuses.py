@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 import ckptool
-from ckptool.errors import MalformedError
+from ckptool.base.errors import MalformedError
 
 
 def file_of(path: Path, header: str, data: bytes = b"abcd") -> Path:

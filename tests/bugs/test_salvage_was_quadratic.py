@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from ckptool.files.sources import BytesSource
+from ckptool.files.zips.recovery import Walked
 from ckptool.formats import damaged
 from ckptool.formats.damaged import rescue_zip
-from ckptool.source import BytesSource
-from ckptool.zips import Walked
 
 
 class Counted(list[Walked]):

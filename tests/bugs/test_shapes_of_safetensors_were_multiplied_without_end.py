@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import ckptool
-from ckptool.errors import MalformedError
-from ckptool.formats import safetensors_header
-from ckptool.limits import LIMITS
+from ckptool.base.errors import MalformedError
+from ckptool.base.limits import LIMITS
+from ckptool.formats.safetensors import header as safetensors_header
 
 
 @pytest.mark.parametrize("size", [(1 << 64) - 1, 1, 0])

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.errors import PickleError
-from ckptool.pickles import decode, encode, phrase_reading
+from ckptool.base.errors import PickleError
+from ckptool.checkpoint.tensors import TensorReader
+from ckptool.pickles import fast_decode
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Graph, Instance
-from ckptool.tensors import TensorReader
 
 
 class Leaf(nn.Module):
@@ -81,8 +83,8 @@ def outcome(data: bytes) -> Any:
 
 def word_by_word(data: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phrase_reading, "_PHRASE", lambda *_: None)
-        patch.setattr(phrase_reading, "_NATIVE", lambda *_: None)
+        patch.setattr(fast_decode, "_PHRASE", lambda *_: None)
+        patch.setattr(fast_decode, "_NATIVE", lambda *_: None)
         return outcome(data)
 
 
@@ -99,14 +101,14 @@ def test_damaged_ones_are_the_same(data: bytes) -> None:
 
 
 def test_phrases_are_met(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, met = phrase_reading._NATIVE, [0]
+    real, met = fast_decode._NATIVE, [0]
 
     def counting(*arguments: Any) -> Any:
         found = real(*arguments)
         met[0] += found is not None
         return found
 
-    monkeypatch.setattr(phrase_reading, "_NATIVE", counting)
+    monkeypatch.setattr(fast_decode, "_NATIVE", counting)
     graph = decode(data).graph
     # The first ones have small memo numbers.
     assert met[0] > 100

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool import elements
+from ckptool.values import elements
 
 
 def test_a_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
-from ckptool.paths import parse_path
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.paths import parse_path
 
 from .finds import BOUNDS, CRASH, Find
 from .limits import MEMORY, SECONDS, TooLong, bounded

@@ -17,9 +17,9 @@ import torch
 from torture.compare import same, same_values, stripped, tensors
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
-from ckptool.limits import LIMITS
-from ckptool.paths import parse_path
+from ckptool.base.limits import LIMITS
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.paths import parse_path
 
 from .asking import guarded
 from .finds import EDIT, Find

@@ -31,8 +31,8 @@ def _pickle(data: bytes) -> None:
 
 
 def _zip(data: bytes) -> None:
-    from ckptool.source import BytesSource
-    from ckptool.zips.read import read_archive
+    from ckptool.files.sources import BytesSource
+    from ckptool.files.zips.reader import read_archive
 
     archive = read_archive(BytesSource(data))
     for record in archive.records[:20]:
@@ -42,24 +42,24 @@ def _zip(data: bytes) -> None:
 
 def _container(data: bytes) -> None:
     """Whatever the format: tar, legacy, and all that is told by the first bytes."""
-    from ckptool.checkpoint import Checkpoint
+    from ckptool.checkpoint.checkpoint import Checkpoint
+    from ckptool.files.sources import BytesSource
     from ckptool.formats import read_container
-    from ckptool.source import BytesSource
 
     source = BytesSource(data)
     _ = Checkpoint("<bytes>", source, read_container(source)).survey
 
 
 def _header(data: bytes) -> None:
-    from ckptool.formats.safetensors_header import read_header
-    from ckptool.source import BytesSource
+    from ckptool.files.sources import BytesSource
+    from ckptool.formats.safetensors.header import read_header
 
     # The length is made right: otherwise most inputs end there.
     read_header(BytesSource(len(data).to_bytes(8, "little") + data))
 
 
 def _metadata(data: bytes) -> None:
-    from ckptool.formats.dcp_metadata import read_metadata
+    from ckptool.formats.dcp.metadata import read_metadata
 
     read_metadata(data, ".metadata")
 
@@ -127,14 +127,8 @@ def _serve(name: str) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["ckptool"]):
-        import ckptool.checkpoint
-        import ckptool.formats.dcp_metadata
-        import ckptool.formats.safetensors_header
-        import ckptool.formats.torch_legacy
-        import ckptool.formats.torch_tar
-        import ckptool.formats.torch_zip
-        import ckptool.zips.read  # noqa: F401
-    from ckptool.errors import CkptoolError
+        pass
+    from ckptool.base.errors import CkptoolError
 
     function = TARGETS[name][1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import torch
 
-from ckptool.limits import LIMITS
+from ckptool.base.limits import LIMITS
 
 from .asking import Entry
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from _pytest.mark import ParameterSet
 
-from ckptool.validating import validation_report
+from ckptool.reports.validate import validation_report
 
 ROOT = "seed"
 #: Four floats under the key "0", unless a test says otherwise.

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckptool
-from ckptool.errors import MalformedError, RefusedError, UnreadableError
+from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
 
 FOLDER = FIXTURES / "dcp4"
 FILES = sorted(path.name for path in FOLDER.glob("*.distcp"))
@@ -410,7 +410,7 @@ def test_one_place_listed_twice_is_ambiguous(folder: Path, tmp_path: Path) -> No
 
 
 def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.formats import dcp
+    from ckptool.formats.dcp import folder as dcp_folder
 
     data = plain(TENSOR)
     folder = with_item(tmp_path / "saved", data, True)
@@ -419,8 +419,8 @@ def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monke
     found = Metadata({name: BytesStorageMetadata() for name in names}, {name: (name,) for name in names}, places)
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     opened: list[str] = []
-    real = dcp.open_item
-    monkeypatch.setattr(dcp, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    real = dcp_folder.open_item
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
     assert ckptool.validate(folder)["status"] == "invalid"
     assert len(opened) < 10
 

@@ -23,7 +23,7 @@ from saying import say
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.searching import Target, walk_folder
+from ckptool.formats.searching import Target, walk_folder
 
 SHARDS = 3
 

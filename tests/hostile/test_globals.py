@@ -43,7 +43,7 @@ from hostile_files import (
 )
 from saying import say
 
-from ckptool.validating import validation_report
+from ckptool.reports.validate import validation_report
 
 CALLED, NAMED, ALLOWED = "called when loaded", "not on torch's list", "allowed"
 EVIL = dumped(SYSTEM)

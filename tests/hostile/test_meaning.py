@@ -17,7 +17,7 @@ from oracle import load
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.errors import CkptoolError, RefusedError, UnreadableError
+from ckptool.base.errors import CkptoolError, RefusedError, UnreadableError
 
 FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
 STORED = {"0": FLOATS, "1": NINES}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import CORPUS, MANIFEST, Fixture, by_name, corpus_files, needs_corpus
 
-from ckptool.validating import validation_report
+from ckptool.reports.validate import validation_report
 
 #: What torch.save wrote, and nobody meddled with; protocol 0 of the old format is broken by torch itself.
 CLEAN = [

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.base.errors import CkptoolError, TargetError
+from ckptool.base.limits import LIMITS
+from ckptool.checkpoint.paths import children, parsed, spell_key
 from ckptool.cli.main import run
-from ckptool.errors import CkptoolError, TargetError
-from ckptool.limits import LIMITS
-from ckptool.paths import children, parsed, spell_key
 
 
 class Color(enum.Enum):

@@ -31,7 +31,7 @@ from hostile_files import (
     with_record,
 )
 
-from ckptool.zips.versions import Note, spelled
+from ckptool.files.zips.versions import Note, spelled
 
 #: Of processor time: a machine with other work to do is no reason to fail.
 SECONDS = 10

@@ -38,7 +38,7 @@ from hostile_files import (
 from saying import say
 
 import ckptool
-from ckptool.elements import stored_bytes
+from ckptool.values.elements import stored_bytes
 
 LOADS, REFUSES, EITHER = "loads", "refuses", "either"
 FIRST, OTHER = dumped({"w": TENSOR}), dumped({"other": TENSOR})

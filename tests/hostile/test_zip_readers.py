@@ -27,9 +27,9 @@ from hostile_files import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.errors import CkptoolError
-from ckptool.formats.torch_zip import read
-from ckptool.source import open_source
+from ckptool.base.errors import CkptoolError
+from ckptool.files.sources import open_source
+from ckptool.formats.torch.zip_reader import read
 
 PICKLE = dumped({"w": TENSOR})
 #: Names under the folder that a reader may find in the place of another.

@@ -16,11 +16,12 @@ from models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, fsdp, s
 from torch import nn
 
 import ckptool
+from ckptool.base.errors import MalformedError, RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
-from ckptool.errors import MalformedError, RefusedError, TargetError
-from ckptool.matching import match_checkpoint, wanted_of
-from ckptool.paths import parse_path
-from ckptool.steps import fitted
+from ckptool.edits.like.result import match_checkpoint
+from ckptool.edits.like.targets import wanted_of
+from ckptool.edits.pipeline import fitted
 
 
 def saved(made: Any, path: Path) -> Path:

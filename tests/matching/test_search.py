@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.errors import RefusedError
-from ckptool.matching import in_order, paired
-from ckptool.matching.comparison import Shape, agrees, fillable, score
-from ckptool.matching.search import search
-from ckptool.matching.steps import Step, cost, renaming
+from ckptool.base.errors import RefusedError
+from ckptool.edits.like.comparison import Shape, agrees, fillable, score
+from ckptool.edits.like.pairing import in_order, paired
+from ckptool.edits.like.search import search
+from ckptool.edits.like.steps import Step, cost, renaming
 
 Names = dict[str, Shape]
 

@@ -19,8 +19,10 @@ import pytest
 from pickle_oracle import alike, load
 from pickle_streams import stream
 
-from ckptool.errors import PickleError
-from ckptool.pickles import Decoded, decode, difference, encode
+from ckptool.base.errors import PickleError
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Global
 
 STREAMS = [stream(random.Random(seed), (5, 15, 40, 80)[seed % 4], accepted=seed % 5 == 0) for seed in range(8000)]

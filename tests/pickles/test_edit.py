@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from pickle_oracle import alike, load
 
-from ckptool.pickles import decode, difference, encode
 from ckptool.pickles import opcodes as op
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children
 
 

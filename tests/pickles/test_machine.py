@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import pytest
 from pickle_objects import dump
 
-from ckptool.errors import PickleError, TruncatedPickleError
-from ckptool.limits import LIMITS
-from ckptool.pickles import decode, difference, encode
+from ckptool.base.errors import PickleError, TruncatedPickleError
+from ckptool.base.limits import LIMITS
 from ckptool.pickles import opcodes as op
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Buffer, Dict, Graph, List, Node, Persistent, children
 
 MILLION = 1_000_000

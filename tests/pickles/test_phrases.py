@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.errors import PickleError
-from ckptool.limits import LIMITS
-from ckptool.pickles import decode, encode, phrase_reading, phrase_writing
+from ckptool.base.errors import PickleError
+from ckptool.base.limits import LIMITS
+from ckptool.pickles import fast_decode, fast_encode
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Call, Graph, Node, Persistent
 
 #: Tensors before the memo has numbers of four bytes, from which on there are phrases.
@@ -111,7 +113,7 @@ def one_by_one() -> Iterator[None]:
     """No phrases: every instruction by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ckptool.pickles.decode"], "read", lambda *_: -1)
-        patch.setattr(phrase_writing.Phrases, "write", lambda *_: b"")
+        patch.setattr(fast_encode.Phrases, "write", lambda *_: b"")
         yield
 
 
@@ -147,7 +149,7 @@ def outcome(data: bytes) -> object:
 
 def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How many phrases are read, and how many written."""
-    read, write, counts = phrase_reading.read, phrase_writing.Phrases.write, [0, 0]
+    read, write, counts = fast_decode.read, fast_encode.Phrases.write, [0, 0]
 
     def counting_read(*args: Any) -> int:
         end = read(*args)
@@ -160,7 +162,7 @@ def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         return code
 
     monkeypatch.setattr(sys.modules["ckptool.pickles.decode"], "read", counting_read)
-    monkeypatch.setattr(phrase_writing.Phrases, "write", counting_write)
+    monkeypatch.setattr(fast_encode.Phrases, "write", counting_write)
     assert encode(decode(data).graph) == data
     return counts[0], counts[1]
 

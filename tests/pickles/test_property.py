@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickle_objects import dump, graphs, python_dump
 
-from ckptool.pickles import decode, difference, encode
 from ckptool.pickles import opcodes as op
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import CONSTANTS, List, Persistent
 
 settings.register_profile("pickles", derandomize=True, deadline=None, database=None, max_examples=200)

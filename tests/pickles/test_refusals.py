@@ -7,8 +7,8 @@ import pickle
 import pytest
 from test_machine import graph_of, refusal, root_of
 
-from ckptool.limits import LIMITS
-from ckptool.pickles import decode
+from ckptool.base.limits import LIMITS
+from ckptool.pickles.decode import decode
 from ckptool.pickles.nodes import Call, Dict, Global
 
 # -- what CPython refuses, too ------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.errors import PickleError
-from ckptool.pickles import decode, difference, encode, respelled
+from ckptool.base.errors import PickleError
+from ckptool.pickles.compare import difference, respelled
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Graph
 
 

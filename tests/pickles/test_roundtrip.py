@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from pickle_objects import Holder, Keywords, Pid, Plain, Slots, dump, python_dump
 
-from ckptool.pickles import decode, difference, encode
 from ckptool.pickles import opcodes as op
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Extension
 
 PROTOCOLS = range(6)

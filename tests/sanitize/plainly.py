@@ -25,7 +25,7 @@ import torch
 
 import ckptool
 from ckptool.api import sanitize
-from ckptool.validating import validation_report
+from ckptool.reports.validate import validation_report
 
 #: Objects that become a dict of their attributes.
 _ATTRIBUTES = (

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckptool
 from ckptool.api import sanitize
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 
 class Tied(nn.Module):

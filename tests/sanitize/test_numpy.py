@@ -11,7 +11,7 @@ import pytest
 import torch
 from plainly import agrees, original, sanitized, saved
 
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 CODES = "?bhilqBHILQefdFD"
 DTYPES = [np.dtype(code).newbyteorder(order) for code in CODES for order in "<>"]  # type: ignore[call-overload]

@@ -21,7 +21,7 @@ import pytest
 import torch
 from plainly import agrees, original, sanitized, saved
 
-from ckptool.errors import RefusedError
+from ckptool.base.errors import RefusedError
 
 Namespace = argparse.Namespace
 HOUR = datetime.timedelta(hours=1)

@@ -23,7 +23,7 @@ from plainly import agrees, sanitized, saved
 
 import ckptool
 from ckptool.api import sanitize
-from ckptool.errors import CkptoolError, MalformedError
+from ckptool.base.errors import CkptoolError, MalformedError
 from ckptool.pickles import opcodes as op
 
 Namespace = argparse.Namespace

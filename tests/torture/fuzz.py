@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from fuzz.cases import built, planned
 
+from ckptool.base.errors import CkptoolError
 from ckptool.cli.main import COMMANDS
-from ckptool.errors import CkptoolError
 
 from .farm import farm
 from .memory import EDITS, acting, edited, opened, tell

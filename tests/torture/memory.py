@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ckptool import api
-from ckptool.checkpoint import Checkpoint
+from ckptool.base.errors import CkptoolError
+from ckptool.base.globs import Globs
+from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.summary import summary
-from ckptool.errors import CkptoolError
+from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
-from ckptool.listing import key_listing
-from ckptool.names import Globs
-from ckptool.planning import plan_of
-from ckptool.report import inspection
-from ckptool.source import BytesSource, Computed, Piece
-from ckptool.tree import tree_of
+from ckptool.formats.planning import plan_of
+from ckptool.reports.inspect import inspection
+from ckptool.reports.keys import key_listing
+from ckptool.reports.tree import tree_of
 
 __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptool import source, write
+from ckptool.files import sources, write
 
 from .rows import FIXTURES, Options, Tally
 from .stage import Stage, answer, writing
@@ -48,7 +48,7 @@ def _short(chance: random.Random, kernel: bool) -> Iterator[list[int]]:
         counted[0] += part < size
         return part
 
-    real_write, real_pread = os.write, source._pread
+    real_write, real_pread = os.write, sources._pread
     real_copy: Callable[..., int] = os.copy_file_range
     # A pause in which the kernel says that it cannot copy any further, as at the border of two file systems.
     gives_up = chance.random() < 0.3
@@ -61,7 +61,7 @@ def _short(chance: random.Random, kernel: bool) -> Iterator[list[int]]:
     replaced: list[tuple[Any, str, Any]] = [
         (os, "write", lambda fd, data: real_write(fd, data[: less(len(data))])),
         (os, "copy_file_range", copy),
-        (source, "_pread", lambda fd, size, offset: real_pread(fd, less(size), offset)),
+        (sources, "_pread", lambda fd, size, offset: real_pread(fd, less(size), offset)),
         (write.copying, "_CHUNK", chance.choice((512, 4096, 1 << 24))),
         (write.copying, "_BUFFER", chance.choice((512, 4096, 1 << 22))),
     ]

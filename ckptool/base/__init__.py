@@ -1,0 +1,1 @@
+"""Vocabulary that every room shares: errors, limits, dtypes, prefixes, globs, text."""

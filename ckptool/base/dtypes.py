@@ -1,0 +1,102 @@
+"""One table: torch dtype, width, the storage class that names it, its name in safetensors.
+
+Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), torch 2.13; safetensors 0.8.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+#: What people call dtypes.
+SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+class Dtype(NamedTuple):
+    """A torch dtype.
+
+    ``itemsize`` is in bytes per storage element; ``packed`` the values in one storage element (2 for
+    quint4x2); ``storage`` the class in ``torch`` that stands for it in a persistent id, or "" when
+    such tensors are saved with UntypedStorage and ``_rebuild_tensor_v3``; ``safetensors`` its name there, or "".
+    """
+
+    name: str
+    itemsize: int
+    storage: str
+    safetensors: str
+    floating: bool = False
+    packed: int = 1
+
+
+DTYPES: Final = (
+    Dtype("float64", 8, "DoubleStorage", "F64", True),
+    Dtype("float32", 4, "FloatStorage", "F32", True),
+    Dtype("float16", 2, "HalfStorage", "F16", True),
+    Dtype("bfloat16", 2, "BFloat16Storage", "BF16", True),
+    Dtype("float8_e5m2", 1, "", "F8_E5M2", True),
+    Dtype("float8_e4m3fn", 1, "", "F8_E4M3", True),
+    Dtype("float8_e5m2fnuz", 1, "", "F8_E5M2FNUZ", True),
+    Dtype("float8_e4m3fnuz", 1, "", "F8_E4M3FNUZ", True),
+    Dtype("float8_e8m0fnu", 1, "", "F8_E8M0", True),
+    # A torch element is one byte that holds two values, and shapes count bytes.
+    Dtype("float4_e2m1fn_x2", 1, "", "F4", True),
+    Dtype("complex128", 16, "ComplexDoubleStorage", ""),
+    Dtype("complex64", 8, "ComplexFloatStorage", "C64"),
+    Dtype("complex32", 4, "", ""),
+    Dtype("int64", 8, "LongStorage", "I64"),
+    Dtype("int32", 4, "IntStorage", "I32"),
+    Dtype("int16", 2, "ShortStorage", "I16"),
+    Dtype("int8", 1, "CharStorage", "I8"),
+    Dtype("uint8", 1, "ByteStorage", "U8"),
+    Dtype("uint16", 2, "", "U16"),
+    Dtype("uint32", 4, "", "U32"),
+    Dtype("uint64", 8, "", "U64"),
+    Dtype("bool", 1, "BoolStorage", "BOOL"),
+    Dtype("qint8", 1, "QInt8Storage", ""),
+    Dtype("quint8", 1, "QUInt8Storage", ""),
+    Dtype("qint32", 4, "QInt32Storage", ""),
+    Dtype("quint4x2", 1, "QUInt4x2Storage", "", packed=2),
+    Dtype("quint2x4", 1, "QUInt2x4Storage", "", packed=4),
+    Dtype("bits8", 1, "", ""),
+    Dtype("bits16", 2, "", ""),
+    Dtype("bits1x8", 1, "", ""),
+    Dtype("bits2x4", 1, "", ""),
+    Dtype("bits4x2", 1, "", ""),
+)
+
+BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
+#: Names under which torch exposes the same dtype.
+BY_NAME.update(
+    {
+        alias: BY_NAME[name]
+        for alias, name in (
+            ("double", "float64"),
+            ("float", "float32"),
+            ("half", "float16"),
+            ("cdouble", "complex128"),
+            ("cfloat", "complex64"),
+            ("chalf", "complex32"),
+            ("long", "int64"),
+            ("int", "int32"),
+            ("short", "int16"),
+        )
+    }
+)
+BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
+
+BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
+
+_UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")
+_UNKNOWN: Final = Dtype("unknown", 1, "", "")
+
+
+def storage_dtype(class_name: str) -> Dtype:
+    """The dtype that a storage class stands for.
+
+    UntypedStorage gives the dtype ``untyped`` of one byte; a class that torch does not know gives ``unknown``. What
+    stands before the last dot is a module: torch takes ``torch`` and ``cuda.FloatStorage`` as it takes ``torch.cuda``
+    and ``FloatStorage``.
+    """
+    class_name = class_name.rpartition(".")[2]
+    if class_name in ("UntypedStorage", "_UntypedStorage", "TypedStorage"):
+        return _UNTYPED
+    return BY_STORAGE.get(class_name, _UNKNOWN)

@@ -1,0 +1,110 @@
+"""Numbers and lists for people."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain, count
+from shlex import quote
+
+from .limits import LIMITS
+
+
+def human_bytes(size: int) -> str:
+    """``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
+    if size < 1000:
+        return "1 byte" if size == 1 else f"{size} bytes"
+    value, unit = size / 1000, 0
+    while value >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {('kB', 'MB', 'GB', 'TB', 'PB', 'EB')[unit]}"
+
+
+def human_count(count: int) -> str:
+    """``3,205``, ``11.2 M``, ``6.74 B``: parameters."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= limit:
+            value = count / limit
+            return f"{value:.{2 if value < 10 else 1}f} {unit}"
+    return f"{count:,}"
+
+
+def cut(text: str, size: int = LIMITS.cell_chars) -> str:
+    """The text in one cell: cut where it is too long."""
+    return text if len(text) <= size else text[: size - 3] + "..."
+
+
+def shown(text: str) -> str:
+    """The text in quotes, cut where it is too long."""
+    return repr(cut(text))
+
+
+def argument(path: str) -> str:
+    """A path as a command line has it, to be pasted into a shell."""
+    if path.startswith("-"):
+        path = f"./{path}"
+    if path.isprintable():
+        return quote(path)
+    # What acts on a terminal is not printed. Bash, zsh and POSIX of 2024 read this.
+    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else _octal(char) for char in path) + "'"
+
+
+def _octal(char: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
+
+
+def salvage_step(path: str) -> str:
+    """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
+    if os.path.isdir(path):
+        return "get the files again that are missing or damaged"
+    return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
+
+
+def suggested_output(path: str, word: str = "", extension: str = "") -> str:
+    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` where that is
+    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
+
+    Of an address within an archive, ``outer.zip!run/a.pth``, the name of the member counts: ``a.cpu.pth``.
+    """
+    if "!" in path and not os.path.lexists(path):
+        path = os.path.basename(path.rpartition("!")[2])
+    stem, suffix = os.path.splitext(os.path.normpath(path))
+    if os.path.isdir(path):
+        stem, suffix = os.path.normpath(path), ""
+    if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
+        stem, inner = os.path.splitext(stem)
+        suffix = inner + suffix
+    elif suffix == ".tar":
+        suffix = ".pth"  # an edit of the format of torch 0.1 makes a zip
+    stem = f"{stem}.{word}" if word else stem
+    suffix = extension or suffix
+    names = (f"{stem}.{number}{suffix}" for number in count(2))
+    return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
+
+
+def rename_step(path: str, extension: str) -> str:
+    """Return the next step for a file whose name says that it is of another format."""
+    return f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"
+
+
+def undo_step(path: str) -> str:
+    """The next step for a file whose last edit in place is to be taken back."""
+    return f"ckptool undo {argument(path)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 tensor``, ``2,000 tensors``."""
+    if count == 1:
+        return f"1 {noun}"
+    plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
+    return f"{count:,} {plural}"
+
+
+def listed(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
+    """``a, b and c``; beyond ``most`` items the rest is counted."""
+    total = len(items) if total is None else total
+    shown = [cut(item) for item in items[:most]]
+    if total > len(shown):
+        return ", ".join(shown) + f" and {total - len(shown):,} more"
+    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1] if shown else ""

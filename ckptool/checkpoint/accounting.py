@@ -1,0 +1,125 @@
+"""Sums over a survey: bytes by entry, device and dtype, what is shared, what views drag along unused."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from .survey import Survey
+from .tensors import Tensor, extent
+
+
+class Share(NamedTuple):
+    """How much falls to one device or dtype: tensors (each place counts) and bytes (each byte counts once).
+
+    ``others`` are those of its bytes that are in storages of no tensor here, such as the constants of a program.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+    others: int = 0
+
+
+class Account(NamedTuple):
+    """``entry_bytes`` are the bytes of storages by number of the top-level entry that mentions them first;
+    ``tied`` the groups of keys in state dicts that are one tensor or one storage."""
+
+    devices: list[Share]
+    dtypes: list[Share]
+    entry_bytes: list[int]
+    entry_tensors: list[int]
+    storage_bytes: int
+    unused_bytes: int
+    shared_storages: int
+    wasteful: list[tuple[str, int, int]]
+
+
+def account(survey: Survey) -> Account:
+    """Add up a survey."""
+    reader, storages = survey.reader, survey.reader.storages
+    entry_bytes, entry_tensors = [0] * len(survey.entries), [0] * len(survey.entries)
+    located: dict[str, int] = {}
+    typed: dict[str, list[int]] = {}
+    views: dict[str, list[tuple[int, int, int]]] = {}
+    first: dict[str, str] = {}
+    sharers: dict[str, int] = {}
+    marks: set[object] = set()
+    for entry in survey.tensors:
+        tensor = entry.tensor
+        located[tensor.location] = located.get(tensor.location, 0) + 1
+        kind = typed.setdefault(tensor.dtype, [0, 0])
+        kind[0] += 1
+        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
+        if mark not in marks:
+            marks.add(mark)
+            kind[1] += tensor.own_bytes
+        if entry.top >= 0:
+            entry_tensors[entry.top] += 1
+        for part in reader.parts(tensor) if tensor.parts else (tensor,):
+            key = part.storage
+            if not key:
+                continue
+            sharers[key] = sharers.get(key, 0) + 1
+            if key not in first:
+                first[key] = entry.path
+                if entry.top >= 0:
+                    entry_bytes[entry.top] += storages[key].nbytes
+            size = extent(part.shape, part.stride)
+            width = part.own_bytes // max(part.numel, 1) or 1
+            views.setdefault(key, []).append((part.offset * width, size * width, distinct_elements(part) * width))
+    for path, ref, top in survey.storages:
+        storage = reader.storage(ref)
+        if storage is not None:
+            if storage.key not in first and top >= 0:
+                entry_bytes[top] += storage.nbytes
+            first.setdefault(storage.key, path)
+            views.setdefault(storage.key, []).append((0, storage.nbytes, storage.nbytes))
+    devices: dict[str, int] = dict.fromkeys(located, 0)
+    others: dict[str, int] = {}
+    total = unused = 0
+    wasteful = []
+    for key, storage in storages.items():
+        nbytes = storage.nbytes
+        devices[storage.location] = devices.get(storage.location, 0) + nbytes
+        total += nbytes
+        spans = views.get(key)
+        if spans is None:
+            others[storage.location] = others.get(storage.location, 0) + nbytes
+            continue
+        waste = nbytes - min(_covered(spans), nbytes) if spans[0][2] != nbytes or len(spans) > 1 else 0
+        if waste > 0:
+            unused += waste
+            wasteful.append((first[key], nbytes - waste, nbytes))
+    wasteful.sort(key=lambda item: item[1] - item[2])
+    return Account(
+        [Share(name, located.get(name, 0), size, others.get(name, 0)) for name, size in devices.items()],
+        [Share(name, count, size) for name, (count, size) in typed.items()],
+        entry_bytes,
+        entry_tensors,
+        total,
+        unused,
+        sum(count > 1 for count in sharers.values()),
+        wasteful,
+    )
+
+
+def distinct_elements(tensor: Tensor) -> int:
+    """Elements of the storage that a view reads: its size without the dimensions that repeat (stride 0)."""
+    if not tensor.stride:
+        return tensor.numel
+    return prod(size for size, step in zip(tensor.shape, tensor.stride) if step or not size)
+
+
+def _covered(spans: list[tuple[int, int, int]]) -> int:
+    """Bytes of a storage that views (offset, extent, distinct bytes) read; a guess upwards where they overlap."""
+    spans = sorted(spans)
+    covered = 0
+    begin, end, alone = 0, 0, 0
+    for offset, size, distinct in spans:
+        if offset < end:
+            end, alone = max(end, offset + size), 0
+            continue
+        covered += min(alone, end - begin) if alone else end - begin
+        begin, end, alone = offset, offset + size, distinct
+    return covered + (min(alone, end - begin) if alone else end - begin)

@@ -1,0 +1,232 @@
+"""What a format module makes of a file: a ``Container``, and the data that it gives of its storages and problems."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from ..files.sources import Appending, Piece, Plan, Span
+from ..pickles.nodes import Graph
+
+#: Problems on whose account no edit is written: it would carry the damage over under a good name.
+DAMAGED = "damaged"
+CUT = "cut"
+#: Its values are not what stands in the file: readers that map it take a deflate stream for them.
+DEFLATED = "deflated"
+#: Of a file that holds former versions of itself.
+EDITED = "edited-in-place"
+#: Of a checkpoint in several files something is missing.
+INCOMPLETE = "incomplete"
+#: Shards without an index that transformers takes: all is there, and an output has one.
+NO_INDEX = "no-index"
+UNEDITABLE = frozenset(
+    (
+        *(DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"),
+        *("item-overlap", "odd-metadata"),
+    )
+)
+
+#: What would have taken too long to find out.
+UNCHECKED = "not-checked"
+#: Codes of the problems on whose account nobody knows what torch reads.
+_UNCLEAR = (
+    *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
+    *("directory-gap", "directory-rest", "end-records", "zip64-twice", "entry-fields", "name-twice", "name-long"),
+    *("name-nul", "stored-size", "two-versions", "other-disk", "end-count"),
+)
+#: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
+TWO_FORMATS = "two-formats"
+ODD_MEMBER = "odd-member"
+AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", "tensor-twice", UNCHECKED))
+
+
+class Problem(NamedTuple):
+    """Something about the container that a user should know.
+
+    ``level`` is "note", "warning" or "error"; ``refused`` says that torch.load does not take such a file.
+    ``where`` names a record, ``offset`` is in bytes into the file, -1 for none.
+    """
+
+    code: str
+    level: str
+    message: str
+    refused: bool = False
+    where: str = ""
+    offset: int = -1
+
+
+class StoredBytes(NamedTuple):
+    """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes inflated, ``compressed``
+    whether the span must be inflated; ``crc`` the CRC-32 of the inflated bytes on record, as in a ``Body``."""
+
+    span: Span | None
+    size: int
+    compressed: bool = False
+    crc: int | None = None
+
+
+class Body(NamedTuple):
+    """The bytes of a storage that an edit made or brought from another file.
+
+    ``piece`` as they are to be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
+    known without reading them (0 where its writer did not compute one, None where the format has none), ``compressed``
+    whether ``piece`` is a deflate stream.
+    """
+
+    piece: Piece
+    size: int
+    crc: int | None = None
+    compressed: bool = False
+
+
+class StoredRecord(NamedTuple):
+    """One stretch of a file with content of its own: a record of a zip, a storage of a legacy file.
+
+    ``span`` are its bytes as stored, ``size`` its bytes inflated; ``crc`` the CRC-32 of the inflated bytes on
+    record: 0 for "not computed", None where the format has none. ``key`` is that of the storage, "" for another
+    record; ``part_of`` that of a storage of which the record holds a part.
+    """
+
+    name: str
+    span: Span
+    size: int
+    crc: int | None
+    compressed: bool
+    key: str
+    part_of: str = ""
+
+
+#: What is stored by its name, with all that the metadata say of it: two files that hold the same have equal ones.
+Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
+
+
+class FoundPickle(NamedTuple):
+    """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
+    ``error`` says why. ``rest`` are bytes behind its STOP. ``unchecked`` ones stand for what would have taken too long
+    to find."""
+
+    where: str
+    graph: Graph | None
+    error: str = ""
+    rest: int = 0
+    unchecked: bool = False
+
+
+class Traits(NamedTuple):
+    """What there is to know of a format, as data: nobody asks for its name.
+
+    ``pickled``: there is a pickle, that is, torch.load may run something. ``unsummed``: what has no checksums, in
+    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a folder, or what it
+    is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with another
+    pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one behind the
+    other after the pickles, in an order of their own. ``sharded``: a folder of weights, which an edit may put into one
+    file, by its name. ``named``: the root is tensors by their names and nothing else, whatever these are.
+    """
+
+    pickled: bool = True
+    unsummed: str = ""
+    loads: Literal["file", "each file", "converted"] = "file"
+    written: str = "same"
+    former: str = ""
+    in_a_row: bool = False
+    sharded: bool = False
+    pieces: bool = False
+    named: bool = False
+
+
+class Container(Protocol):
+    """What a format module makes of a file; the only thing that commands see of a format."""
+
+    @property
+    def format(self) -> str:
+        """ "torch-zip", "torch-legacy", ..."""
+        ...
+
+    @property
+    def traits(self) -> Traits:
+        """What there is to know of the format."""
+        ...
+
+    @property
+    def writer(self) -> str:
+        """Which torch wrote it, in words."""
+        ...
+
+    @property
+    def graph(self) -> Graph:
+        """The object as it is in the file."""
+        ...
+
+    @property
+    def pickle(self) -> bytes:
+        """The bytes of that object, up to its STOP at least."""
+        ...
+
+    @property
+    def root(self) -> str:
+        """The folder that the records are in, "" where there is none."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts that the format keeps beside the tensors: ``__metadata__`` of safetensors."""
+        ...
+
+    @property
+    def others(self) -> Sequence[Graph]:
+        """The other pickles that torch loads with it: four in a legacy file."""
+        ...
+
+    @property
+    def byteorder(self) -> str:
+        """ "little" or "big"."""
+        ...
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What is wrong or odd about the container; what opens it may add to that."""
+        ...
+
+    def stored_size(self, key: str) -> int | None:
+        """The bytes that are there for the storage ``key``, inflated; None where there are none."""
+        ...
+
+    def stored(self, key: str) -> StoredBytes:
+        """Where the bytes of the storage ``key`` are."""
+        ...
+
+    def records(self) -> Iterable[StoredRecord]:
+        """Everything stored, in the order of the file; raises MalformedError where a record cannot be found."""
+        ...
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        """What is stored beside the object. With ``checked`` it is looked at where it should be.
+
+        Raises MalformedError where it is not there.
+        """
+        ...
+
+    def audit(self, keys: Collection[str]) -> Sequence[Problem]:
+        """What a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
+        ...
+
+    def pickles(self) -> Iterable[FoundPickle]:
+        """Every pickle in the file, the object itself first."""
+        ...
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        """The output file with another pickle, or with None the file as it is."""
+        ...
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        """The version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the order
+        of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since 1970.
+
+        Raises RefusedError where the format has no room for that.
+        """
+        ...
+
+
+def of_records(container: Container, *, checked: bool = False) -> Manifest:
+    """The manifest of a format that has nothing shorter than its records."""
+    return {record.name: (record.size, record.crc, record.compressed) for record in container.records()}

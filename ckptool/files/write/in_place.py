@@ -1,0 +1,168 @@
+"""Edits in place: what is there never changes, a new version is appended behind it and can be taken back.
+
+Three steps, each on the disk before the next one begins: the new end of the file, which leads to the old directory; all
+that comes before it; the one byte by which the end leads to the new directory. Killed, or out of power, the file is the
+former version before the last step and the new one behind it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from ...base.errors import OutputError, RefusedError
+from ...base.text import undo_step
+from ..sources import BLOCK, Appending, FileSource, Source, open_source
+from .copying import write_all, writing
+from .output import Check
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+#: Of the 65,557 bytes in which an end record is looked for; it stands within the last sector of a step.
+_SIGHT: Final = 15 * BLOCK
+
+
+class _Finished:
+    """A file as it will be when its last bytes are ``ending``; see ``Source``."""
+
+    def __init__(self, file: FileSource, ending: bytes) -> None:
+        self.name, self.size = file.name, file.size
+        self._file, self._ending = file, ending
+        self._at = file.size - len(ending)
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self._file.read(offset, size)
+        if not data or offset + len(data) <= self._at:
+            return data
+        kept = data[: max(self._at - offset, 0)]
+        begin = max(offset - self._at, 0)
+        return kept + self._ending[begin : begin + len(data) - len(kept)]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@writing()
+def append(appending: Appending, source: FileSource, check: Check | None = None) -> None:
+    """Append a version to the file behind ``source``; readers that have it open or mapped are not disturbed.
+
+    ``check`` is given the file as it will be after the last step, before that is done; it raises ReadBackError where
+    that is not what it must be. Raises OutputError when it cannot be written, RefusedError when another process edits
+    it, ChangedError when it changed since it was read. Whatever happens, the file is the former version, byte for byte,
+    or the new one.
+    """
+    with _opened(source) as fd:
+        done = False
+        try:
+            end = appending.size
+            for size in _ends(appending.at, end):
+                _put(fd, size - len(appending.holding), appending.holding)
+                os.fsync(fd)
+            _put(fd, appending.at, appending.body)
+            os.fsync(fd)
+            if check is not None:
+                _read_back(appending, source.name, check)
+            done = True
+            _put(fd, end - len(appending.ending), appending.ending)
+            os.fsync(fd)
+        except BaseException:
+            _take_back(fd, appending.at, source.name, done)
+            raise
+
+
+def _read_back(appending: Appending, path: str, check: Check) -> None:
+    staged: Source = _Finished(open_source(path), appending.ending)
+    try:
+        check(staged)
+    finally:
+        staged.close()
+
+
+def _ends(size: int, end: int) -> Iterator[int]:
+    """The sizes through which a file grows, in bytes.
+
+    Readers look for the end records in the last 64 KiB alone, and a disk may keep the size of a file without what was
+    written there: so each step leaves the end records of the one before it in their sight.
+    """
+    while size + _SIGHT < end:
+        size = (size + _SIGHT) // BLOCK * BLOCK
+        yield size
+    yield end
+
+
+@writing()
+def shorten(source: FileSource, size: int) -> None:
+    """Cut the file behind ``source`` to its first ``size`` bytes: the version that ended there is back.
+
+    Raises as ``append`` does.
+    """
+    with _opened(source) as fd:
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+
+
+@writing()
+def check_idle(source: FileSource) -> None:
+    """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
+    _lock(source.fd, source.name, exclusively=False)
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(source.fd, fcntl.LOCK_UN)
+    source.check_unchanged()
+
+
+@contextmanager
+def _opened(source: FileSource) -> Iterator[int]:
+    """The file behind a source for writing, locked; OSErrors become OutputErrors."""
+    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(source.name, flags)
+    except OSError as error:
+        raise OutputError(f"it cannot be edited: {error.strerror or error}", path=source.name) from error
+    try:
+        _lock(fd, source.name)
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != source.identity:
+            raise RefusedError("another file has its name now", path=source.name, next="try again")
+        source.check_unchanged()
+        yield fd
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
+    finally:
+        with suppress(OSError):  # what it tells was asked for by fsync before
+            os.close(fd)
+
+
+def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise RefusedError("another process edits it in place", path=path, next="try again later") from error
+        # A filesystem without locks.
+
+
+def _put(fd: int, at: int, data: bytes) -> None:
+    os.lseek(fd, at, os.SEEK_SET)
+    write_all(fd, data)
+
+
+def _take_back(fd: int, size: int, path: str, done: bool) -> None:
+    """Cut an edit that failed off again; ``done`` says that readers may see it already."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        state = "may be the new one already" if done else "is the former one"
+        what = f"an edit that failed cannot be taken back ({error.strerror}): the version that torch reads {state}"
+        raise OutputError(what, path=path, next=undo_step(path)) from error
+    with suppress(OSError):  # where it comes back after all, it leads to the former version still
+        os.fsync(fd)

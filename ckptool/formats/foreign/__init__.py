@@ -1,0 +1,1 @@
+"""Files that are not checkpoints of torch: each is named, with the tool that opens it."""

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face: weights alone or in shards, with an index."""

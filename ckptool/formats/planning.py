@@ -1,0 +1,407 @@
+"""From an edited checkpoint to the plan of its file: the same file with another pickle, or a file laid out anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from shlex import quote
+from typing import Final, NamedTuple, TypeAlias
+
+from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
+from ..base.text import argument, salvage_step, suggested_output
+from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
+from ..checkpoint.graph_editor import used_storages
+from ..checkpoint.objects import mapping
+from ..checkpoint.programs import program_of
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor, TensorReader
+from ..files.pool import open_pooled
+from ..files.sources import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
+from ..pickles.nodes import Call, Dict, Graph, Ref, children
+from ..safety.storages import storage_flaws
+from ..values.elements import holds_rows, tensor_size
+from . import read_folder
+from .dcp.writer import losses, plan
+from .hf import folder as hf_folder
+from .hf import ranks as hf_ranks
+from .hf import writer as hf_writer
+from .losses import Loss
+from .programs import writer as programs_writer
+from .proof import codec_is_exact, verified_pickle
+from .safetensors import writer as safetensors_writer
+from .torch import legacy_writer, zip_writer
+
+#: What the names of outputs that hold one format end with.
+_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
+_SAFETENSORS: Final = ".safetensors"
+
+#: The output, and whether its pickle is proven byte-exact.
+_Planned: TypeAlias = tuple[Plan | Files, bool]
+#: Targets whose format has no checksums.
+_WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
+#: Folders whose weights an edit may put into one file, by the name of the output.
+_WEIGHTS: Final = (hf_folder.HfFolder, hf_ranks.HfRanks)
+
+
+def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
+    """The output file or folder of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
+
+    ``output`` is its name where that is known. Raises MalformedError for a damaged file, RefusedError where something
+    would be lost, or the name says another format.
+    """
+    if not follow_links:
+        _refuse_links(checkpoint)
+    if checkpoint.target is not None:
+        _check_target(checkpoint.target, output)
+    elif checkpoint.edited or isinstance(checkpoint.source, FolderSource):
+        _check_name(checkpoint, output)
+    target = target_of(checkpoint, output)
+    if target is not None or checkpoint.changes:
+        refuse_damage(checkpoint)
+    if target is None:
+        return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
+    planned, exact = _PLANS[target.format](checkpoint, target)
+    if not exact:
+        _refuse_discarded(checkpoint)
+    planned = _with_claims(checkpoint, target, planned)
+    if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
+        planned = _with_companions(checkpoint, planned, follow_links)
+    return planned, exact
+
+
+def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
+    """What is written under a name; None where that is the input as it is."""
+    # A folder that is not edited is written anew where one file is to be made of it.
+    if not checkpoint.edited and not (checkpoint.traits.sharded and not makes_folder(checkpoint, output)):
+        return None
+    return checkpoint.target or _own_target(checkpoint, output)
+
+
+def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
+    """Does an edit of it, under this name, write a folder?"""
+    if checkpoint.traits.sharded:
+        return not output.endswith((_SAFETENSORS, *_TORCH))
+    return isinstance(checkpoint.source, FolderSource)
+
+
+def parts_of(folder: str) -> frozenset[str]:
+    """The names of the files that are the checkpoint in a folder: those that its index or ``.metadata`` names. Nothing
+    where it cannot be read."""
+    try:
+        found = read_folder(folder)
+    except CkptoolError:
+        return frozenset()
+    if found is None:
+        return frozenset()
+    found[0].close()
+    return found[0].parts
+
+
+class Companions(NamedTuple):
+    """Names of files of a folder that are no part of the checkpoint: those that go along with what is written, as they
+    are, those that do not, and of these the links out of the folder that would have."""
+
+    copied: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+
+def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
+    """What becomes of the files beside the tensors of a folder."""
+    source = checkpoint.source
+    if not isinstance(source, FolderSource):
+        return Companions()
+    beside = [os.path.basename(path) for path in (*source.beside, *source.links)]
+    there = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
+    copied = tuple(name for name in beside if name in there)
+    own = {os.path.basename(file.name) for file in source.files}
+    rest = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
+    links = {os.path.basename(path) for path in source.links} if isinstance(planned, Files) else set()
+    return Companions(copied, tuple(sorted(rest.difference(copied) - links)), tuple(sorted(links.difference(copied))))
+
+
+def _refuse_discarded(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError where torch fails at what the pickle makes and throws away: written again, it would load.
+
+    To leave that out is what ``sanitize`` is asked for.
+    """
+    if any(change.edit == "sanitize" for change in checkpoint.changes):
+        return
+    own = Checkpoint(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    graph, reader = own.graph, own.survey.reader
+    kept = _kept(graph)
+    used = {storage.key for ref, storage in reader.uses() if ref in kept}
+    for flaw in storage_flaws(own):
+        of_storage = flaw.code in ("missing-storage", "storage-size")
+        if flaw.refused and (flaw.path not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
+            what = f"torch fails at what its pickle makes and throws away: {flaw.message}"
+            raise RefusedError(what, path=checkpoint.path)
+
+
+def _kept(graph: Graph) -> set[Ref]:
+    """What the root leads to in the object that comes of a graph: not the earlier values of a key that is set twice."""
+    kept, work = set[Ref](), [graph.root]
+    while work:
+        ref = work.pop()
+        if ref in kept:
+            continue
+        kept.add(ref)
+        node = graph.nodes[ref]
+        if isinstance(node, Dict | Call) and (pairs := mapping(graph, ref)) is not None:
+            work += [part for pair in pairs for part in pair]
+            work += () if isinstance(node, Dict) else (node.func, *node.items, *node.states)
+        else:
+            work += children(node)
+    return kept
+
+
+def _refuse_links(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError for a part of a folder that is a link out of it: a repository may bring one to any file."""
+    files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
+    link = next((file.name for file in files if leads_out(file.name)), "")
+    if link:
+        what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
+        step = "if its content may go into the output, add --follow-links"
+        raise RefusedError(what, path=checkpoint.path, next=step)
+
+
+def _with_companions(checkpoint: Checkpoint, planned: Plan | Files, follow_links: bool) -> Plan | Files:
+    """A folder that is written, with the files beside the tensors of the folder that was read."""
+    if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, Files):
+        return planned
+    there = {name for name, _ in planned.files}
+    every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
+    beside = [path for path in every if os.path.basename(path) not in there and os.path.isfile(path)]
+    more = [(os.path.basename(path), open_pooled(path)) for path in beside]
+    return Files((*planned.files, *((name, Plan((Span(file, 0, file.size),))) for name, file in more)))
+
+
+def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) -> Plan | Files:
+    """An output with the checksums of its input that it does not carry on, because its format has none, or because it
+    gets new ones: this is the last time to look at them."""
+    every = target.format in _WITHOUT_CHECKSUMS
+    if checkpoint.traits.unsummed or not (every or target.format == "dcp" or checkpoint.traits.pieces):
+        return planned
+    found = checkpoint.survey
+    names: dict[str, str] = {}
+    carried = set() if every else set(found.reader.storages)
+    for entry in found.tensors:
+        parts = found.reader.parts(entry.tensor) if not target.key or found.within(entry, target.key) else ()
+        for part in parts:
+            names.setdefault(part.storage, entry.path)
+            # An item of DCP has the elements of one tensor, which may be a part of a storage.
+            if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
+                carried.discard(part.storage)
+    claims = []
+    for record in checkpoint.container.records():
+        key = record.key or record.part_of
+        if key in names and record.crc and (record.part_of or key not in carried):
+            where = f"the storage of {names[key]}"
+            claims.append(Claim(record.span, record.size, record.compressed, record.crc, where))
+    if isinstance(planned, Plan):
+        return planned._replace(claims=tuple(claims))
+    (name, first), *others = planned.files
+    return Files(((name, first._replace(claims=tuple(claims))), *others))
+
+
+def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Are its elements all the bytes of its storage as they are?"""
+    plain = checkpoint.container.byteorder == "little" and not tensor.dtype.startswith("complex")
+    whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
+    return plain and whole and holds_rows(tensor)
+
+
+def _own_target(checkpoint: Checkpoint, output: str) -> Target:
+    """The format of its file, which an edit keeps."""
+    container, own = checkpoint.container, checkpoint.traits.written
+    if isinstance(container, _WEIGHTS):
+        size = container.shard_size or hf_writer.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
+        return Target(own, "", "", container.metadata, size, stem=container.stem, variant=container.variant)
+    return Target("torch" if own == "same" and checkpoint.anew else own, metadata=container.metadata)
+
+
+def _check_name(checkpoint: Checkpoint, output: str) -> None:
+    """Raise RefusedError for an output whose name says another format than it would have."""
+    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
+    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
+    again: Again | None = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
+    if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
+        what = "the name says one file, and an edit keeps the format, which is a folder"
+        option = " --to-format torch" if output.endswith(".tar") else ""
+        step = (
+            f"make one file of it, and edit that: ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
+        )
+        again = None
+    elif checkpoint.pickled and output.endswith(_SAFETENSORS):
+        what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
+    elif not checkpoint.pickled and output.endswith(_TORCH):
+        what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
+    else:
+        return
+    raise RefusedError(what, path=output, next=step, again=again)
+
+
+def _check_target(target: Target, output: str) -> None:
+    """Raise RefusedError for an output whose name says another format than was asked for."""
+    stem = os.path.splitext(output)[0]
+    if output.endswith((_SAFETENSORS, *_TORCH)) and (target.shard_size or target.format == "dcp"):
+        what, called = "the name says one file, and the output is a folder", stem
+    elif output.endswith(_SAFETENSORS) and target.format != "safetensors":
+        what, called = (
+            f"the name says safetensors, and the format is {target.format}: no library would load it",
+            f"{stem}.pth",
+        )
+    elif output.endswith(_TORCH) and target.format == "safetensors":
+        what = "the name says torch, and the format is safetensors: older versions of torch.load do not load it"
+        called = stem + _SAFETENSORS
+    else:
+        return
+    raise RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
+
+
+def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
+    """The input byte for byte, all its files where it is a folder."""
+    source = checkpoint.source
+    if not isinstance(source, FolderSource):
+        return checkpoint.container.plan(None)
+    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
+
+
+def _same(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """The input with another pickle."""
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+def _program(checkpoint: Checkpoint, target: Target) -> _Planned:
+    program = program_of(checkpoint)
+    assert program is not None
+    return programs_writer.plan(checkpoint, program)
+
+
+def _torch(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """A zip, or a folder of shards that are one each."""
+    if target.shard_size:
+        whole = _whole(checkpoint, target, "a folder of shards")
+        return hf_writer.plan(checkpoint, whole, target, target.shard_size), True
+    return zip_writer.plan(checkpoint), _is_exact(checkpoint)
+
+
+def _legacy(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """The sequential format; a file that has it already keeps what it can."""
+    if not checkpoint.anew:
+        return _same(checkpoint, target)
+    return legacy_writer.plan(checkpoint), _is_exact(checkpoint)
+
+
+def _is_exact(checkpoint: Checkpoint) -> bool:
+    # What is built of a program is new: there is no pickle that it could differ from.
+    return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
+
+
+def _safetensors(checkpoint: Checkpoint, target: Target) -> _Planned:
+    """A safetensors file, or a folder of shards."""
+    whole = _whole(checkpoint, target, "a folder of shards" if target.shard_size else "a safetensors file")
+    _refuse(checkpoint, lambda: safetensors_writer.losses(checkpoint, whole), "safetensors")
+    if target.shard_size:
+        return hf_writer.plan(checkpoint, whole, target, target.shard_size), True
+    # Converted, it is what the library writes; edited, what it was.
+    in_order = checkpoint.target is None
+    return safetensors_writer.plan(
+        checkpoint, whole, tied=target.tied, metadata=target.metadata, in_order=in_order
+    ), True
+
+
+def _dcp(checkpoint: Checkpoint, target: Target) -> _Planned:
+    _refuse(checkpoint, lambda: losses(checkpoint), "a DCP folder")
+    return plan(checkpoint), True
+
+
+def _whole(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
+    """The state dict that goes into an output of one alone; raises RefusedError where there is none."""
+    found = state_dict_of(checkpoint, target)
+    if found is None:
+        raise RefusedError(
+            f"{output} holds tensors by their names and nothing else", path=checkpoint.path, next=_way_out(checkpoint)
+        )
+    return found
+
+
+def state_dict_of(checkpoint: Checkpoint, target: Target) -> StateDict | None:
+    """The state dict that goes into an output of one alone."""
+    return next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+
+
+def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
+    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has asked before."""
+    found = losses() if checkpoint.target is None else []
+    if found:
+        what = f"{output} cannot hold {found[0].words}"
+        raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
+
+
+def _way_out(checkpoint: Checkpoint) -> str:
+    path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
+    return f"make a torch file of it first: ckptool convert {argument(path)} -o {argument(output)}"
+
+
+#: How each format is written, by the name that a target has for it: "same" is the input's own with another pickle.
+_PLANS: Final[Mapping[str, Callable[[Checkpoint, Target], _Planned]]] = {
+    "same": _same,
+    "program": _program,
+    "torch": _torch,
+    "legacy": _legacy,
+    "safetensors": _safetensors,
+    "dcp": _dcp,
+}
+
+
+class InPlace(NamedTuple):
+    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``.
+
+    ``unused_bytes`` are those of the storages that the edit left out: they stay in the file.
+    """
+
+    appending: Appending | None
+    exact: bool = True
+    unused_bytes: int = 0
+
+
+def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
+    """The edited checkpoint as a new version behind its own file.
+
+    ``edit`` says what was done and ``time`` when, in seconds since 1970. Raises RefusedError where that takes new bytes
+    of tensors, or the format has no room for it.
+    """
+    if not checkpoint.edited:
+        return InPlace(None)
+    refuse_damage(checkpoint)
+    if checkpoint.added or checkpoint.also:
+        what = "the edit makes new bytes of tensors, which only a new file holds"
+        raise RefusedError(what, path=checkpoint.path, next="write it with -o")
+    program = program_of(checkpoint)
+    if program is not None:
+        return InPlace(*programs_writer.append(checkpoint, program, edit, time))
+    used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
+    gone = before.keys() - used.keys()
+    data, exact = verified_pickle(checkpoint)
+    if not exact:
+        _refuse_discarded(checkpoint)
+    appending = checkpoint.container.append(data, list(used), gone, edit, time)
+    return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
+
+
+def refuse_damage(checkpoint: Checkpoint) -> None:
+    # An edit that changed nothing has looked at what may not be what torch reads, too.
+    damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+    if damage:
+        step = "get a whole copy of the file"
+        if isinstance(checkpoint.source, FolderSource):
+            step = "get the files again that are missing or damaged"
+        elif damage[0].code == CUT:
+            step += f", or {salvage_step(checkpoint.path)}"
+        raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
+    ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
+    if ambiguous:
+        raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)

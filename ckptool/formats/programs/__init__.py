@@ -1,0 +1,1 @@
+"""Files that are programs with weights: TorchScript, torch.export, torch.package."""

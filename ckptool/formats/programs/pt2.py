@@ -1,0 +1,256 @@
+"""torch.export archives (.pt2): weights as raw records that JSON describes, beside a program.
+
+Source: ``torch/export/pt2_archive/_package.py`` (``_save_raw_tensors``, ``_load_state_dict``) and
+``torch/_export/serde/schema.py``; before torch 2.8 ``torch/export/__init__.py``, where the weights are a file of
+torch.save within the archive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, Final
+
+from ...base.dtypes import BY_NAME
+from ...base.errors import MalformedError, PickleError
+from ...base.limits import LIMITS
+from ...base.text import counted, listed, shown
+from ...checkpoint.container import Problem
+from ...checkpoint.graph_builder import PlainTensor
+from ...checkpoint.programs import NamedDevice
+from ...files.zips.reader import Archive, Record
+from ...pickles.nodes import Ref
+from .archive import ProgramArchive, joined, nested, read_json, tags_of
+
+#: ``ScalarType`` of torch/_export/serde/schema.py.
+_DTYPES: Final = {
+    **{1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64"},
+    **{9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16"},
+    **{29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz", 32: "float8_e5m2fnuz", 33: "float8_e8m0fnu"},
+    **{34: "uint32", 35: "uint64"},
+}
+_STRIDED: Final = 7
+_CONFIG: Final = re.compile(r"data/weights/(.+)_weights_config\.json\Z")
+_LEGACY: Final = re.compile(r"data/weights/(.+)\.pt\Z")
+#: The weights of archives before torch 2.8; in torch 2.1 they were called .json and are the same.
+_OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
+_TORCH: Final = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
+_DEVICE: Final = re.compile(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
+_CONSTANTS: Final = re.compile(r"data/constants/.+_constants_config\.json\Z")
+#: What else is a file of torch.save in archives before torch 2.8.
+_OTHER_OLD: Final = re.compile(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
+#: Constants that are no tensors: pickles by C++ and by Python.
+_OBJECT: Final = re.compile(r"data/constants/(?:custom|opaque)_obj_")
+#: Bytes of the program that are searched for devices, and at its end for the version.
+_MOST: Final = 64 << 20
+
+
+class Pt2(ProgramArchive):
+    """A torch.export archive. Its models' state dicts are the graph: the root is the one of a single model."""
+
+    format = "pt2"
+    kind = "a torch.export program"
+    loader = "torch.export.load"
+    maps = False
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__(archive)
+        names = self.names()
+        self.parameters = self.buffers = 0
+        models: dict[str, Ref] = {}
+        for name in names:
+            found = _CONFIG.fullmatch(name)
+            if found is not None:
+                models[found[1]] = self._weights(name)
+        for name in names:
+            whole = _LEGACY.fullmatch(name)
+            old = name if name in _OLD else ""
+            if old or (whole is not None and whole[1] not in models):
+                models[whole[1] if whole is not None else "model"] = self._whole(name)
+        root = next(iter(models.values())) if len(models) == 1 else self.builder.mapping(models.items())
+        self.graph = self.builder.graph(root)
+        programs = [name for name in names if name.startswith("models/") or name == "serialized_exported_program.json"]
+        constants = self._constants(names)
+        compiled = [name for name in names if name.startswith("data/aotinductor/")]
+        inputs = [name for name in names if name.startswith("data/sample_inputs/") or "example_inputs" in name]
+        objects = [name for name in names if _OBJECT.match(name)]
+        extra = [name.removeprefix("extra/") for name in names if name.startswith("extra/")]
+        if compiled and not models and not programs:
+            self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
+        self.beside = [
+            *[f"the program ({listed(programs, most=3)})" for _ in programs[:1]],
+            *[f"{counted(len(constants), 'constant')} ({listed(constants, most=3)})" for _ in constants[:1]],
+            *[f"{counted(len(compiled), 'file')} of compiled code" for _ in compiled[:1]],
+            *["sample inputs" for _ in inputs[:1]],
+            *[f"{counted(len(objects), 'pickled object')} ({listed(objects, most=3)})" for _ in objects[:1]],
+            *[f"{counted(len(extra), 'extra file')} ({listed(extra, most=3)})" for _ in extra[:1]],
+        ]
+        self._look_into(programs)
+        self._look_beside(names, inputs)
+        self.tell_devices("nothing moves them when it is loaded")
+        self.described = {
+            "kind": self.kind,
+            "executable": True,
+            "models": list(models),
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "constants": constants,
+            "compiled_files": len(compiled),
+            "extra_files": extra,
+            "devices": {"code": [item._asdict() for item in self.named_devices]},
+        }
+        what = f"it is {self.kind}, executable by nature: {self.loader} reads it, torch.load does not"
+        if compiled:
+            what += ", and it holds compiled machine code, which runs when it is loaded"
+        elif self.inner or inputs or objects:
+            # deserialize_torch_artifact in torch/_export/serde/serialize.py: what weights_only=True refuses, it
+            # loads without.
+            what += ", and pickles within it run when it is loaded"
+        self.tell(what)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        # Files of torch.save within it are as they must be.
+        return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
+
+    # -- weights -----------------------------------------------------------------------------------------
+
+    def _weights(self, name: str) -> Ref:
+        """The state dict that one configuration describes."""
+        items = []
+        for key, meta in self._entries(name).items():
+            path = meta.get("path_name")
+            record = self.archive.find(f"data/weights/{path}")
+            if type(path) is not str or record is None:
+                raise self._wrong(name, key, "its bytes are not in the archive")
+            if meta.get("is_param") is True:
+                self.parameters += 1
+            else:
+                self.buffers += 1
+            if meta.get("use_pickle") is True:
+                if path not in self.inner:
+                    self.inner[path] = nested(self.archive, record)
+                items.append((key, joined(self.builder, self.inner[path].graph, f"{path}:{{}}".format)))
+            else:
+                self.records_of[path] = record
+                items.append((key, self.builder.tensor(self._tensor(name, key, meta.get("tensor_meta"), path, record))))
+        return self.builder.mapping(items)
+
+    def _entries(self, name: str) -> dict[str, dict[str, Any]]:
+        record = self.archive.find(name)
+        config = read_json(self.archive, record) if record is not None else None
+        entries = config.get("config") if isinstance(config, dict) else None
+        if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
+            raise MalformedError(f"{shown(name)} describes no weights", path=self.archive.source.name, where=name)
+        return entries
+
+    def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
+        if not isinstance(meta, dict):
+            raise self._wrong(name, key, "nothing describes it")
+        number = meta.get("dtype")
+        dtype = BY_NAME.get(_DTYPES.get(number, "")) if type(number) is int else None
+        shape, strides, offset = _ints(meta.get("sizes")), _ints(meta.get("strides")), _int(meta.get("storage_offset"))
+        if dtype is None or meta.get("layout", _STRIDED) != _STRIDED:
+            raise self._wrong(name, key, "its dtype or layout is none that is known")
+        if shape is None or strides is None or offset is None or len(shape) != len(strides):
+            raise self._wrong(name, key, "its sizes are no numbers")
+        device = meta.get("device")
+        location = _location(device) if isinstance(device, dict) else "cpu"
+        return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
+
+    def _wrong(self, name: str, key: str, why: str) -> MalformedError:
+        what = f"{shown(name)} is damaged at {shown(key)}: {why}"
+        return MalformedError(what, path=self.archive.source.name, where=name)
+
+    def _whole(self, name: str) -> Ref:
+        """The state dict of an archive before torch 2.8: a file of torch.save."""
+        record = self.archive.find(name)
+        assert record is not None
+        self.inner[name] = inside = nested(self.archive, record)
+        self.byteorder = inside.byteorder
+        return joined(self.builder, inside.graph, f"{name}:{{}}".format)
+
+    # -- the rest ----------------------------------------------------------------------------------------
+
+    def _constants(self, names: list[str]) -> list[str]:
+        found: list[str] = []
+        for name in names:
+            if name.startswith("data/constants/") and name.endswith("_constants_config.json"):
+                found += self._entries(name)
+        return found
+
+    def _look_beside(self, names: list[str], inputs: list[str]) -> None:
+        """The devices of constants, sample inputs and compiled code, which no edit reaches."""
+        for name in names:
+            if _CONSTANTS.fullmatch(name):
+                tags = Counter(
+                    _location(meta["tensor_meta"]["device"])
+                    for meta in self._entries(name).values()
+                    if isinstance(meta.get("tensor_meta"), dict) and isinstance(meta["tensor_meta"].get("device"), dict)
+                )
+                self._name(name, tags, "the list of constants")
+            elif name in inputs or _OTHER_OLD.fullmatch(name):
+                record = self.archive.find(name)
+                if record is not None and record.size:
+                    self._name(name, self._tags(record), "what is saved there")
+            elif name.startswith("data/aotinductor/") and name.endswith("_metadata.json"):
+                record = self.archive.find(name)
+                found = read_json(self.archive, record) if record is not None else None
+                device = found.get("AOTI_DEVICE_KEY") if isinstance(found, dict) else None
+                self._name(name, Counter([device] if type(device) is str else []), "the compiled code")
+
+    def _tags(self, record: Record) -> Counter[str]:
+        try:
+            return tags_of(nested(self.archive, record).graph)
+        except (MalformedError, PickleError) as error:
+            what = f"{shown(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
+            self.problems.append(Problem("broken-part", "warning", what, False, record.name))
+            return Counter()
+
+    def _name(self, where: str, devices: Counter[str], what: str) -> None:
+        self.named_devices += [NamedDevice(where, device, number, what) for device, number in sorted(devices.items())]
+
+    def _look_into(self, programs: list[str]) -> None:
+        """Which torch wrote it, and which devices the program names."""
+        torch = ""
+        for name in programs:
+            record = self.archive.find(name)
+            if record is None or record.size > _MOST:
+                continue
+            text = self.archive.read(record, _MOST)
+            versions = _TORCH.findall(text)
+            torch = versions[-1].decode() if versions else torch
+            devices = Counter(_DEVICE.findall(text))
+            for (kind, index), count in sorted(devices.items()):
+                device = kind.decode() if index == b"null" else f"{kind.decode()}:{int(index)}"
+                self.named_devices.append(NamedDevice(name, device, count, "the program"))
+        version = (self.archive.text("archive_version") or self.archive.text("version") or b"").strip()[:20]
+        spelled = version.decode("ascii", "replace")
+        self.writer = (f"torch {torch}" if torch else "torch.export") + (
+            f" (archive version {spelled})" if spelled else ""
+        )
+
+
+def _location(device: dict[str, Any]) -> str:
+    kind, index = device.get("type"), device.get("index")
+    if type(kind) is not str:
+        return "cpu"
+    return f"{kind}:{index}" if type(index) is int and kind != "cpu" else kind
+
+
+def _int(value: Any) -> int | None:
+    """``{"as_int": 3}``, in older files 3."""
+    number = value.get("as_int") if isinstance(value, dict) else value
+    return number if type(number) is int and 0 <= number < 1 << 62 else None
+
+
+def _ints(values: Any) -> tuple[int, ...] | None:
+    if not isinstance(values, list) or len(values) > LIMITS.dimensions:
+        return None
+    found = tuple(_int(value) for value in values)
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def read(archive: Archive) -> Pt2:
+    """Read the weights; raises MalformedError where their description is damaged."""
+    return Pt2(archive)

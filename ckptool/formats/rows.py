@@ -1,0 +1,73 @@
+"""The bytes of one tensor for formats that hold plain rows of elements: safetensors, and the items of DCP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from ..base.errors import RefusedError
+from ..base.text import salvage_step
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.objects import callable_name, mapping
+from ..checkpoint.tensors import Tensor
+from ..files.sources import Computed, Piece, Span
+from ..pickles.nodes import Call, Graph, Ref
+from ..values.elements import dtype_of, elements, holds_rows, tensor_size, turned_width
+from ..values.interpretation import Reading, lazy_bits, resolved
+
+#: Classes of a tensor that are something about gradients.
+_PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
+#: Calls within calls that torch never writes deeper than this.
+_DEPTH: Final = 8
+#: Functions of torch that make a tensor, and the place of the state among their arguments (torch/_utils.py).
+_STATES: Final = {"_rebuild_from_type_v2": 3, "_rebuild_parameter_with_state": 3}
+
+
+def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
+    """Has the tensor a class other than Parameter, or attributes that somebody set on it?"""
+    if tensor.cls not in _PARAMETERS:
+        return True
+    for _ in range(_DEPTH):
+        node = graph.nodes[ref]
+        if not isinstance(node, Call):
+            return False
+        if node.states:
+            return True
+        args = graph.nodes[node.args]
+        name = callable_name(graph, node.func).rpartition(".")[2]
+        if not isinstance(args, tuple) or not name.startswith(("_rebuild_parameter", "_rebuild_from_type")):
+            return False
+        place = _STATES.get(name, len(args))
+        if place < len(args):
+            state = graph.nodes[args[place]]
+            parts = state if isinstance(state, tuple) else (args[place],)
+            if any(mapping(graph, part) for part in parts):
+                return True
+        if name != "_rebuild_parameter" and name != "_rebuild_parameter_with_state":
+            return False
+        ref = args[0]
+    return False
+
+
+def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
+    """The elements of the dense ``tensor`` at ``ref``: a stretch of the input where they stand there as they must,
+    else computed. What torch would conjugate or negate when it reads them is so here; ``where`` is for errors.
+
+    Raises RefusedError where bytes are missing.
+    """
+    size, dtype = tensor_size(tensor), dtype_of(tensor)
+    if not size or dtype is None:
+        return b""
+    body = checkpoint.body(tensor.storage)
+    in_rows = holds_rows(tensor)
+    begin = tensor.offset * dtype.itemsize
+    if body is None or tensor.location == "meta" or (in_rows and begin + size > body.size):
+        what = f"the bytes of {where} are not in the file"
+        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+    swapped = turned_width(checkpoint, tensor.storage) > 1
+    negated, conjugated = lazy_bits(checkpoint, ref)
+    if negated or conjugated:
+        return Computed(size, partial(resolved, checkpoint, Reading(tensor, "elements", negated, conjugated)))
+    if isinstance(body.piece, Span) and not body.compressed and in_rows and not swapped:
+        return Span(body.piece.source, body.piece.offset + begin, size)
+    return Computed(size, partial(elements, checkpoint, tensor))

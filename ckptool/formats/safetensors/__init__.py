@@ -1,0 +1,1 @@
+"""safetensors: one file, a JSON header and bare tensors."""

@@ -1,0 +1,276 @@
+"""A safetensors file of one state dict: byte for byte what ``safetensors.torch.save_file`` writes.
+
+The library sorts tensors by dtype, the widest first, then by name, and pads the header with blanks to a multiple of 8
+bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by experiment with safetensors 0.8).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Literal, NamedTuple
+
+from ...base.dtypes import BY_NAME
+from ...base.errors import RefusedError, TargetError
+from ...base.text import counted, shown
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.objects import mapping
+from ...checkpoint.paths import as_children, joined, within
+from ...checkpoint.survey import StateDict, TensorEntry
+from ...checkpoint.tensors import Tensor, extent
+from ...files.sources import Piece, Plan, Span, merged
+from ...pickles.nodes import Graph, List, Ref
+from ...values.elements import holds_rows, tensor_size
+from ...values.interpretation import lazy_bits
+from ..losses import Loss
+from ..rows import is_more, rows
+from .header import MOST_HEADER
+from .sharding_info import texts_of
+
+Tied = Literal["", "keep-first", "clone"]
+
+#: Values in an element of torch where the format counts values.
+_PAIRS: Final = "float4_e2m1fn_x2"
+_ALIGNMENT: Final = 8
+#: The order of dtypes in a file, last to first.
+_ORDER: Final = (
+    *(
+        "BOOL",
+        "F4",
+        "U8",
+        "I8",
+        "F8_E5M2",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F8_E4M3FNUZ",
+        "F8_E5M2FNUZ",
+        "I16",
+        "U16",
+        "F16",
+        "BF16",
+    ),
+    *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+)
+_RANK: Final = {name: number for number, name in enumerate(_ORDER)}
+
+
+class Named(NamedTuple):
+    """A tensor under its name, and its node."""
+
+    name: str
+    tensor: Tensor
+    ref: Ref
+
+
+class Chosen(NamedTuple):
+    """What goes into the file: tensors, and other names of those that are in it under one."""
+
+    tensors: list[Named]
+    names: dict[str, str]
+
+
+def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
+    """What the file would lack, kind by kind. ``tied`` says what becomes of tensors that share memory."""
+    inside = [entry for entry in checkpoint.survey.tensors if _is_in(checkpoint, entry, state_dict)]
+    dense = [entry for entry in inside if _is_plain(entry.tensor)]
+    odd = [entry for entry in inside if not _is_plain(entry.tensor)]
+    kept = [(entry.key, entry.tensor) for entry in dense]
+    if tied == "keep-first":
+        kept = [(named.name, named.tensor) for named in chosen_tensors(checkpoint, state_dict, tied).tensors]
+    found = [
+        Loss("entries", tuple(outside(checkpoint, state_dict))),
+        Loss("dtypes", tuple(entry.key for entry in odd if _lacks_dtype(entry.tensor))),
+        Loss("layouts", tuple(entry.key for entry in odd if not _lacks_dtype(entry.tensor))),
+        Loss("strides", tuple(entry.key for entry in dense if not holds_rows(entry.tensor))),
+        Loss("sharing", () if tied == "clone" else tuple(_sharing(kept))),
+        Loss("requires-grad", tuple(entry.key for entry in inside if _may_learn(entry.tensor))),
+        Loss("attributes", tuple(entry.key for entry in dense if is_more(checkpoint.graph, entry.ref, entry.tensor))),
+        Loss(
+            "devices", tuple(dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"))
+        ),
+    ]
+    return [loss for loss in found if loss.where]
+
+
+def plan(
+    checkpoint: Checkpoint,
+    state_dict: StateDict,
+    *,
+    tied: Tied = "",
+    metadata: Mapping[str, str] | None = None,
+    in_order: bool = False,
+) -> Plan:
+    """The file, without what ``losses`` tells. ``metadata`` are the texts of its header.
+
+    Names of tensors that are left out for another one that they are tied to go there, too, as ``save_model`` has it:
+    name -> kept name. With ``in_order`` tensors stay in the order of the state dict where none comes to an odd place by
+    that. Raises RefusedError where bytes of a tensor are missing.
+    """
+    return plan_chosen(checkpoint, chosen_tensors(checkpoint, state_dict, tied), metadata or {}, in_order=in_order)
+
+
+def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
+    """The file of some tensors; see ``plan``."""
+    places = texts_of(metadata, [named.name for named in chosen.tensors], checkpoint.path)
+    texts = {**chosen.names, **places}
+    header: dict[str, object] = {"__metadata__": texts} if texts else {}
+    pieces: list[Piece] = []
+    at = 0
+    for named, piece in _arranged(checkpoint, chosen, in_order):
+        name, tensor = named.name, named.tensor
+        if name in header:
+            what = f"two tensors would be called {shown(name)}, and the header holds one of a name"
+            raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
+        size = tensor_size(tensor)
+        if name == "__metadata__":
+            raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
+        header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
+        pieces.append(piece)
+        at += size
+    try:
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        what = (
+            f"no header of safetensors holds half a surrogate pair: {shown(error.object[max(error.start - 40, 0) :])}"
+        )
+        raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MOST_HEADER:
+        what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MOST_HEADER:,}"
+        raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
+    return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
+
+
+def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
+    """The tensors with their bytes, in the order of the file."""
+    pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)) for named in chosen.tensors]
+    if not (in_order and _keeps_places(pairs)):
+        pairs.sort(key=lambda pair: _place(pair[0]))
+    return pairs
+
+
+def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
+    """Does every tensor begin at a multiple of the width of its elements, or did not before?"""
+    at = 0
+    begin = min((piece.offset for _, piece in pairs if isinstance(piece, Span)), default=0)
+    for named, piece in pairs:
+        width = BY_NAME[named.tensor.dtype].itemsize
+        if at % width and not (isinstance(piece, Span) and (piece.offset - begin) % width):
+            return False
+        at += tensor_size(named.tensor)
+    return True
+
+
+def _is_in(checkpoint: Checkpoint, entry: TensorEntry, state_dict: StateDict) -> bool:
+    return checkpoint.survey.within(entry, state_dict.path)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dtype = BY_NAME.get(tensor.dtype)
+    return tensor.kind == "dense" and bool(tensor.storage) and dtype is not None and bool(dtype.safetensors)
+
+
+def _lacks_dtype(tensor: Tensor) -> bool:
+    """Is it its dtype that the format has no name for?"""
+    dtype = BY_NAME.get(tensor.dtype)
+    return tensor.kind in ("dense", "quantized") or dtype is None
+
+
+def _may_learn(tensor: Tensor) -> bool:
+    return tensor.requires_grad or tensor.cls in ("Parameter", "Variable")
+
+
+def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
+    """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
+    found = checkpoint.survey
+    inside = {entry.key for entry in found.tensors if _is_in(checkpoint, entry, state_dict)}
+    others = [
+        str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items if checkpoint.graph.nodes[key] not in inside
+    ]
+    if state_dict.path == "":
+        return others
+    entries = [(entry.path, entry.ref) for entry in found.entries]
+    return list(_beside(checkpoint.graph, entries, state_dict)) + others
+
+
+def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
+    """The paths of what is not the state dict, nor leads to it."""
+    while entries:
+        inner: list[tuple[str, Ref]] = []
+        for path, ref in entries:
+            if path != state_dict.path and within(state_dict.path, path):
+                node, items = graph.nodes[ref], mapping(graph, ref)
+                if items is not None:
+                    inner = [(joined(path, one.step), one.ref) for one in as_children(graph, items)]
+                elif isinstance(node, List):
+                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
+                else:
+                    yield path
+            elif path != state_dict.path:
+                yield path
+        entries = inner
+
+
+def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of tensors with common bytes, as ``save_file`` finds them: of two rows of one storage it makes nothing.
+
+    Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
+    """
+    uses: dict[str, list[tuple[int, int, int, str]]] = {}
+    for number, (name, tensor) in enumerate(tensors):
+        if tensor_size(tensor):
+            size = BY_NAME[tensor.dtype].itemsize
+            begin = tensor.offset * size
+            end = begin + extent(tensor.shape, tensor.stride) * size
+            uses.setdefault(tensor.storage, []).append((begin, end, number, name))
+    found: list[tuple[int, str]] = []
+    for parts in uses.values():
+        group: list[tuple[int, str]] = []
+        reached = 0
+        for begin, end, number, name in [*sorted(parts), (1 << 62, 0, 0, "")]:
+            if group and begin >= reached:
+                found += group if len(group) > 1 else ()
+                group = []
+            group.append((number, name))
+            reached = max(reached, end)
+    return [name for _, name in sorted(found)]
+
+
+def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> Chosen:
+    """The tensors that go into a file, in the order of the state dict."""
+    chosen = Chosen([], {})
+    kept: dict[object, str] = {}
+    for entry in checkpoint.survey.tensors:
+        tensor = entry.tensor
+        if not _is_in(checkpoint, entry, state_dict) or not _is_plain(tensor):
+            continue
+        bits = lazy_bits(checkpoint, entry.ref)
+        same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype, bits)
+        if tied == "keep-first" and tensor_size(tensor) and same in kept:
+            chosen.names[entry.key] = kept[same]
+            continue
+        kept[same] = entry.key
+        chosen.tensors.append(Named(entry.key, tensor, entry.ref))
+    return chosen
+
+
+def _place(named: Named) -> tuple[int, bytes]:
+    return -_RANK[_dtype(named.tensor)], named.name.encode("utf-8", "surrogatepass")
+
+
+def listed(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """The dtype and the shape of a tensor as the header has them."""
+    return _dtype(tensor), tuple(_shape(tensor))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return BY_NAME[tensor.dtype].safetensors
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    shape = list(tensor.shape)
+    if tensor.dtype == _PAIRS:
+        if not shape:
+            raise TargetError(f"{counted(1, 'scalar')} of {tensor.dtype} has no last dimension to count values in")
+        shape[-1] *= 2
+    return shape

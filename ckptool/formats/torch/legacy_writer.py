@@ -1,0 +1,141 @@
+"""The sequential format of ``torch.save`` before 1.6: five pickles, then the storages.
+
+For readers that know no other: torch 1.5 and earlier, and tools that were written for it. Byte for byte what
+``torch.save(..., _use_new_zipfile_serialization=False)`` writes (torch/serialization.py, ``_legacy_save``), but for the
+keys of storages: torch takes addresses in memory for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+from ...base.errors import RefusedError
+from ...base.text import salvage_step, shown
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.graph_builder import Builder
+from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
+from ...checkpoint.tensors import Storage, TensorReader
+from ...files.sources import Computed, Piece, Plan, merged
+from ...pickles.encode import encode
+from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
+from ...values.elements import loaded_bytes, turned_width
+from ..losses import Loss
+from .legacy_reader import MAGIC, VERSION
+
+#: The key of the first storage, and the step to the next: as addresses are, of one length, so that their order as
+#: text, in which storages are written, is the order in which the object mentions them.
+_FIRST_KEY: Final = 94_000_000_000_000
+_KEY_STEP: Final = 64
+#: Builds a nested tensor (torch/_utils.py).
+_NESTED: Final = "_rebuild_nested_tensor"
+_SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
+
+
+def losses(checkpoint: Checkpoint) -> list[Loss]:
+    """What torch could not load from such a file, although it writes it.
+
+    Tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``; and nested ones,
+    which are built from the values of their sizes: the bytes of storages are read only when all is built.
+    """
+    lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
+    return [Loss(kind, _names(checkpoint, refs)) for kind, refs in lost.items() if refs]
+
+
+def without(checkpoint: Checkpoint) -> Graph:
+    """The object without what ``losses`` tells; raises RefusedError where nothing is left."""
+    gone = fallen(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
+    if checkpoint.graph.root in gone:
+        raise RefusedError("nothing would be left of it", path=checkpoint.path)
+    rewrite = Rewrite(checkpoint.graph)
+    prune(rewrite, gone)
+    return rewrite.done()
+
+
+def _names(checkpoint: Checkpoint, lost: set[Ref]) -> tuple[str, ...]:
+    gone = fallen(checkpoint.graph, lost)
+    names = [entry.path for entry in checkpoint.survey.tensors if entry.ref in gone]
+    names += [path for path, ref, _ in checkpoint.survey.storages if ref in gone]
+    return tuple(names or [""])
+
+
+def _untyped(checkpoint: Checkpoint) -> set[Ref]:
+    uses = TensorReader(checkpoint.graph).uses()  # no survey: that takes much longer where nothing is lost
+    return {ref for ref, storage in uses if storage.dtype.name in ("untyped", "unknown")}
+
+
+def _nested(checkpoint: Checkpoint) -> set[Ref]:
+    if not any(type(node) is Global and node.name == _NESTED for node in checkpoint.graph.nodes):
+        return set()
+    return {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.kind == "nested"}
+
+
+def plan(checkpoint: Checkpoint) -> Plan:
+    """The file, with the storages that the object uses.
+
+    Raises RefusedError where bytes are missing, or storages that are one are described in two ways.
+    """
+    twice = sorted(TensorReader(checkpoint.graph).disagreeing)
+    if twice:
+        what = f"storage {shown(twice[0])} is used as two dtypes, which the legacy format cannot tell"
+        raise RefusedError(what, path=checkpoint.path)
+    used = used_storages(checkpoint.graph, checkpoint.path)
+    keys = {key: str(_FIRST_KEY + number * _KEY_STEP) for number, key in enumerate(used)}
+    graph = _renamed(checkpoint.graph, keys)
+    data = encode(graph)
+    pieces: list[Piece] = [*_head(), data, _pickled(lambda to: to.sequence(to.add(key) for key in keys.values()))]
+    for storage in used.values():
+        pieces += [storage.numel.to_bytes(8, "little"), *_body(checkpoint, storage)]
+    return Plan(merged(pieces))
+
+
+def _head() -> Iterator[bytes]:
+    yield _pickled(lambda to: to.add(MAGIC))
+    yield _pickled(lambda to: to.add(VERSION))
+
+    def system(to: Builder) -> Ref:
+        sizes = to.mapping((name, to.constant(size)) for name, size in _SIZES)
+        parts = (("protocol_version", to.constant(VERSION)), ("little_endian", to.constant(True)))
+        return to.mapping([*parts, ("type_sizes", sizes)])
+
+    yield _pickled(system)
+
+
+def _pickled(make: Callable[[Builder], Ref]) -> bytes:
+    builder = Builder()
+    return encode(builder.graph(make(builder)))
+
+
+def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
+    """The graph with other keys, and persistent ids of six: the last one was for views of storages."""
+    reader = TensorReader(graph)
+    nodes = graph.nodes
+    changes: dict[Ref, Node] = {}
+    added: list[Node] = [None]
+    nothing = len(nodes)
+    for ref, storage in reader.uses():
+        node = nodes[ref]
+        assert isinstance(node, Persistent)
+        pid = nodes[node.pid]
+        assert type(pid) is tuple
+        if storage.key not in keys:
+            continue  # nothing leads to it
+        # A string of its own each time, as torch makes it of a number.
+        added.append(keys[storage.key])
+        changes[node.pid] = (*pid[:2], nothing + len(added) - 1, *pid[3:5], *(pid[5:] or (nothing,)))
+    return graph.edited(changes, added)
+
+
+def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
+    """The bytes of a storage, little-endian and inflated."""
+    if not storage.nbytes:
+        return
+    body = checkpoint.body(storage.key)
+    if body is None or body.size != storage.nbytes or storage.location == "meta":
+        what = f"the bytes of storage {shown(storage.key)} are not in the file"
+        raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+    if body.compressed or turned_width(checkpoint, storage.key) > 1:
+        yield Computed(body.size, partial(loaded_bytes, checkpoint, storage.key))
+    else:
+        yield body.piece

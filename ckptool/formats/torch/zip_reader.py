@@ -1,0 +1,328 @@
+"""The zip format of ``torch.save`` (torch 1.6 and later, 1.4 and 1.5 on request).
+
+Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inline_container.cc.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from ...base.errors import MalformedError, NotACheckpointError, PickleError
+from ...base.limits import LIMITS
+from ...base.text import counted, human_bytes, shown
+from ...checkpoint.container import (
+    DAMAGED,
+    DEFLATED,
+    EDITED,
+    FoundPickle,
+    Manifest,
+    Problem,
+    StoredBytes,
+    StoredRecord,
+    Traits,
+)
+from ...checkpoint.tensors import TensorReader
+from ...files.sources import Appending, BytesSource, Plan, Source
+from ...files.zips.audit import Audit, audit, check_places, end_records
+from ...files.zips.layout import appended, layout_holds, rewritten
+from ...files.zips.reader import Archive, Oddity, Record, folded, read_archive
+from ...files.zips.versions import versions
+from ...pickles.decode import Decoded, decode
+from ...pickles.nodes import Graph
+from ..foreign import identification
+from ..pickles_in import bare_pickles, nested_pickles, zip_pickles
+
+#: The records that torch.save writes beside the storages.
+_OWN: Final = (
+    "data.pkl",
+    "version",
+    "byteorder",
+    ".format_version",
+    ".storage_alignment",
+    ".data/serialization_id",
+    ".data/version",
+)
+
+
+#: The padding of a record must fit into an extra field of its local header.
+_MOST_ALIGNMENT: Final = 0xFFFF
+
+
+#: The graph of a pickle where that is known before it is run, as that of an edit that is read back; else None.
+Known: TypeAlias = Callable[[bytes], Graph | None]
+
+
+class TorchZip:
+    """A zip checkpoint: its directory and its ``data.pkl``."""
+
+    format = "torch-zip"
+    traits = Traits()
+    others: Sequence[Graph] = ()
+    metadata: Mapping[str, str] = MappingProxyType({})
+    #: Does its writer deflate records, and does every reader inflate them?
+    deflates = False
+
+    def __init__(self, archive: Archive, record: Record, data: bytes, known: Known | None = None) -> None:
+        self.archive = archive
+        self.root = archive.root
+        self.record = record
+        damaged = bool(record.crc) and zlib.crc32(data) != record.crc
+        like = known(data) if known is not None else None
+        try:
+            decoded = decode(data, where="data.pkl") if like is None else Decoded(like, len(data), 0)
+        except PickleError as error:
+            if damaged:
+                error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
+                error.next = "get the file again: without data.pkl nobody knows what its bytes are"
+            raise
+        self.graph = decoded.graph
+        self.end = decoded.end
+        self._audited: Audit | None = None
+        self.problems: list[Problem] = []
+        self.byteorder = "little"
+        if damaged:
+            # Torch does not look, and an edit would put a right checksum on wrong content.
+            what = "data.pkl has another checksum than the one on record: the file is damaged"
+            self._note(DAMAGED, "error", what)
+        self._check_records()
+        self._check_versions()
+        if decoded.end < len(data):
+            rest = len(data) - decoded.end
+            self._note("after-stop", "warning", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
+        for offset, text in self.graph.oddities[: LIMITS.listed]:
+            self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
+        self.writer = self._writer()
+
+    @property
+    def pickle(self) -> bytes:
+        """Read again: it is needed to write an edit, and kept it would be a tenth of all memory until then."""
+        return self.archive.read(self.record, LIMITS.pickle_bytes)
+
+    def storage_record(self, key: str) -> Record | None:
+        """The record of a storage: whoever reads, sums, checks or writes its bytes finds it here."""
+        return self.archive.find(f"data/{key}")
+
+    def stored_size(self, key: str) -> int | None:
+        record = self.storage_record(key)
+        return None if record is None else record.size
+
+    def stored(self, key: str) -> StoredBytes:
+        record = self.storage_record(key)
+        return StoredBytes(None, 0) if record is None else stored_in(self.archive, record)
+
+    def records(self) -> Iterator[StoredRecord]:
+        keys = self._keys()
+        for record in sorted(self.archive.records, key=lambda record: record.header):
+            span, size, compressed, crc = stored_in(self.archive, record)
+            assert span is not None
+            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
+
+    @property
+    def _data(self) -> str:
+        """What the names of storages begin with, as torch compares them."""
+        return folded(f"{self.archive.root}/data/" if self.archive.root else "data/")
+
+    def _keys(self) -> dict[int, str]:
+        """The keys of storages by the directory entry of their record: of those in use as the pickle has them, which
+        may differ in case, of others as the record is called."""
+        data = self._data
+        keys = {
+            record.entry: record.name[len(data) :]
+            for record in self.archive.records
+            if folded(record.name).startswith(data)
+        }
+        if not all(key.isdecimal() for key in keys.values()):
+            used = ((key, self.storage_record(key)) for key in TensorReader(self.graph).storages)
+            keys.update((record.entry, key) for key, record in used if record is not None)
+        return keys
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        if checked:
+            check_places(self.archive)
+        found = {record.name: (record.size, record.crc, record.method) for record in self.archive.records}
+        found.pop(self.record.name, None)
+        return found
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        archive = self.archive
+        known = {problem.code for problem in self.problems}
+        found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
+        root = archive.root + "/" if archive.root else ""
+        used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
+        twins = {folded(name) for name in used}
+        for record in archive.records:
+            if record.name not in used and folded(record.name) not in twins and not record.name.endswith("/"):
+                what = f"the record {shown(record.name)} ({human_bytes(record.size)}) is used by nothing"
+                found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+        if (archive.text(".format_version") or b"") >= b"1" and not layout_holds(archive, list(keys)):
+            what = "the storages are not laid out as .format_version says: torch computes wrong offsets for"
+            found.append(Problem("layout-contract", "warning", what + " map_location='meta'"))
+        return found
+
+    def pickles(self) -> Iterator[FoundPickle]:
+        yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
+        yield from nested_pickles(self.graph, "data.pkl")
+        if self.end < self.record.size:
+            data = BytesSource(self.pickle, self.archive.source.name)
+            yield from bare_pickles(data, self.end, "data.pkl, behind its end")
+        found = self._audit()
+        yield from zip_pickles(self.archive, self.record, found.hidden, found.former)
+
+    def _audit(self) -> Audit:
+        if self._audited is None:
+            self._audited = audit(self.archive)
+        return self._audited
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        return rewritten(self.archive, {} if pickle is None else {self.record.name: pickle})
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        archive = self.archive
+        dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
+        contract = archive.find(".format_version")
+        if contract and not layout_holds(archive, [key for key in keys if archive.find(f"data/{key}")]):
+            # Without it torch looks every offset up, as it did before torch 2.7.
+            dropped.add(contract.name)
+        return appended(archive, {self.record.name: pickle}, dropped, edit, time)
+
+    def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
+        self.problems.append(Problem(code, level, message, refused))
+
+    def _check_records(self) -> None:
+        """What torch's reader would refuse, and what two readers could see differently."""
+        archive = self.archive
+        for oddity in [*end_records(archive), *archive.oddities[: LIMITS.listed]]:
+            self.problems.append(problem_of(oddity))
+        if not archive.root:
+            self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
+        version = version_problem(archive)
+        if version is not None:
+            self.problems.append(version)
+        identity = archive.text(".data/serialization_id")
+        if identity is not None and identity.decode("utf-8", "replace").encode() != identity:
+            self._note("bad-id", "error", ".data/serialization_id is not UTF-8; torch refuses such a file", True)
+        order = archive.text("byteorder")
+        if order in (b"big", b"little"):
+            self.byteorder = order.decode()
+        elif order is not None:
+            shown = order[:20].decode("ascii", "replace")
+            self._note("bad-byteorder", "error", f"byteorder is {shown!r}; torch takes 'little' or 'big'", True)
+        alignment = alignment_problem(archive)
+        if alignment is not None:
+            self.problems.append(alignment)
+        deflated = [record.name for record in archive.records if record.method == 8 and record.size]
+        storages = sum(folded(name).startswith(self._data) for name in deflated)
+        if storages and not self.deflates:
+            what = f"{counted(storages, 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
+            self._note(DEFLATED, "error", what)
+        elif deflated and not self.deflates:
+            self._note(DEFLATED, "warning", "records are deflated, which torch.save never does")
+        foreign = [r for r in archive.records if r.method not in (0, 8)]
+        if foreign:
+            what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"
+            self._note("bad-method", "error", what, True)
+        rest = archive.source.size - archive.end.tail
+        if rest:
+            self._note("trailing-bytes", "warning", f"{counted(rest, 'byte')} stand behind the end of the archive")
+        if self.record.name.rpartition("/")[2] != "data.pkl":
+            self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
+
+    def _check_versions(self) -> None:
+        found = versions(self.archive.source, self.archive.end.tail)
+        if len(found) > 1 and not self.archive.end.beyond:
+            times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
+            self._note(EDITED, "note", f"edited in place {times}: what it was before is still in it")
+
+    def _writer(self) -> str:
+        archive = self.archive
+        if archive.find(".format_version") is not None:
+            return "torch 2.7 or later"
+        if archive.find("byteorder") is not None:
+            return (
+                "torch 2.1 to 2.6"
+                if archive.find(".data/serialization_id") is not None
+                else "torch 2.1 or another tool"
+            )
+        local = archive.local(self.record)
+        if b"FB" not in local.raw[30 + len(self.record.name) :]:
+            return "not torch.save"
+        keys = [name.rpartition("/")[2] for name in archive.by_name if "/data/" in name]
+        pointers = any(len(key) > 9 for key in keys)
+        return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
+
+
+def stored_in(archive: Archive, record: Record) -> StoredBytes:
+    """The content of a record. An empty one that is stored has the checksum 0 and nothing to check."""
+    crc = record.crc if record.size or record.crc or record.method else None
+    return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
+
+
+def problem_of(oddity: Oddity) -> Problem:
+    refused = oddity.code in ("second-root", "encrypted", "special-flags", "long-root", "beyond-end")
+    return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
+
+
+def version_problem(archive: Archive) -> Problem | None:
+    """What torch's reader of archives would refuse in the record that says which version of the format it is."""
+    # ``PyTorchStreamReader::init`` prefers the one that archives with operators of a higher version have.
+    version, other = archive.text(".data/version"), archive.text("version")
+    if version is not None and other is not None and version.strip() != other.strip():
+        what = f"there are two records of the version, {_said(version)} and {_said(other)}; torch takes the first"
+        return Problem("two-versions", "error", what)
+    version = other if version is None else version
+    if version is None:
+        return Problem("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
+    text = version.strip()
+    if text.isdigit() and 1 <= int(text) <= 10:
+        return None
+    return Problem("bad-version", "error", f"version is {_said(text)}; torch takes 1 to 10", True)
+
+
+def _said(text: bytes) -> str:
+    return repr(text[:20].decode("ascii", "replace"))
+
+
+def alignment_problem(archive: Archive) -> Problem | None:
+    """What torch would refuse in ``.storage_alignment``, which it reads as a number (``_load``)."""
+    text = archive.text(".storage_alignment")
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        what = f".storage_alignment is {_said(text)}; torch takes a number"
+        return Problem("bad-alignment", "error", what, True)
+    if 0 < value <= _MOST_ALIGNMENT:
+        return None
+    what = f".storage_alignment is {_said(text)}: torch computes no offsets with it"
+    return Problem("bad-alignment", "error", what)
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def read(source: Source) -> TorchZip:
+    """Read a zip checkpoint; other zip archives are named and refused."""
+    return read_records(read_whole(source))
+
+
+def read_whole(source: Source) -> Archive:
+    """The directory of a zip; raises the error that says how it is damaged."""
+    try:
+        return read_archive(source)
+    except MalformedError as error:
+        raise identification.damaged_zip(source, error) from error
+
+
+def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
+    """Read the zip checkpoint that an archive is; other archives are named and refused."""
+    source = archive.source
+    record = archive.find("data.pkl")
+    other = identification.zip_kind(archive)
+    if record is None or other is not None:
+        raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
+    return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)

@@ -1,0 +1,132 @@
+"""A zip as torch.save writes it: laid out anew, with what the graph uses and nothing else."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ...base.errors import RefusedError
+from ...base.text import salvage_step
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.container import Body
+from ...checkpoint.graph_editor import used_storages
+from ...checkpoint.tensors import Storage, TensorReader
+from ...checkpoint.views import without_views
+from ...files.sources import Computed, Plan, size_of
+from ...files.zips.writer import Content, Sum, content_of, fresh, summed
+from ...pickles.encode import encode
+from ...pickles.nodes import Graph, Node, Persistent, Ref
+
+#: The folder of the records where the file does not say one; torch.save uses it for what has no name.
+_ROOT: Final = "archive"
+#: Decimal digits in ``.data/serialization_id``.
+_ID_DIGITS: Final = 40
+
+
+def plan(checkpoint: Checkpoint) -> Plan:
+    """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
+
+    That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
+    """
+    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
+    graph, storages = renumbered(without_views(checkpoint.graph))
+    data = encode(graph)
+    root = checkpoint.root
+    if root in ("", ".", "..") or "\\" in root or not root.isprintable():
+        root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
+    contents = list(_contents(checkpoint, root, data, storages))
+    name = f"{root}/.data/serialization_id"
+    kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
+    if kept:
+        return fresh([*contents, Content(name, kept, zlib.crc32(kept), len(kept))])
+    identity = Computed(_ID_DIGITS, lambda: (_identity(contents),))
+    return fresh([*contents, summed(name, identity)])
+
+
+def _kept_identity(checkpoint: Checkpoint) -> bytes:
+    """The id in the file, for an output that holds the same; b"" where it has none."""
+    for record in checkpoint.container.records():
+        if record.name.endswith("/.data/serialization_id") and not record.compressed and record.size == _ID_DIGITS:
+            return record.span.source.read(record.span.offset, record.size)
+    return b""
+
+
+def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Storage]) -> Iterator[Content]:
+    container = checkpoint.container
+    yield _record(root, "data.pkl", data)
+    yield _record(root, ".format_version", b"1")
+    yield _record(root, ".storage_alignment", b"64")
+    yield _record(root, "byteorder", container.byteorder.encode())
+    yield from storage_contents(checkpoint, root, storages)
+    yield _record(root, "version", b"3\n")
+
+
+def storage_contents(
+    checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
+) -> Iterator[Content]:
+    """The records of storages, numbered in their order; ``where`` says in an error what they are of.
+
+    Raises RefusedError where bytes are missing, or are not as many as the pickle says.
+    """
+    # A legacy file has a count of its own for each: then an empty one may not be empty.
+    unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
+    for number, storage in enumerate(storages):
+        body = checkpoint.body(storage.key)
+        if body is None and not storage.nbytes and not unclear and checkpoint.traits.in_a_row:
+            body = Body(b"", 0, 0)  # a zip has a record of an empty storage, too
+        if body is None:
+            raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
+        held = body.size if body.compressed else size_of(body.piece)
+        said = storage.nbytes if storage.dtype.name != "unknown" else body.size
+        if not held == body.size == said:
+            said = said if said != held else body.size
+            what = f"{where or f'storage {storage.key!r}'} has {held:,} bytes, and is said to have {said:,}"
+            raise _incomplete(checkpoint, what)
+        yield content_of(f"{root}/data/{number}", body.piece, body.size, body.crc, body.compressed)
+
+
+def _incomplete(checkpoint: Checkpoint, what: str) -> RefusedError:
+    return RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+
+
+def _record(root: str, name: str, data: bytes) -> Content:
+    return Content(f"{root}/{name}", data, zlib.crc32(data), len(data))
+
+
+def _identity(contents: list[Content]) -> bytes:
+    """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
+    from hashlib import sha256  # OpenSSL takes milliseconds to load
+
+    digest = sha256()
+    for content in contents:
+        crc = content.crc.value if isinstance(content.crc, Sum) else content.crc
+        digest.update(f"{content.name}:{crc:08x}:{content.size};".encode())
+    return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
+
+
+def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
+    """The graph with its storages called 0, 1, ... in the order of their first mention, and what they were."""
+    reader = TensorReader(graph)
+    numbers: dict[str, int] = {}
+    found: list[Storage] = []
+    changes: dict[Ref, Node] = {}
+    added: list[Node] = []
+    names: dict[int, Ref] = {}
+    for ref in graph.reachable():
+        storage = reader.storage(ref)
+        if storage is None:
+            continue
+        node = graph.nodes[ref]
+        assert isinstance(node, Persistent)
+        pid = graph.nodes[node.pid]
+        assert type(pid) is tuple
+        number = numbers.setdefault(storage.key, len(numbers))
+        if number == len(found):
+            found.append(storage)
+        if graph.nodes[pid[2]] != str(number):
+            if number not in names:
+                names[number] = len(graph.nodes) + len(added)
+                added.append(str(number))
+            changes[node.pid] = (*pid[:2], names[number], *pid[3:])
+    return (graph.edited(changes, added) if changes else graph), found

@@ -1,0 +1,1 @@
+"""From a checkpoint to data: what each command prints as JSON."""

@@ -1,0 +1,265 @@
+"""An entry as strict JSON, written piece by piece: tensors as lists in lists, whatever else there is as it can be told.
+
+========================  ==========================================================================
+number, text, bool, None  as JSON has them; "nan", "inf" and "-inf" for floats that JSON does not have
+complex number            [real, imaginary]
+bytes                     {"base64": "..."}
+dict                      an object; keys that are no texts as Python writes them
+list, tuple, set          a list
+tensor                    a list in lists, as ``tolist()`` gives it
+quantized tensor          {"int_repr": [...], "scale": ..., "zero_point": ...}, or with "scales", "zero_points", "axis"
+sparse, nested, wrapper   {"tensor": kind, "dtype": ..., "shape": [...], "parts": {...}}
+tensor without values     {"tensor": kind, "dtype": ..., "shape": [...], "reason": "..."}
+another object            {"class": "...", "attributes": {...}}
+class or function         {"global": "module.name"}
+storage without a tensor  {"storage": "..."}
+what is in itself         {"ref": path}; also what was written before and is long, or nested beyond 200 levels
+========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from itertools import islice
+from math import isfinite, prod
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import RefusedError
+from ..base.limits import LIMITS
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.objects import plain_parts
+from ..checkpoint.paths import bounded, joined
+from ..checkpoint.tensors import Tensor
+from ..pickles.nodes import Ref
+from ..values.interpretation import Reading, numbers_in, repeats
+from ..values.numbers import Number, json_number
+from ..values.python_values import Content, Leaf, content
+from ..values.tensor_text import part_names, readable
+
+#: Levels of objects in objects; readers of JSON stop at about a thousand.
+_DEPTH: Final = 200
+#: Characters of something that may be written again where it stands again.
+_AGAIN: Final = 1_000
+#: Kinds of keys and values that need no more than one line.
+_SIMPLE: Final = frozenset((str, int, bool, type(None)))
+#: Lists without anything in them that a shape may ask for.
+_EMPTY: Final = 1_000_000
+
+
+class _Open(NamedTuple):
+    """Something that is being written: what is left of it, how it ends, and where it began."""
+
+    members: Iterator[tuple[str, Ref, str]]
+    end: str
+    ref: Ref
+    path: str
+    begin: int
+
+
+def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
+    """The JSON of what ``ref`` stands for, at the path ``path``. Memory: a piece of a tensor.
+
+    Raises MalformedError where bytes are missing, RefusedError for a tensor without end.
+    """
+    return _Writer(checkpoint).pieces(ref, path)
+
+
+class _Writer:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.stack: list[_Open] = []
+        self.inside: set[Ref] = set()
+        self.places: dict[Ref, tuple[str, int]] = {}
+        self.written = 0
+
+    def pieces(self, ref: Ref, path: str) -> Iterator[str]:
+        for piece in self._value(ref, path):
+            self.written += len(piece)
+            yield piece
+        while self.stack:
+            top = self.stack[-1]
+            depth = len(self.stack)
+            found = next(top.members, None)
+            if found is None:
+                self.stack.pop()
+                self.inside.discard(top.ref)
+                self.places[top.ref] = (top.path, self.written - top.begin)
+                text = "\n" + "  " * (depth - 1) + top.end
+                self.written += len(text)
+                yield text
+                continue
+            prefix, child, where = found
+            text = prefix.replace("\n", "\n" + "  " * depth, 1)
+            self.written += len(text)
+            yield text
+            for piece in self._value(child, where):
+                self.written += len(piece)
+                yield piece
+
+    def _value(self, ref: Ref, path: str) -> Iterator[str]:
+        known = self.places.get(ref)
+        if known is not None and (ref in self.inside or known[1] > _AGAIN):
+            yield _text({"ref": known[0]})
+            return
+        node = self.checkpoint.graph.nodes[ref]
+        if node is None or isinstance(node, bool | int | float | str):
+            yield _text(_leaf(Leaf("", node)))
+            return
+        plain = self._plain(ref)
+        if plain:
+            self.places[ref] = (bounded(path, ref), len(plain))
+            yield plain
+            return
+        found = content(self.checkpoint, ref)
+        if isinstance(found, Leaf):
+            yield _text(_leaf(found))
+        elif isinstance(found, Tensor):
+            begin = self.written
+            yield from self._tensor(ref, found, path)
+            self.places[ref] = (path, self.written - begin)
+        elif not found.members and found.kind != "object":
+            yield "{}" if found.kind == "mapping" else "[]"
+        elif len(self.stack) >= _DEPTH:
+            yield _text({"ref": path})
+        else:
+            yield from self._opened(ref, found, path)
+
+    def _plain(self, ref: Ref) -> str:
+        """A dict of texts and numbers alone at one go: there may be hundreds of thousands; "" for anything else."""
+        parts = plain_parts(self.checkpoint.graph, ref)
+        if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
+            return ""
+        held = dict(zip(parts[::2], parts[1::2]))
+        if len(held) * 2 < len(parts):
+            return ""  # a key that is written twice
+        indent = "\n" + "  " * len(self.stack)
+        rows = [f"{indent}  {_text(key)}: {_text(_leaf(Leaf('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
+        return "{" + ",".join(rows) + indent + "}"
+
+    def _opened(self, ref: Ref, found: Content, path: str) -> Iterator[str]:
+        path = bounded(path, ref)
+        members = found.members
+        if found.kind == "sequence" and all(isinstance(content(self.checkpoint, one.ref), Leaf) for one in members):
+            leaves = (content(self.checkpoint, one.ref) for one in members)
+            texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, Leaf))
+            begin, size = "[", 2
+            while piece := list(islice(texts, _AGAIN)):
+                text = begin + ", ".join(piece)
+                size += len(text)
+                yield text
+                begin = ", "
+            yield "]"
+            self.places[ref] = (path, size)
+            return
+        opening = _text({"class": found.cls})[:-1] + ', "attributes": {' if found.kind == "object" else "{"
+        if not found.members:
+            yield opening + "}}"
+            return
+        self.inside.add(ref)
+        self.places[ref] = (path, 0)
+        self.stack.append(_Open(self._members(found, path), _END[found.kind], ref, path, self.written))
+        yield "[" if found.kind == "sequence" else opening
+
+    def _members(self, found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
+        comma = "\n"
+        for name, step, ref, _ in found.members:
+            yield comma if found.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
+            comma = ",\n"
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, ref: Ref, tensor: Tensor, path: str) -> Iterator[str]:
+        reader = self.checkpoint.survey.reader
+        facts: dict[str, Any] = {"tensor": tensor.kind, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        parts = tensor.parts if tensor.kind != "quantized" else ()
+        if parts and not tensor.storage:
+            yield _text(facts)[:-1] + ', "parts": {'
+            comma = ""
+            for name, part in part_names(tensor):
+                inner = reader.tensor(part)
+                if inner is None or (inner.parts and inner.kind != "quantized"):
+                    continue
+                yield f"{comma}{_text(name)}: "
+                yield from self._tensor(part, inner, path)
+                comma = ", "
+            yield "}}"
+            return
+        how = readable(self.checkpoint, ref)
+        if isinstance(how, str):
+            yield _text({**facts, "reason": how})
+            return
+        if how.affine is None:
+            yield from _lists(self.checkpoint, how)
+            return
+        yield '{"int_repr": '
+        yield from _lists(self.checkpoint, how)
+        scales, zero_points, axis = how.affine
+        values: dict[str, Any] = {"scale": _float(scales[0]), "zero_point": _float(zero_points[0])}
+        if axis >= 0:
+            listed = ([_float(value) for value in part] for part in (scales, zero_points))
+            values = {**dict(zip(("scales", "zero_points"), listed)), "axis": axis}
+        yield ", " + _text(values)[1:]
+
+
+_END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
+
+
+def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
+    """The numbers of a tensor as lists in lists."""
+    shape = how.tensor.shape
+    endless = repeats(shape, how.tensor.stride)
+    if endless:
+        raise RefusedError(f"a tensor without end: {endless}", path=checkpoint.path)
+    if 0 in shape:
+        outer = shape[: shape.index(0)]
+        text = "[]"
+        for size in reversed(outer if prod(outer) <= _EMPTY else ()):
+            text = "[" + ", ".join([text] * size) + "]"
+        yield text
+        return
+    if not shape:
+        yield _text(json_number(next(numbers_in(checkpoint, how))[0]))
+        return
+    width = shape[-1]
+    # How many rows a list of each outer dimension holds: brackets open where it begins, and close where it ends.
+    rows = [prod(shape[axis:-1]) for axis in range(len(shape) - 1)]
+    row = at = 0
+    for numbers in numbers_in(checkpoint, how):
+        done = 0
+        while done < len(numbers):
+            part = numbers[done : done + width - at]
+            opening = "[" * (1 + sum(row % size == 0 for size in rows)) if at == 0 else ""
+            comma = ", " if row or at else ""
+            done, at = done + len(part), at + len(part)
+            closing = ""
+            if at == width:
+                row, at = row + 1, 0
+                closing = "]" * (1 + sum(row % size == 0 for size in rows))
+            yield comma + opening + _numbers(part) + closing
+
+
+def _numbers(values: list[Number]) -> str:
+    text = json.dumps(values, default=json_number)[1:-1]
+    # NaN and Infinity are not JSON.
+    return text if "N" not in text and "I" not in text else ", ".join(_text(json_number(value)) for value in values)
+
+
+def _float(value: float) -> object:
+    return json_number(int(value) if isfinite(value) and value == int(value) and abs(value) < 1 << 53 else value)
+
+
+def _leaf(leaf: Leaf) -> object:
+    value = leaf.value
+    if isinstance(value, bytes):
+        return {"base64": b64encode(value).decode()}
+    if leaf.kind in ("name", "storage"):
+        return {"global" if leaf.kind == "name" else "storage": value}
+    if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
+        return f"an integer of {value.bit_length():,} bits"
+    return value if isinstance(value, str) else json_number(value)
+
+
+#: One encoder: ``json.dumps`` makes one for each value, and there may be a million of them.
+_text: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

@@ -1,0 +1,218 @@
+"""What a release expects of a checkpoint: layout, prefix, devices, dtypes, keys, size."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..base.dtypes import BY_NAME, SHORT_NAMES
+from ..base.errors import TargetError
+from ..base.globs import Globs
+from ..base.map_location import is_device
+from ..base.prefixes import prefix_of
+from ..base.text import counted, human_bytes, listed, shown
+from ..checkpoint.checkpoint import Checkpoint, layout_of
+from ..checkpoint.survey import TensorEntry
+from ..safety.weights_only import Verdict
+from .checks import FAIL, PASS, Check, Note
+
+# -- What a release expects, as data: from options, or from a policy file
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class Policy(NamedTuple):
+    """What is expected; an empty field expects nothing.
+
+    ``layout`` "bare" or "wrapped"; ``prefix`` "none" or a prefix that every key must have; ``device`` and ``dtype``
+    are what every storage, and every floating-point tensor of the state dicts, must be one of (``cuda:*`` is any
+    cuda device); ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` bounds the file.
+    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with.
+    ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
+    """
+
+    layout: str = ""
+    prefix: str = ""
+    device: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    max_bytes: int = 0
+    weights_only: bool = False
+    finite: bool = False
+    load: bool = False
+    map_location: str = ""
+    torch: str = ""
+    lock: str = ""
+    strict: bool = False
+
+
+_TEXTS: Final = ("layout", "prefix", "map_location", "torch", "lock")
+_LISTS: Final = ("device", "dtype", "require", "forbid")
+_FLAGS: Final = ("weights_only", "finite", "load", "strict")
+
+
+def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
+    """A policy from named values, dashes or underscores alike; raises TargetError for what makes no sense."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in Policy._fields:
+            known = ", ".join(field.replace("_", "-") for field in Policy._fields)
+            raise TargetError(f"{key!r} is nothing that can be expected", path=path, next=f"there are: {known}")
+        found[name] = _value(name, key, value, path)
+    policy = Policy(**found)
+    # As torch.__version__ says it: 2.13.0+cpu.
+    policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
+    if policy.layout not in ("", "bare", "wrapped"):
+        raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
+    policy = policy._replace(dtype=tuple(SHORT_NAMES.get(dtype, dtype) for dtype in policy.dtype))
+    for dtype in policy.dtype:
+        if dtype not in BY_NAME:
+            step = "write float32, bfloat16, float8_e4m3fn ..."
+            raise TargetError(f"{dtype!r} is not a dtype", path=path, next=step)
+    for device in policy.device:
+        joined = re.fullmatch(r"([a-z]+)(\d+)", device)
+        if joined and is_device(joined[1]):
+            step = f"write '{joined[1]}:{joined[2]}'"
+            raise TargetError(f"{device!r} is not a device", path=path, next=step)
+    return policy
+
+
+def _value(name: str, key: str, value: Any, path: str) -> Any:
+    if name in _FLAGS and isinstance(value, bool):
+        return value
+    if name in _TEXTS and isinstance(value, str):
+        return value
+    if name in _LISTS:
+        texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+        if texts and all(isinstance(text, str) for text in texts):
+            return texts
+    if name == "max_bytes" and isinstance(value, int | str) and not isinstance(value, bool):
+        return parse_bytes(str(value))
+    kind = "true or false" if name in _FLAGS else "a text" if name in _TEXTS else "a list of texts"
+    raise TargetError(f"{key} = {value!r} is not {kind}", path=path)
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raises TargetError."""
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
+    if not found or found[2].lower() not in _UNITS:
+        raise TargetError(f"{text!r} is no number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def expectations(checkpoint: Checkpoint, policy: Policy, verdict: Verdict) -> Iterator[Check]:
+    """A check for each thing that the policy expects of the metadata."""
+    if policy.layout:
+        kind, _ = layout_of(checkpoint)
+        yield _check("layout", f"the layout is {policy.layout}", kind != policy.layout, f"it is {kind}")
+    if policy.prefix:
+        yield _prefix(checkpoint, policy.prefix)
+    if policy.device:
+        yield _devices(checkpoint, policy.device)
+    if policy.dtype:
+        yield _dtypes(checkpoint, policy.dtype)
+    if policy.require:
+        yield _required(checkpoint, policy.require)
+    if policy.forbid:
+        yield _forbidden(checkpoint, policy.forbid)
+    if policy.max_bytes:
+        size = checkpoint.source.size
+        good = f"at most {human_bytes(policy.max_bytes)}"
+        yield _check("max-bytes", good, size > policy.max_bytes, f"the file has {human_bytes(size)} ({size:,} bytes)")
+    if policy.weights_only:
+        reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
+        alone = "" if checkpoint.traits.loads != "converted" else "as one file: "
+        good = f"{alone}torch.load(weights_only=True) of torch {verdict.torch} takes it"
+        yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {listed(reasons)}")
+
+
+def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Note] = ()) -> Check:
+    if not failed:
+        return Check(name, "expectations", PASS, good)
+    message = f"expected: {good}; {bad}"
+    return Check(name, "expectations", FAIL, message, tuple(notes) or (Note(name, "error", message),))
+
+
+def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
+    found = [item for item in checkpoint.state_dicts if item.confidence == "high"]
+    if not found:
+        return _check("prefix", f"prefix {wanted!r} on every key", True, "there is no state dict in it")
+    nodes = checkpoint.graph.nodes
+    notes = []
+    for item in found:
+        names = [str(nodes[key]) for key, _ in item.items]
+        where = f" in {item.path!r}" if item.path else ""
+        if wanted == "none":
+            prefix = prefix_of(names)
+            wrong = prefix.keys
+            what = f"prefix {prefix.name!r} on {prefix.keys:,} of {prefix.total:,} keys{where}"
+        else:
+            head = wanted.rstrip(".") + "."
+            wrong = sum(not name.startswith(head) for name in names)
+            what = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
+        if wrong:
+            notes.append(Note("prefix", "error", what, item.path))
+    good = "no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key"
+    return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
+
+
+def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
+    # "cuda" is any cuda device; a tag of a real file always has a number.
+    globs = Globs([*wanted, *(f"{tag}:*" for tag in wanted if tag.isalpha())])
+    storages = checkpoint.survey.reader.storages.values()
+    counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
+    notes = [
+        Note("device", "error", f"{counted(count, 'storage')} tagged {shown(tag)}") for tag, count in counts.items()
+    ]
+    bad = listed([note.message for note in notes])
+    return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes)
+
+
+def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
+    names = {BY_NAME[name].name for name in wanted}
+    entries = _entries(checkpoint)
+    floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
+    # Counters and indices are integers in every model; only who names integer types expects them everywhere.
+    looked_at = floating if any(BY_NAME[name].floating for name in names) else entries
+    wrong = [entry for entry in looked_at if entry.tensor.dtype not in names]
+    notes = [Note("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
+    bad = listed([note.message for note in notes])
+    return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}", bool(notes), bad, notes)
+
+
+def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
+    named = list(_names(checkpoint))
+    patterns = [(glob, Globs([glob])) for glob in globs]
+    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in named)]
+    notes = [Note("require", "error", f"no key matches {glob!r}") for glob in missing]
+    bad = "; ".join(note.message for note in notes[:5])
+    return _check("require", f"keys that match {listed([repr(glob) for glob in globs])}", bool(notes), bad, notes)
+
+
+def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
+    pattern = Globs(globs)
+    found = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
+    notes = [Note("forbid", "error", f"{path} is there", path) for path in found]
+    good = f"no key that matches {listed([repr(glob) for glob in globs])}"
+    return _check("forbid", good, bool(notes), f"there are {listed(found)}", notes)
+
+
+def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    """What globs of keys look at: the keys and paths of tensors, and the names of the top-level entries."""
+    for entry in checkpoint.survey.tensors:
+        yield _label(entry), entry.key, entry.path
+    for top in checkpoint.survey.entries:
+        yield top.key, top.path
+
+
+def _label(entry: TensorEntry) -> str:
+    """The key of a tensor in a bare state dict, else its path."""
+    return entry.key if entry.path.startswith('["') and entry.state_dict >= 0 else entry.path
+
+
+def _entries(checkpoint: Checkpoint) -> list[TensorEntry]:
+    return [entry for entry in checkpoint.survey.tensors if entry.state_dict >= 0] or checkpoint.survey.tensors

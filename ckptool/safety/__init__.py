@@ -1,0 +1,1 @@
+"""Checks: what can be said about a checkpoint, as plain data."""

@@ -1,0 +1,79 @@
+"""The one check that reads everything: each record against its checksum, each byte once, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ..base.errors import MalformedError
+from ..checkpoint.container import Container, StoredRecord
+from ..files.threads import in_threads
+from ..files.zips.reader import checksum as checksum_of
+
+#: Records that are held at once.
+_BATCH: Final = 50_000
+
+
+class Checksums(NamedTuple):
+    """``checked`` records of ``nbytes`` bytes agree or are in ``wrong``; ``uncomputed`` have no checksum on record
+    although the format has them; ``without`` are records of a format that has none. ``lost`` are records that
+    cannot be read, with the reason."""
+
+    checked: int
+    nbytes: int
+    wrong: list[StoredRecord]
+    lost: list[tuple[str, str]]
+    uncomputed: int
+    without: int
+
+
+def checksums(container: Container, progress: Callable[[int], None] | None = None) -> Checksums:
+    """Read every record that has a checksum; ``progress`` is called with numbers of bytes."""
+    lost: list[tuple[str, str]] = []
+    wrong: list[StoredRecord] = []
+    uncomputed = without = checked = nbytes = 0
+    batch: list[StoredRecord] = []
+    lock = threading.Lock()
+
+    def advance(size: int) -> None:
+        with lock:
+            if progress:
+                progress(size)
+
+    def read_batch() -> None:
+        """Sum some records: a folder may have millions, which must not be held all at once."""
+        found: dict[int, int] = {}
+        broken: dict[int, str] = {}
+
+        def read(number: int) -> None:
+            try:
+                found[number] = checksum(batch[number], advance if progress else None)
+            except MalformedError as error:
+                broken[number] = error.what
+
+        in_threads(range(len(batch)), read, sum(record.size for record in batch))
+        lost.extend((batch[number].name, broken[number]) for number in sorted(broken))
+        wrong.extend(record for number, record in enumerate(batch) if found.get(number, record.crc) != record.crc)
+        batch.clear()
+
+    try:
+        for record in container.records():
+            if record.crc is None:
+                without += bool(record.size)
+            elif record.crc == 0 and record.size:
+                uncomputed += 1
+            else:
+                batch.append(record)
+                checked, nbytes = checked + 1, nbytes + record.size
+            if len(batch) >= _BATCH:
+                read_batch()
+    except MalformedError as error:
+        lost.append((error.where, str(error)))
+    read_batch()
+    return Checksums(checked, nbytes, wrong, lost, uncomputed, without)
+
+
+def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
+    """The CRC-32 of a record's bytes, inflated; raises MalformedError where they do not inflate to their size."""
+    return checksum_of(record.span, record.size, record.compressed, record.name, progress)

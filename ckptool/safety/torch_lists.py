@@ -1,0 +1,194 @@
+"""What ``torch.load(weights_only=True)`` takes, by torch version, as a base and what each version changed.
+
+Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py`` and
+``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels. A version is "2.6": within
+a minor version no release changed any of this. What a build for CUDA lists is what a build for the CPU lists.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, NamedTuple
+
+from ..pickles import opcodes as op
+
+
+class Change(NamedTuple):
+    """What a version added to and removed from the default list; ``registered`` is what else it registers.
+
+    Registered names are on the list of the user after a plain ``import torch``.
+    """
+
+    version: str
+    added: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
+    registered: frozenset[str] = frozenset()
+
+
+def _names(module: str, names: str, suffix: str = "") -> frozenset[str]:
+    return frozenset(f"{module}.{name}{suffix}" for name in names.split())
+
+
+_SPARSE = "Double Float Half BFloat16 Long Int Short Char Byte"
+_TENSORS = f"{_SPARSE} Bool"
+_STORAGES = f"{_TENSORS} ComplexDouble ComplexFloat"
+
+#: torch 1.13, the first with weights_only: 90 names.
+_BASE = (
+    frozenset(("collections.OrderedDict", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"))
+    | _names("torch", "Size Tensor")
+    | _names("torch", "complex32 complex64 complex128 float16 float32 float64 int8 int16 int32 int64")
+    | _names("torch", f"{_STORAGES} QInt8 QUInt8 QInt32 QUInt4x2 QUInt2x4", "Storage")
+    | _names("torch.cuda", _STORAGES, "Storage")
+    | _names("torch.storage", "TypedStorage UntypedStorage")
+    | _names("torch", _TENSORS, "Tensor")
+    | _names("torch.cuda", _TENSORS, "Tensor")
+    | _names("torch.sparse", _SPARSE, "Tensor")
+    | _names("torch.cuda.sparse", _SPARSE, "Tensor")
+    | _names("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter _rebuild_sparse_tensor")
+    | _names("torch._utils", "_rebuild_sparse_csr_tensor _rebuild_meta_tensor_no_storage")
+)
+
+#: Oldest to newest.
+HISTORY: Final = (
+    Change("1.13", added=_BASE),
+    Change(
+        "2.0",
+        added=_names("torch._tensor", "_rebuild_from_type_v2"),
+        removed=_names("torch._utils", "_rebuild_sparse_csr_tensor"),
+    ),
+    Change("2.1"),
+    Change(
+        "2.2",
+        added=_names("torch", "float8_e5m2 float8_e4m3fn")
+        | _names("torch._utils", "_rebuild_tensor_v3 _rebuild_nested_tensor"),
+    ),
+    Change("2.3", added=_names("torch", "float8_e5m2fnuz float8_e4m3fnuz")),
+    Change(
+        "2.4",
+        added=_names("collections", "Counter")
+        | _names("torch", "device bool uint8 bfloat16 bits8 bits16 bits1x8 bits2x4 bits4x2")
+        | _names("torch", "qint8 qint32 quint8 quint4x2 quint2x4")
+        | _names("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
+        | _names("torch", "per_channel_affine_float_qparams")
+        | _names("torch._utils", "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_wrapper_subclass"),
+    ),
+    Change(
+        "2.5",
+        added=_names("_codecs", "encode")
+        | _names("builtins", "bytearray")
+        | _names("torch._utils", "_rebuild_device_tensor_from_numpy"),
+    ),
+    Change(
+        "2.6",
+        added=_names("builtins", "set complex")
+        | _names("torch", "uint16 uint32 uint64")
+        | _names("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
+        registered=_names("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt"),
+    ),
+    Change(
+        "2.7",
+        added=_names("torch", "float8_e8m0fnu int1 int2 int3 int4 int5 int6 int7")
+        | _names("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
+    ),
+    Change("2.8", added=_names("torch", "float4_e2m1fn_x2")),
+    Change("2.9"),
+    Change("2.10", registered=_names("torch.distributed._mesh_layout", "_MeshLayout")),
+    Change("2.11"),
+    Change("2.12"),
+    Change("2.13", registered=_names("torch.distributed._mesh_layout", "_FlatLayout")),
+)
+
+NEWEST: Final = "2.13"
+VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
+
+
+class Rules(NamedTuple):
+    """The rules beside the lists, where versions differ; in 2.13 all are true but ``calls_storages``.
+
+    ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
+    Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
+    alone. ``checks_setitem``: SETITEM and SETITEMS go only to dict, OrderedDict and Counter, not to whatever takes
+    them (a list, a tensor, a bytearray). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
+    later it is a mere tag, though TypedStorage and UntypedStorage still are classes. ``refuses_script``: TorchScript
+    archives, and files in the old tar format, are refused under weights_only. ``checks_record_size``: a storage in a
+    zip file must have the size that the pickle says. ``checks_byteorder``: a record 'byteorder' is heeded, and one
+    that is neither little nor big is refused. ``reads_safetensors``: a name that ends in .safetensors is read as that.
+    ``blocks_modules``: the names of sys, os, posix and nt are refused even when the user lists them.
+    """
+
+    default: bool
+    newobj_listed: bool
+    build_listed: bool
+    checks_setitem: bool
+    calls_storages: bool
+    refuses_script: bool
+    checks_record_size: bool
+    checks_byteorder: bool
+    reads_safetensors: bool
+    blocks_modules: bool
+
+
+@cache
+def allowed(version: str) -> frozenset[str]:
+    """The globals ("module.name") that are allowed by default."""
+    names: frozenset[str] = frozenset()
+    for change in _until(version):
+        names = (names - change.removed) | change.added
+    return names
+
+
+@cache
+def registered(version: str) -> frozenset[str]:
+    """What a plain ``import torch`` adds to the list of the user."""
+    return frozenset().union(*(change.registered for change in _until(version)))
+
+
+@cache
+def refused_opcodes(version: str) -> frozenset[int]:
+    """The opcodes of pickle that the restricted unpickler does not know."""
+    refused = frozenset(op.NAMES) - op.ACCEPTED
+    # torch 1.13 cannot read a float.
+    return refused if _since(version, "2.0") else refused | {op.BINFLOAT}
+
+
+def maps_python2(version: str, protocol: int = 2) -> bool:
+    """Whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
+
+    torch 2.4 and 2.5 do so only in a pickle whose PROTO says 2; a pickle without PROTO counts as another.
+    """
+    return _since(version, "2.6") or (protocol == 2 and _since(version, "2.4"))
+
+
+def newobj_targets(version: str) -> frozenset[str]:
+    """The names that NEWOBJ does not refuse as such; those among them that are no classes fail at run time."""
+    if rules(version).newobj_listed:
+        return allowed(version) | registered(version)
+    return frozenset(("torch.nn.parameter.Parameter",))
+
+
+@cache
+def rules(version: str) -> Rules:
+    """The rules beside the lists."""
+    return Rules(
+        default=_since(version, "2.6"),
+        newobj_listed=_since(version, "2.6"),
+        build_listed=_since(version, "2.6"),
+        checks_setitem=_since(version, "2.10"),
+        calls_storages=not _since(version, "2.2"),
+        refuses_script=_since(version, "2.6"),
+        checks_record_size=_since(version, "2.10"),
+        checks_byteorder=_since(version, "2.1"),
+        reads_safetensors=_since(version, "2.13"),
+        blocks_modules=_since(version, "2.5"),
+    )
+
+
+def _since(version: str, first: str) -> bool:
+    return len(_until(version)) >= len(_until(first))
+
+
+def _until(version: str) -> tuple[Change, ...]:
+    if version not in VERSIONS:
+        raise ValueError(f"no lists for torch {version!r}; there are lists for {', '.join(VERSIONS)}")
+    return HISTORY[: VERSIONS.index(version) + 1]

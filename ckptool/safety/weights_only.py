@@ -1,0 +1,222 @@
+"""Will ``torch.load(weights_only=True)`` take it, and what stops it? Answered without torch.
+
+The lists are those of ``torch_lists``, the rules those of ``torch/_weights_only_unpickler.py``: names are matched,
+not objects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.objects import callable_name, mapped_name
+from ..checkpoint.programs import program_of
+from ..files.sources import FolderSource
+from ..pickles import opcodes as op
+from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
+from ..pickles.uncommon_opcodes import not_utf8
+from .storages import Flaw
+from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
+
+#: Whatever a user lists, these stay refused.
+_BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
+
+#: How the rule begins that stops torch.load at safetensors under another name.
+MISNAMED: Final = "safetensors under another name"
+
+#: What stops torch.load in both modes: it decodes them strictly, where the caller names no other encoding
+#: (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in _weights_only_unpickler.py).
+NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeError"
+#: What stops torch.load at a pickle that is called a safetensors file.
+WRONG_SUFFIX: Final = "the name ends in .safetensors, so torch.load reads it as that"
+
+_FLAWS: Final = {
+    "missing-storage": "bytes of a storage are missing",
+    "storage-size": "a storage has another size than the pickle says",
+    "geometry": "a tensor reaches beyond its storage",
+}
+
+
+class Blocker(NamedTuple):
+    """One thing that stops torch.load: a global that is not on its list, or a rule that is broken.
+
+    Exactly one of ``name`` (as Python 3 resolves it) and ``rule`` is set. ``called`` says that loading
+    without weights_only would call the global.
+    """
+
+    name: str
+    rule: str
+    number: int
+    called: bool = False
+
+
+class Verdict(NamedTuple):
+    """``loads`` is the answer for torch ``torch``; ``blockers`` are the reasons against it."""
+
+    torch: str
+    loads: bool
+    blockers: tuple[Blocker, ...]
+
+
+def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEWEST) -> Verdict:
+    """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the torch ``torch``, such as "2.6".
+
+    ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is absent.
+    """
+    program = program_of(checkpoint)
+    if program is not None:
+        # Its pickles are for another unpickler: what they name says nothing about torch.load.
+        return Verdict(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
+    if not checkpoint.pickled:
+        rule = _without_pickle(checkpoint, torch)
+        return Verdict(torch, not rule, (Blocker("", rule, 1),) if rule else ())
+    blockers = graph_blockers(checkpoint.graph, torch)
+    for other in checkpoint.container.others if not checkpoint.anew else ():
+        # They come in one protocol, so only what the object itself does not show is said.
+        known = {(blocker.name, blocker.rule) for blocker in blockers}
+        blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
+    broken = _container_rules(checkpoint, flaws, torch)
+    blockers += [Blocker("", rule, count) for rule, count in broken.items()]
+    return Verdict(torch, not blockers, tuple(blockers))
+
+
+def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
+    """Why torch.load does not pass safetensors on to its library, or "".
+
+    It does so by the name of a file alone (torch/serialization.py, ``load``).
+    """
+    refused = next((problem.message for problem in checkpoint.container.problems if problem.refused), "")
+    if refused:
+        return refused
+    sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
+    named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
+    if named and rules(torch).reads_safetensors:
+        return ""
+    if named:
+        return f"torch {torch} does not read safetensors: safetensors.torch.load_file does"
+    return f"{MISNAMED}: torch.load knows it by .safetensors only, safetensors.torch.load_file reads it"
+
+
+def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
+    """What stops torch in a pickle, whatever file it is in."""
+    broken: Counter[str] = Counter()
+    for code, count in graph.refused.items():
+        broken[f"opcode {op.NAMES[code]}"] += count
+    if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
+        broken["opcode BINFLOAT"] += 1
+    broken.update(_broken_rules(graph, torch))
+    undecodable = sum(1 for _ in not_utf8(graph))
+    if undecodable:
+        broken[NOT_UTF8] += undecodable
+    return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
+
+
+def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
+    """Every global of the pickle that is not on torch's list, popped ones included, most frequent first."""
+    listed = allowed(torch) | registered(torch)
+    mapped = maps_python2(torch, graph.style.protocol)
+    counts: Counter[str] = Counter()
+    called: set[str] = set()
+    outside: dict[Ref, str] = {}
+    for ref, node in enumerate(graph.nodes):
+        if type(node) is Global:
+            name = mapped_name(node)
+            if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in _BLOCKED_MODULES:
+                outside[ref] = name
+                counts[name] += 1
+                if node.states:
+                    called.add(name)
+    if outside:
+        for node in graph.nodes:
+            if type(node) is Call and node.func in outside:
+                called.add(outside[node.func])
+    return [Blocker(name, "", count, name in called) for name, count in counts.most_common()]
+
+
+def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
+    """The structural rules of the restricted unpickler, on every object that the pickle makes."""
+    broken: Counter[str] = Counter()
+    nodes = graph.nodes
+    version = rules(torch)
+    makes = newobj_targets(torch)
+    for node in nodes:
+        if type(node) is Call:
+            func = nodes[node.func]
+            if type(func) is not Global:
+                # An object of a 'module' record of the legacy format, or something made up.
+                broken["call of what is no global"] += 1
+            elif node.op == op.NEWOBJ or node.filling is not None:
+                name = mapped_name(func)
+                if node.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
+                    broken[f"NEWOBJ of {name}"] += 1
+                if node.filling is not None:
+                    broken.update(_filling(name, node, version))
+        elif type(node) is Persistent:
+            pid = nodes[node.pid]
+            first = nodes[pid[0]] if type(pid) is tuple and pid else None
+            if first == "module" or first == b"module":
+                broken["persistent id 'module': a class with its source"] += 1
+            elif first != "storage" and first != b"storage":
+                broken["persistent id that is no storage"] += 1
+            if node.filling is not None and (node.items or node.pairs or node.states):
+                broken["filling of a storage"] += 1
+        elif type(node) is Global and (node.items or node.pairs or node.states):
+            broken["filling of a global"] += 1
+    for ref, steps in graph.style.steps.items():
+        # Filled with nothing, which only shows in the steps: it looks at what is filled first.
+        node, empty = nodes[ref], {code for code, count in steps if not count}
+        if isinstance(node, Instance) and op.APPENDS in empty:
+            broken["APPENDS to something other than a list"] += 1
+        mapping = isinstance(node, Call) and callable_name(graph, node.func) in _DICTS
+        if isinstance(node, Instance) and op.SETITEMS in empty and not mapping:
+            broken["SETITEMS on something other than a dict"] += 1
+    return broken
+
+
+_DICTS: Final = ("collections.OrderedDict", "collections.Counter")
+
+
+def _filling(name: str, node: Call, version: Rules) -> list[str]:
+    broken = []
+    if node.items:
+        broken.append("APPENDS to something other than a list")
+    if node.pairs and version.checks_setitem and name not in _DICTS:
+        broken.append("SETITEMS on something other than a dict")
+    if node.states and not _buildable(name, version):
+        broken.append("BUILD of what is no tensor, parameter or OrderedDict")
+    return broken
+
+
+def _buildable(name: str, version: Rules) -> bool:
+    if name.startswith("torch._utils._rebuild") or name == "torch._tensor._rebuild_from_type_v2":
+        return True
+    if not version.build_listed:
+        return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict")
+    # A class outside of the list is a blocker by its name already.
+    return name not in ("_codecs.encode", "torch.serialization._get_layout")
+
+
+def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) -> Counter[str]:
+    broken: Counter[str] = Counter()
+    version = rules(torch)
+    legacy = checkpoint.traits.in_a_row
+    for problem in checkpoint.container.problems:
+        # Laid out anew nothing of the container is left.
+        if problem.refused and not checkpoint.anew:
+            broken[problem.message] += 1
+    if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
+        # torch.load goes by this suffix alone (torch/serialization.py, ``load``).
+        broken[WRONG_SUFFIX] += 1
+    for code in ("missing-storage", "storage-size", "geometry"):
+        count = sum(flaw.code == code for flaw in flaws)
+        if count and (code != "storage-size" or legacy or version.checks_record_size):
+            broken[_FLAWS[code]] += count
+    broken.update(flaw.message for flaw in flaws if flaw.code == "arguments")
+    for storage in checkpoint.survey.reader.storages.values():
+        if storage.location == "meta" and not legacy:
+            continue
+        if storage.dtype.name == "unknown" or storage.cls == "_UntypedStorage":
+            broken[f"storage class {storage.cls}"] += 1
+    return broken
