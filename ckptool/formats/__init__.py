@@ -51,6 +51,12 @@ def _hf_ranks() -> ModuleType:
     return hf_ranks
 
 
+def _hf_files() -> ModuleType:
+    from .hf import files as hf_files
+
+    return hf_files
+
+
 def _hf() -> ModuleType:
     from .hf import folder as hf_folder
 
@@ -120,7 +126,7 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "hf",
         "folders of Hugging Face: safetensors or .bin weights, alone or in shards",
-        lambda names: _hf().sniff(names),
+        lambda names: _hf_files().sniff(names),
         lambda path: _hf().read(path),
     ),
 )
