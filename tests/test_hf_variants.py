@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
-from ckptool.formats.hf.files import is_index, sniff, weights_of
+from ckptool.formats.hf.files import is_checkpoint, is_index, weights_of
 from ckptool.formats.searching import find_targets
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
@@ -137,7 +137,7 @@ def test_files_with_a_word_in_their_names_are_no_variants(tmp_path: Path) -> Non
     """Two checkpoints of a run, and nothing that says transformers wrote them."""
     for name in ("model.best.safetensors", "model.last.safetensors"):
         save(tmp_path / name, STATE)
-    assert not sniff({path.name for path in tmp_path.iterdir()})
+    assert not is_checkpoint({path.name for path in tmp_path.iterdir()})
     assert run(["inspect", str(tmp_path)]) == 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from ..base import lazy
 from ..base.errors import CkptoolError
 from ..base.globs import Globs
 from ..checkpoint.changes import Change
@@ -112,5 +112,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"ckptool.{_LATE[name]}"), name)
+        found = globals()[name] = getattr(lazy.module(_LATE[name]), name)
         return found

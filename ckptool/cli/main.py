@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from types import FrameType
 from typing import Final
 
 import click
 
 from .. import __version__
+from ..base import lazy
 from ..base.errors import CkptoolError
 from .render import StdoutError, clean, flush, say, say_error, tell
 from .retyping import retype
@@ -92,7 +92,7 @@ class _Commands(click.Group):
                 ctx.fail(f"No such command {clean(cmd_name)!r}: did you mean 'ckptool inspect {clean(cmd_name)}'?")
             return None
         module, function, _ = COMMANDS[cmd_name]
-        command = getattr(import_module(f"ckptool.cli.{module}"), function)
+        command = getattr(lazy.module(f"cli.{module}"), function)
         assert isinstance(command, click.Command)
         return command
 

@@ -1,66 +1,35 @@
-"""The formats, one module each, behind one small interface: recognise by content, then read."""
+"""The formats, a folder each. Each is registered here by one line that names its module, which is imported when a file
+may be of that format, and not before."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from types import ModuleType
 from typing import Final, NamedTuple
 
+from ..base import lazy
 from ..checkpoint.container import TWO_FORMATS, Container, Problem
 from ..files.sources import FolderSource, Source
 from ..files.tars import is_header
-from . import zip_kinds
-from .foreign import identification
-from .torch import legacy_reader, zip_reader
 
 
 class Format(NamedTuple):
-    """``sniff(head, source)`` looks at the first bytes first, at more only if these fit."""
+    """A format of one file. ``may_be(head)`` looks at the first bytes; only where they fit is ``module`` imported, with
+    ``sniff(head, source) -> bool`` and ``read(source) -> Container``."""
 
     name: str
     words: str
-    sniff: Callable[[bytes, Source], bool]
-    read: Callable[[Source], Container]
+    module: str
+    may_be: Callable[[bytes], bool]
 
+    def sniff(self, head: bytes, source: Source) -> bool:
+        """Return whether a source is of this format."""
+        return self.may_be(head) and bool(lazy.module(f"formats.{self.module}").sniff(head, source))
 
-# Most files are zips or legacy files: the other formats are imported when a file may be one of theirs.
-
-
-def _tar() -> ModuleType:
-    from .torch import tar_reader
-
-    return tar_reader
-
-
-def _safetensors() -> ModuleType:
-    from .safetensors import reader as safetensors_reader
-
-    return safetensors_reader
-
-
-def _dcp() -> ModuleType:
-    from .dcp import folder as dcp_folder
-
-    return dcp_folder
-
-
-def _hf_ranks() -> ModuleType:
-    from .hf import ranks as hf_ranks
-
-    return hf_ranks
-
-
-def _hf_files() -> ModuleType:
-    from .hf import files as hf_files
-
-    return hf_files
-
-
-def _hf() -> ModuleType:
-    from .hf import folder as hf_folder
-
-    return hf_folder
+    def read(self, source: Source) -> Container:
+        """Read a source; raises MalformedError for a damaged one."""
+        container: Container = lazy.module(f"formats.{self.module}").read(source)
+        return container
 
 
 _TAR: Final = "torch-tar"
@@ -75,60 +44,54 @@ FORMATS: Final[tuple[Format, ...]] = (
     Format(
         "torch-zip",
         "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request",
-        zip_reader.sniff,
-        zip_kinds.read,
+        "zip_kinds",
+        lambda head: head.startswith(b"PK"),
     ),
-    Format(
-        _TAR,
-        "the tar format of torch 0.1",
-        lambda head, source: is_header(head[:512]) and _tar().sniff(head, source),
-        lambda source: _tar().read(source),
-    ),
+    Format(_TAR, "the tar format of torch 0.1", "torch.tar_reader", lambda head: is_header(head[:512])),
     Format(
         "torch-legacy",
         "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included",
-        legacy_reader.sniff,
-        legacy_reader.read,
+        "torch.legacy_reader",
+        lambda head: bool(head),
     ),
     Format(
         "safetensors",
         "safetensors: a JSON header and bare tensors, nothing that could be run",
-        lambda head, source: _safetensors().sniff(head, source),
-        lambda source: _safetensors().read(source),
+        "safetensors.reader",
+        lambda head: bool(head),
     ),
 )
 
 
 class FolderFormat(NamedTuple):
-    """A format of several files in one folder. ``sniff(names)`` looks at the names of the files alone, ``read(path)``
-    opens them; what it opened is closed when it raises."""
+    """A format of several files in one folder: ``module`` has ``sniff(names) -> bool``, which looks at the names of the
+    files alone, and ``read(path)``, which opens them and closes what it opened when it raises."""
 
     name: str
     words: str
-    sniff: Callable[[Collection[str]], bool]
-    read: Callable[[str], tuple[FolderSource, Container]]
+    module: str
+
+    def sniff(self, names: Collection[str]) -> bool:
+        """Return whether a folder with files of these names is of this format."""
+        return bool(lazy.module(f"formats.{self.module}").sniff(names))
+
+    def read(self, path: str) -> tuple[FolderSource, Container]:
+        """Read a folder; raises MalformedError for a damaged one."""
+        opened: tuple[FolderSource, Container] = lazy.module(f"formats.{self.module}").read(path)
+        return opened
 
 
 #: In this order: a folder of DCP may have the files of transformers beside it.
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
-        "dcp",
-        "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files",
-        lambda names: _dcp().sniff(names),
-        lambda path: _dcp().read(path),
+        "dcp", "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files", "dcp.folder"
     ),
     FolderFormat(
         "dcp-safetensors",
         "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, a piece a rank",
-        lambda names: _hf_ranks().sniff(names),
-        lambda path: _hf_ranks().read(path),
+        "hf.ranks",
     ),
-    FolderFormat(
-        "hf",
-        "folders of Hugging Face: safetensors or .bin weights, alone or in shards",
-        lambda names: _hf_files().sniff(names),
-        lambda path: _hf().read(path),
-    ),
+    FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),
 )
 
 #: Enough to tell every format in formats.md: tar has its mark at 257.
@@ -161,7 +124,8 @@ def read_container(source: Source) -> Container:
     head = source.read(0, _HEAD)
     known = next((known for known in FORMATS if known.sniff(head, source)), None)
     if known is None:
-        raise identification.explain(head, source)
+        error: Exception = lazy.module("formats.foreign.identification").explain(head, source)
+        raise error
     container = known.read(source)
     if is_header(head[:512]):
         twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]

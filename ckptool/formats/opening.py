@@ -11,8 +11,6 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import ContainedSource, FileSource
 from . import folder_format, read_container, read_folder
-from .hf.files import is_index, side_files
-from .searching import explain_directory
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -27,6 +25,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if os.path.isdir(name):
         found = read_folder(name)
         if found is None:
+            from .searching import explain_directory
+
             raise explain_directory(name)
         return Checkpoint(name, *found)
     if in_several_files(name):
@@ -38,7 +38,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def in_several_files(path: str) -> bool:
     """Does the path name a checkpoint in several files: a folder, or the index of one?"""
-    return os.path.isdir(path) or (is_index(path) and not is_address(path))
+    if os.path.isdir(path):
+        return True
+    if not path.endswith(".json") or is_address(path):
+        return False
+    from .hf.files import is_index
+
+    return is_index(path)
 
 
 def _part_of_folder(
@@ -55,6 +61,8 @@ def _part_of_folder(
         words = "what says which tensors are where" if name == ".metadata" else "tensors without their names"
         what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"
     elif kind == "json":
+        from .hf.files import side_files
+
         words = next((f", {words}" for _, words in side_files([name])), "")
         what = f"it is JSON text{words}, not the weights: they are in the same folder"
     else:

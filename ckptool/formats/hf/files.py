@@ -118,7 +118,7 @@ class Index(NamedTuple):
     described: bool
 
 
-def sniff(names: Collection[str]) -> bool:
+def is_checkpoint(names: Collection[str]) -> bool:
     """Is a folder one checkpoint, by the names of its files? A single file of weights must not stand among others."""
     found = weights_of(names)
     if found is None:

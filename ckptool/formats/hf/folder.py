@@ -37,7 +37,7 @@ from ..foreign.identification import explain, stand_in
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import plain_texts
 from ..torch import legacy_reader, zip_reader
-from .files import Index, Weights, companions, index_name, is_index, read_index, side_files, weights_of
+from .files import Index, Weights, companions, index_name, is_checkpoint, is_index, read_index, side_files, weights_of
 
 #: Folders of the modules of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
 _MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")
@@ -409,3 +409,8 @@ def read(path: str) -> tuple[FolderSource, Container]:
     own = {os.path.basename(file.name) for file in found.files}
     beside = [os.path.join(folder, name) for name in companions(names - own)]
     return FolderSource(path, found.files, beside), found
+
+
+def sniff(names: Collection[str]) -> bool:
+    """Return whether a folder is one checkpoint, by the names of its files."""
+    return is_checkpoint(names)

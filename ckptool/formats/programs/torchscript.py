@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...base.errors import PickleError
+from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import counted, listed, shown
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
@@ -284,3 +284,12 @@ def _devices(graph: Graph) -> list[DeviceName]:
 
 _KINDS: Final = frozenset(("cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "ipu", "musa", "vulkan", "meta"))
 _FIRST: Final = frozenset(kind[0] for kind in _KINDS)
+
+
+def read(archive: Archive) -> TorchScript:
+    """Read an archive of ``torch.jit.save``; raises MalformedError where it does not describe its weights."""
+    record = archive.find("data.pkl")
+    if record is None:
+        what = "it is a TorchScript archive without data.pkl, where its weights are described"
+        raise MalformedError(what, path=archive.source.name, next="get a whole copy of the file")
+    return TorchScript(archive, record, archive.read(record, LIMITS.pickle_bytes))

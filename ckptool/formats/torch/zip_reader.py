@@ -32,8 +32,8 @@ from ...files.zips.reader import Archive, Oddity, Record, folded, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
-from ..foreign import identification
 from ..pickles_in import bare_pickles, nested_pickles, zip_pickles
+from ..zip_kinds import kind_of
 
 #: The records that torch.save writes beside the storages.
 _OWN: Final = (
@@ -315,6 +315,8 @@ def read_whole(source: Source) -> Archive:
     try:
         return read_archive(source)
     except MalformedError as error:
+        from ..foreign import identification
+
         raise identification.damaged_zip(source, error) from error
 
 
@@ -322,7 +324,9 @@ def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
     """Read the zip checkpoint that an archive is; other archives are named and refused."""
     source = archive.source
     record = archive.find("data.pkl")
-    other = identification.zip_kind(archive)
-    if record is None or other is not None:
+    if record is None or kind_of(archive) is not None:
+        from ..foreign import identification
+
+        other = identification.zip_kind(archive)
         raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)
