@@ -21,8 +21,9 @@ from .files.write.copying import rehearse
 from .files.write.folder import write_files
 from .files.write.in_place import append, check_idle
 from .files.write.output import check_output, write_plan
-from .formats.planning import InPlace, in_place_of, parts_of, plan_of
-from .formats.readback import Promise, check_file, check_folder, promise_in_place, promise_of
+from .formats.planning import InPlace, in_place_of, parts_of, plan_of, promise_in_place, promise_of
+from .formats.promises import Promise
+from .formats.readback import check_file, check_folder
 
 #: Given the number of bytes to come, what to call with those of each step, as long as it lasts.
 Watch: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None] | None]]

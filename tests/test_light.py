@@ -347,3 +347,14 @@ def test_memory_is_bounded_while_bytes_are_copied_through_a_buffer(tmp_path: Pat
     assert (found.code, found.err) == (0, "")
     assert out.stat().st_size > 256 * MIB
     assert found.peak < PEAK
+
+
+@pytest.mark.parametrize(
+    "call", [["strip-module", DEMO, "-o", "OUT"], ["keys", DEMO], ["inspect", DEMO]], ids=lambda c: c[0]
+)
+def test_a_format_is_imported_only_when_a_file_may_be_of_it(call: list[str], tmp_path: Path) -> None:
+    found = command(*[str(tmp_path / "out.pth") if word == "OUT" else word for word in call])
+    formats = {name for name in found.modules if name.startswith("ckptool.formats.")}
+    others = ("safetensors", "hf", "dcp", "programs", "foreign")
+    assert found.code == 0
+    assert [name for name in formats if name.split(".")[2] in others or "legacy" in name or "tar_reader" in name] == []

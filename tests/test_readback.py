@@ -24,11 +24,13 @@ from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource, Plan
 from ckptool.files.write import in_place, output
 from ckptool.files.zips.writer import Content, fresh
-from ckptool.formats import proof
+from ckptool.formats import repickled
 from ckptool.formats.dcp import writer as dcp_writer
 from ckptool.formats.hf import writer as hf_writer
+from ckptool.formats.planning import promise_of
 from ckptool.formats.programs import writer as program_outputs
-from ckptool.formats.readback import Promise, check_file, promise_of
+from ckptool.formats.promises import Promise
+from ckptool.formats.readback import check_file
 from ckptool.formats.safetensors import writer as safetensors_writer
 from ckptool.formats.torch import legacy_writer, zip_writer
 from ckptool.pickles.encode import encode
@@ -145,7 +147,9 @@ def test_an_encoder_that_loses_something(
     real = encode
     with ckptool.open(inputs / job.source) as checkpoint:
         unedited = len(checkpoint.container.graph.nodes)
-    monkeypatch.setattr(proof, "encode", lambda graph: real(graph if len(graph.nodes) == unedited else _worse(graph)))
+    monkeypatch.setattr(
+        repickled, "encode", lambda graph: real(graph if len(graph.nodes) == unedited else _worse(graph))
+    )
     for module in (zip_writer, legacy_writer, dcp_writer):
         monkeypatch.setattr(module, "encode", lambda graph: real(graph if len(graph.nodes) < 12 else _worse(graph)))
         if hasattr(module, "prove"):
@@ -279,11 +283,11 @@ def test_an_edit_in_place_that_reads_otherwise(
         real(fd, at, data)
 
     if where == "encoder":
-        encode = proof.encode
+        encode = repickled.encode
         with ckptool.open(path) as checkpoint:
             whole = encode(checkpoint.graph)
         monkeypatch.setattr(
-            proof, "encode", lambda graph: data if (data := encode(graph)) == whole else encode(_worse(graph))
+            repickled, "encode", lambda graph: data if (data := encode(graph)) == whole else encode(_worse(graph))
         )
     monkeypatch.setattr(in_place, "_put", broken)
     with ckptool.open(path) as checkpoint, pytest.raises(ReadBackError) as caught:

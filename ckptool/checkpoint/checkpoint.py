@@ -115,9 +115,7 @@ class Checkpoint:
         ``tolerating``.
         """
         if self._survey is None:
-            # Some containers have looked at the tensors of their graph before.
-            reader = getattr(self.container, "reader", None)
-            own = reader if self.graph is self.container.graph else None
+            own = self.container.reader if self.graph is self.container.graph else None
             try:
                 self._survey = survey(self.graph, own, named=self.traits.named)
             except MalformedError as error:
@@ -181,6 +179,11 @@ class Checkpoint:
             return self.added[key]
         stored = self.container.stored(key)
         return None if stored.span is None else Body(stored.span, stored.size, stored.crc, stored.compressed)
+
+    def stored_size(self, key: str) -> int | None:
+        """Return the bytes of a storage, inflated; None where there are none."""
+        body = self.body(key)
+        return None if body is None else body.size
 
     def tolerating(self) -> Checkpoint:
         """The same checkpoint, whose survey says what is not followed where this one's raises."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..files.sources import Appending, Piece, Plan, Span
+from ..pickles.encode import encode
 from ..pickles.nodes import Graph
+from .tensors import TensorReader
 
 #: Problems on whose account no edit is written: it would carry the damage over under a good name.
 DAMAGED = "damaged"
@@ -134,99 +137,85 @@ class Traits(NamedTuple):
     named: bool = False
 
 
-class Container(Protocol):
-    """What a format module makes of a file; the only thing that commands see of a format."""
+class ShardLayout(NamedTuple):
+    """How a folder of shards is laid out: the bytes of its largest shard, and the parts of its file names."""
 
-    @property
-    def format(self) -> str:
-        """ "torch-zip", "torch-legacy", ..."""
-        ...
+    size: int = 0
+    stem: str = ""
+    variant: str = ""
 
-    @property
-    def traits(self) -> Traits:
-        """What there is to know of the format."""
-        ...
 
-    @property
-    def writer(self) -> str:
-        """Which torch wrote it, in words."""
-        ...
+class Container:
+    """What a format makes of a file: all that commands see of a format. A format overrides what it has."""
 
-    @property
-    def graph(self) -> Graph:
-        """The object as it is in the file."""
-        ...
+    #: "torch-zip", "torch-legacy", ...
+    format: str = ""
+    traits: Traits = Traits()
+    #: Which torch wrote the file, in words.
+    writer: str = ""
+    #: The folder of the records, "" for none.
+    root: str = ""
+    #: "little" or "big".
+    byteorder: str = "little"
+    #: The object as it is in the file.
+    graph: Graph
+    #: The tensors of that graph, where they were read before.
+    reader: TensorReader | None = None
+    #: The other pickles that torch loads with it: four in a legacy file.
+    others: Sequence[Graph] = ()
+    #: The texts beside the tensors: ``__metadata__`` of safetensors.
+    metadata: Mapping[str, str] = MappingProxyType({})
+    shard_layout: ShardLayout = ShardLayout()
+    #: Why storages that should be there are not, by key: of what was rescued from a damaged file.
+    lost: Mapping[str, str] = MappingProxyType({})
+
+    #: What is wrong or odd about the container; what opens it may add to that.
+    problems: list[Problem]
 
     @property
     def pickle(self) -> bytes:
-        """The bytes of that object, up to its STOP at least."""
-        ...
-
-    @property
-    def root(self) -> str:
-        """The folder that the records are in, "" where there is none."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The texts that the format keeps beside the tensors: ``__metadata__`` of safetensors."""
-        ...
-
-    @property
-    def others(self) -> Sequence[Graph]:
-        """The other pickles that torch loads with it: four in a legacy file."""
-        ...
-
-    @property
-    def byteorder(self) -> str:
-        """ "little" or "big"."""
-        ...
-
-    @property
-    def problems(self) -> list[Problem]:
-        """What is wrong or odd about the container; what opens it may add to that."""
-        ...
+        """The bytes of the object, up to its STOP at least; what ``torch.save`` would write where there are none."""
+        return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:
-        """The bytes that are there for the storage ``key``, inflated; None where there are none."""
-        ...
+        """Return the bytes that are there for the storage ``key``, inflated; None where there are none."""
+        raise NotImplementedError
 
     def stored(self, key: str) -> StoredBytes:
-        """Where the bytes of the storage ``key`` are."""
-        ...
+        """Return where the bytes of the storage ``key`` are."""
+        raise NotImplementedError
 
     def records(self) -> Iterable[StoredRecord]:
-        """Everything stored, in the order of the file; raises MalformedError where a record cannot be found."""
-        ...
+        """Yield everything stored, in the order of the file; raise MalformedError where a record cannot be found."""
+        raise NotImplementedError
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """What is stored beside the object. With ``checked`` it is looked at where it should be.
+        """Return what is stored beside the object. With ``checked`` it is looked at where it should be.
 
         Raises MalformedError where it is not there.
         """
-        ...
+        return {record.name: (record.size, record.crc, record.compressed) for record in self.records()}
 
     def audit(self, keys: Collection[str]) -> Sequence[Problem]:
-        """What a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
-        ...
+        """Return what a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
+        return ()
 
     def pickles(self) -> Iterable[FoundPickle]:
-        """Every pickle in the file, the object itself first."""
-        ...
+        """Yield every pickle in the file, the object itself first."""
+        return ()
 
     def plan(self, pickle: bytes | None) -> Plan:
-        """The output file with another pickle, or with None the file as it is."""
-        ...
+        """Return the output file with another pickle, or with None the file as it is.
+
+        Not of a folder, whose writers plan each of its files.
+        """
+        raise NotImplementedError
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
-        """The version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the order
-        of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since 1970.
+        """Return the version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the
+        order of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since
+        1970.
 
         Raises RefusedError where the format has no room for that.
         """
-        ...
-
-
-def of_records(container: Container, *, checked: bool = False) -> Manifest:
-    """The manifest of a format that has nothing shorter than its records."""
-    return {record.name: (record.size, record.crc, record.compressed) for record in container.records()}
+        raise NotImplementedError

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.text import argument, suggested_output
 from .checkpoint import Checkpoint
+from .container import Container
 from .survey import DeviceName
 
 #: The code of the problem that says so, and those of all that is said of a program.
@@ -35,7 +36,7 @@ class NamedDevice(NamedTuple):
     what: str = "the code"
 
 
-class Program:
+class Program(Container):
     """What a container of a program tells beside its graph, which are its weights.
 
     ``kind`` says what it is ("a TorchScript archive"), ``loader`` what of torch reads it, ``edits`` which commands edit

@@ -11,9 +11,9 @@ from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.convert import FOLDERS, SHARDED, TARGETS, own_target, says_format, target_of
 from ..files.archives import file_name
-from ..formats.hf.writer import DEFAULT_SIZE, parse_size
+from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS
-from ..formats.planning import makes_folder
+from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder
 from .editing import Job, edit_all
 from .options import key_option, paths, writing
 
@@ -99,7 +99,7 @@ def convert(
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         written = how["output"] or called(file_name(checkpoint.path))
-        most = size or (DEFAULT_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
+        most = size or (DEFAULT_SHARD_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
         return api.convert(
             checkpoint,
             chosen or own_target(checkpoint, written),

@@ -185,7 +185,7 @@ def _names_left_out(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tu
 
 def _called(target: Target, checkpoint: Checkpoint) -> Target:
     """Its files are called as those of the input, where both formats call them so."""
-    stem, variant = (getattr(checkpoint.container, name, "") for name in ("stem", "variant"))
+    _, stem, variant = checkpoint.container.shard_layout
     return target._replace(stem=stem if stem in ("adapter_model", "diffusion_pytorch_model") else "", variant=variant)
 
 

@@ -60,7 +60,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     try:
         container, whole = _container(source, progress)
         checkpoint = Checkpoint(source.name, source, container)
-        found = _without_lost(checkpoint, getattr(container, "lost", {}), whole)
+        found = _without_lost(checkpoint, container.lost, whole)
     except UnreadableError as error:
         source.close()
         error.path = error.path or source.name

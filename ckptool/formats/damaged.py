@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import human_bytes
-from ..checkpoint.container import FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
+from ..checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ..checkpoint.survey import survey
 from ..checkpoint.tensors import Storage, TensorReader
 from ..files.sources import Appending, Plan, Source, Span
@@ -33,7 +33,7 @@ class Extent(NamedTuple):
     tensors: int
 
 
-class Rescued:
+class Rescued(Container):
     """What is left of a checkpoint; a ``Container`` whose storages are the whole ones only.
 
     ``lost`` says for each other storage why.
@@ -58,7 +58,7 @@ class Rescued:
         self.traits = traits
         self.root = root
         self.graph = graph
-        self.pickle = pickle
+        self._pickle = pickle
         self.byteorder = byteorder
         self.writer = "torch 1.6 or later"
         self.problems: list[Problem] = []
@@ -68,6 +68,10 @@ class Rescued:
     def keep(self, key: str, stored: StoredBytes) -> None:
         """Take a storage for whole."""
         self._places[key] = stored
+
+    @property
+    def pickle(self) -> bytes:
+        return self._pickle
 
     def stored_size(self, key: str) -> int | None:
         found = self._places.get(key)
@@ -81,8 +85,6 @@ class Rescued:
             assert stored.span is not None
             name = f"{self.root}/data/{key}"
             yield StoredRecord(name, stored.span, stored.size, stored.crc, stored.compressed, key)
-
-    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         return []

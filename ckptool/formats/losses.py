@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.text import listed
+from ..base.text import argument, listed, suggested_output
+from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.survey import StateDict
 
 #: Every kind of loss, and what it means.
 KINDS: Final = {
@@ -61,3 +63,29 @@ def refuse(
         may = f"if that may be lost{''.join(f' ({text})' for text in instead)}: "
         step = " ".join(f"{name} {value}" for name, value in options)
         raise RefusedError(what, path=path, next=may + step, again=Again(options, may + "{}"))
+
+
+def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
+    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has asked before."""
+    found = losses() if checkpoint.target is None else []
+    if found:
+        raise RefusedError(f"{output} cannot hold {found[0].words}", path=checkpoint.path, next=_way_out(checkpoint))
+
+
+def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
+    """Return the state dict that goes into an output of one alone; raise RefusedError where there is none."""
+    found = state_dict_of(checkpoint, target)
+    if found is None:
+        what = f"{output} holds tensors by their names and nothing else"
+        raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
+    return found
+
+
+def state_dict_of(checkpoint: Checkpoint, target: Target) -> StateDict | None:
+    """Return the state dict that goes into an output of one alone."""
+    return next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+
+
+def _way_out(checkpoint: Checkpoint) -> str:
+    path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
+    return f"make a torch file of it first: ckptool convert {argument(path)} -o {argument(output)}"

@@ -3,45 +3,87 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from shlex import quote
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
+from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
-from ..base.text import argument, salvage_step, suggested_output
+from ..base.text import argument, salvage_step
 from ..checkpoint.checkpoint import Checkpoint, Target
-from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
+from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE, Container
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
-from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..files.pool import open_pooled
 from ..files.sources import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from ..values.elements import holds_rows, tensor_size
-from . import read_folder
-from .dcp.writer import losses, plan
-from .hf import folder as hf_folder
-from .hf import ranks as hf_ranks
-from .hf import writer as hf_writer
-from .losses import Loss
-from .programs import writer as programs_writer
-from .proof import codec_is_exact, verified_pickle
-from .safetensors import writer as safetensors_writer
-from .torch import legacy_writer, zip_writer
+from . import read_folder, repickled
+from .promises import Promise
+from .repickled import verified_pickle
 
 #: What the names of outputs that hold one format end with.
 _TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
 _SAFETENSORS: Final = ".safetensors"
 
+#: Bytes of a shard where nobody says another number; that of huggingface_hub.
+DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | Files, bool]
 #: Targets whose format has no checksums.
 _WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
-#: Folders whose weights an edit may put into one file, by the name of the output.
-_WEIGHTS: Final = (hf_folder.HfFolder, hf_ranks.HfRanks)
+#: What an edit in place may take out: where storages no longer stand as torch computes it, it must look them up.
+_CONTRACT: Final = "/.format_version"
+
+
+class Writer(Protocol):
+    """The functions of a writer's module: the plan of an output with whether its pickle is proven byte-exact, and what
+    the output promises, which is made of the checkpoint alone."""
+
+    def plan(self, checkpoint: Checkpoint, target: Target) -> _Planned: ...
+
+    def promise(self, checkpoint: Checkpoint, target: Target) -> Promise: ...
+
+
+#: The module that writes each format, by the name that a target has for it; "same" is the input with another pickle.
+_WRITERS: Final = {
+    "same": "repickled",
+    "program": "programs.writer",
+    "torch": "torch.zip_writer",
+    "legacy": "torch.legacy_writer",
+    "safetensors": "safetensors.writer",
+    "dcp": "dcp.writer",
+}
+
+
+def writer_of(target: Target) -> Writer:
+    """Return what writes a target, imported when it is needed."""
+    return cast(Writer, lazy.module(f"formats.{'hf.writer' if target.shard_size else _WRITERS[target.format]}"))
+
+
+def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
+    """Return what the output of a checkpoint under that name must hold; None where it is the input, byte for byte."""
+    target = target_of(checkpoint, output)
+    if target is None:
+        return None
+    return writer_of(target).promise(checkpoint, target)._replace(odd=_problem_codes(checkpoint.container))
+
+
+def promise_in_place(checkpoint: Checkpoint) -> Promise:
+    """Return what the file must hold after an edit in place."""
+    container = checkpoint.container
+    if program_of(checkpoint) is not None:
+        promise: Promise = lazy.module("formats.programs.writer").promise(checkpoint)
+        return promise._replace(odd=_problem_codes(container))
+    gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
+    dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
+    return repickled.promise(checkpoint)._replace(dropped=frozenset(dropped), odd=_problem_codes(container))
+
+
+def _problem_codes(container: Container) -> frozenset[str]:
+    return frozenset(problem.code for problem in container.problems)
 
 
 def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
@@ -61,7 +103,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         refuse_damage(checkpoint)
     if target is None:
         return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
-    planned, exact = _PLANS[target.format](checkpoint, target)
+    planned, exact = writer_of(target).plan(checkpoint, target)
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, target, planned)
@@ -215,9 +257,17 @@ def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     """The format of its file, which an edit keeps."""
     container, own = checkpoint.container, checkpoint.traits.written
-    if isinstance(container, _WEIGHTS):
-        size = container.shard_size or hf_writer.DEFAULT_SIZE if makes_folder(checkpoint, output) else 0
-        return Target(own, "", "", container.metadata, size, stem=container.stem, variant=container.variant)
+    if checkpoint.traits.sharded:
+        size = container.shard_layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
+        return Target(
+            own,
+            "",
+            "",
+            container.metadata,
+            size,
+            stem=container.shard_layout.stem,
+            variant=container.shard_layout.variant,
+        )
     return Target("torch" if own == "same" and checkpoint.anew else own, metadata=container.metadata)
 
 
@@ -268,95 +318,6 @@ def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
     return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
 
 
-def _same(checkpoint: Checkpoint, target: Target) -> _Planned:
-    """The input with another pickle."""
-    data, exact = verified_pickle(checkpoint)
-    return checkpoint.container.plan(data), exact
-
-
-def _program(checkpoint: Checkpoint, target: Target) -> _Planned:
-    program = program_of(checkpoint)
-    assert program is not None
-    return programs_writer.plan(checkpoint, program)
-
-
-def _torch(checkpoint: Checkpoint, target: Target) -> _Planned:
-    """A zip, or a folder of shards that are one each."""
-    if target.shard_size:
-        whole = _whole(checkpoint, target, "a folder of shards")
-        return hf_writer.plan(checkpoint, whole, target, target.shard_size), True
-    return zip_writer.plan(checkpoint), _is_exact(checkpoint)
-
-
-def _legacy(checkpoint: Checkpoint, target: Target) -> _Planned:
-    """The sequential format; a file that has it already keeps what it can."""
-    if not checkpoint.anew:
-        return _same(checkpoint, target)
-    return legacy_writer.plan(checkpoint), _is_exact(checkpoint)
-
-
-def _is_exact(checkpoint: Checkpoint) -> bool:
-    # What is built of a program is new: there is no pickle that it could differ from.
-    return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
-
-
-def _safetensors(checkpoint: Checkpoint, target: Target) -> _Planned:
-    """A safetensors file, or a folder of shards."""
-    whole = _whole(checkpoint, target, "a folder of shards" if target.shard_size else "a safetensors file")
-    _refuse(checkpoint, lambda: safetensors_writer.losses(checkpoint, whole), "safetensors")
-    if target.shard_size:
-        return hf_writer.plan(checkpoint, whole, target, target.shard_size), True
-    # Converted, it is what the library writes; edited, what it was.
-    in_order = checkpoint.target is None
-    return safetensors_writer.plan(
-        checkpoint, whole, tied=target.tied, metadata=target.metadata, in_order=in_order
-    ), True
-
-
-def _dcp(checkpoint: Checkpoint, target: Target) -> _Planned:
-    _refuse(checkpoint, lambda: losses(checkpoint), "a DCP folder")
-    return plan(checkpoint), True
-
-
-def _whole(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
-    """The state dict that goes into an output of one alone; raises RefusedError where there is none."""
-    found = state_dict_of(checkpoint, target)
-    if found is None:
-        raise RefusedError(
-            f"{output} holds tensors by their names and nothing else", path=checkpoint.path, next=_way_out(checkpoint)
-        )
-    return found
-
-
-def state_dict_of(checkpoint: Checkpoint, target: Target) -> StateDict | None:
-    """The state dict that goes into an output of one alone."""
-    return next((item for item in checkpoint.state_dicts if item.path == target.key), None)
-
-
-def _refuse(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
-    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has asked before."""
-    found = losses() if checkpoint.target is None else []
-    if found:
-        what = f"{output} cannot hold {found[0].words}"
-        raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
-
-
-def _way_out(checkpoint: Checkpoint) -> str:
-    path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
-    return f"make a torch file of it first: ckptool convert {argument(path)} -o {argument(output)}"
-
-
-#: How each format is written, by the name that a target has for it: "same" is the input's own with another pickle.
-_PLANS: Final[Mapping[str, Callable[[Checkpoint, Target], _Planned]]] = {
-    "same": _same,
-    "program": _program,
-    "torch": _torch,
-    "legacy": _legacy,
-    "safetensors": _safetensors,
-    "dcp": _dcp,
-}
-
-
 class InPlace(NamedTuple):
     """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``.
 
@@ -382,7 +343,8 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
     program = program_of(checkpoint)
     if program is not None:
-        return InPlace(*programs_writer.append(checkpoint, program, edit, time))
+        appending, exact = lazy.module("formats.programs.writer").append(checkpoint, edit, time)
+        return InPlace(appending, exact)
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)

@@ -1,208 +1,26 @@
-"""What an output promises, as data, and whether what was staged holds it: read by our own readers, metadata only.
-
-A promise is made of the checkpoint, never of the plan: what plans and writes is what it is held against.
-"""
+"""Reading back what was staged: does it hold what the output promises? By our own readers, metadata only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from ..base.errors import CkptoolError, ReadBackError
 from ..base.text import shown
-from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, Manifest
-from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
-from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import TensorReader
-from ..checkpoint.views import without_views
 from ..files.sources import Source
 from ..files.zips.reader import read_archive
-from ..pickles.compare import Outside, Refs, difference, respelled
+from ..pickles.compare import Outside, Refs, difference
 from ..pickles.decode import decode
-from ..pickles.nodes import Graph, Ref
+from ..pickles.nodes import Graph
 from . import read_container, read_folder, zip_kinds
-from .dcp.writer import leaves
-from .planning import state_dict_of, target_of
-from .programs import writer as programs_writer
-from .safetensors import writer as safetensors_writer
+from .promises import Facts, Promise, tensor_facts
 
-#: What is compared of a tensor, or of an object that stands for itself.
-_Facts: TypeAlias = Mapping[str, tuple[object, ...]]
-#: The records that torch.save writes beside the object and the storages.
-_OWN: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
 #: References in the persistent id of a storage: the word, its class, its key, its location, its elements.
 _ID: Final = 5
-#: What an edit in place may take out: where storages no longer stand as torch computes it, it must look them up.
-_CONTRACT: Final = "/.format_version"
-
-
-class Promise(NamedTuple):
-    """What a reader must find in the output.
-
-    ``format`` is that of the file. ``graph`` is the object; with ``storages`` these may have other keys, one for each,
-    and hold so many bytes with that checksum (None where nothing is on record), and ``beside`` are all other records
-    in its folder. ``manifest`` is what is stored beside the object, but for the names in ``replaced``, and those in
-    ``dropped`` (in lower case) may be gone. ``pickles`` are those of records by their names. ``tensors`` are facts by
-    name, ``leaves`` the objects that are items of their own, ``texts`` the texts beside the tensors. ``odd`` are the
-    codes of problems that the input has, too; not ``checked``, its places are as odd as those of the input. ``known``
-    gives the graph of a pickle that is the input's but for texts.
-    """
-
-    format: str
-    graph: Graph | None = None
-    beside: frozenset[str] | None = None
-    storages: Mapping[str, tuple[int, int | None]] | None = None
-    manifest: Manifest | None = None
-    replaced: frozenset[str] = frozenset()
-    dropped: frozenset[str] = frozenset()
-    pickles: Mapping[str, Graph] = MappingProxyType({})
-    tensors: _Facts | None = None
-    leaves: Mapping[str, Graph] | None = None
-    texts: Mapping[str, str] | None = None
-    byteorder: str = ""
-    odd: frozenset[str] = frozenset()
-    checked: bool = True
-    known: Callable[[bytes], Graph | None] | None = None
-
-
-# -- what is promised -----------------------------------------------------------------------------------------------
-
-
-def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
-    """What the output of a checkpoint under that name must hold; None where it is the input, byte for byte."""
-    target = target_of(checkpoint, output)
-    if target is None:
-        return None
-    return _PROMISES[target.format](checkpoint, target)._replace(odd=_odd(checkpoint.container))
-
-
-def promise_in_place(checkpoint: Checkpoint) -> Promise:
-    """What the file must hold after an edit in place."""
-    if program_of(checkpoint) is not None:
-        return _program(checkpoint, None)._replace(odd=_odd(checkpoint.container))
-    container = checkpoint.container
-    gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
-    dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
-    return _same(checkpoint, None)._replace(dropped=frozenset(dropped), odd=_odd(container))
-
-
-def _odd(container: Container) -> frozenset[str]:
-    return frozenset(problem.code for problem in container.problems)
-
-
-def _same(checkpoint: Checkpoint, target: Target | None) -> Promise:
-    """The input with another object."""
-    container = checkpoint.container
-    return Promise(
-        container.format,
-        checkpoint.graph,
-        manifest=container.manifest(),
-        byteorder=container.byteorder,
-        known=lambda data: respelled(container.graph, container.pickle, data),
-    )
-
-
-def _torch(checkpoint: Checkpoint, target: Target) -> Promise:
-    if target.shard_size:
-        found = state_dict_of(checkpoint, target)
-        assert found is not None
-        reader = checkpoint.survey.reader
-        items = [(str(checkpoint.graph.nodes[key]), value) for key, value in found.items if reader.tensor(value)]
-        return Promise("hf-torch", tensors=_facts(items, reader, lambda key: _size(checkpoint, key)))
-    graph = without_views(checkpoint.graph)
-    order = checkpoint.container.byteorder
-    return Promise("torch-zip", graph, _OWN, _storages(checkpoint, graph), byteorder=order)
-
-
-def _legacy(checkpoint: Checkpoint, target: Target) -> Promise:
-    if not checkpoint.anew:
-        return _same(checkpoint, target)
-    storages = {key: (size, None) for key, (size, _) in _storages(checkpoint, checkpoint.graph).items()}
-    return Promise("torch-legacy", checkpoint.graph, None, storages)
-
-
-def _safetensors(checkpoint: Checkpoint, target: Target) -> Promise:
-    found = state_dict_of(checkpoint, target)
-    assert found is not None
-    chosen = safetensors_writer.chosen_tensors(checkpoint, found, target.tied)
-    if target.shard_size:
-        return Promise(
-            "hf-safetensors", tensors={one.name: (one.tensor.dtype, one.tensor.shape) for one in chosen.tensors}
-        )
-    manifest = {one.name: safetensors_writer.listed(one.tensor) for one in chosen.tensors}
-    texts = {**target.metadata, **chosen.names}
-    return Promise("safetensors", manifest=manifest, texts=texts)
-
-
-def _dcp(checkpoint: Checkpoint, target: Target) -> Promise:
-    return Promise("dcp", tensors=_plain_leaves(checkpoint), leaves=_objects(checkpoint))
-
-
-def _program(checkpoint: Checkpoint, target: Target | None) -> Promise:
-    program = program_of(checkpoint)
-    assert program is not None
-    pickles = programs_writer.edited_pickles(checkpoint, program)
-    own = _same(checkpoint, target)
-    return own._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
-
-
-#: What each format promises, by the name that a target has for it.
-_PROMISES: Final[Mapping[str, Callable[[Checkpoint, Target], Promise]]] = {
-    "same": _same,
-    "program": _program,
-    "torch": _torch,
-    "legacy": _legacy,
-    "safetensors": _safetensors,
-    "dcp": _dcp,
-}
-
-
-def _storages(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int | None]]:
-    """The bytes of every storage that an object uses, and their checksum where one is on record."""
-    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
-    found: dict[str, tuple[int, int | None]] = {}
-    for key in used_storages(graph, checkpoint.path):
-        body = checkpoint.body(key)
-        if body is not None:
-            found[key] = body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None
-    return found
-
-
-def _size(checkpoint: Checkpoint, key: str) -> int | None:
-    body = checkpoint.body(key)
-    return None if body is None else body.size
-
-
-def _facts(items: Iterable[tuple[str, Ref]], reader: TensorReader, size: Callable[[str], int | None]) -> _Facts:
-    """All that makes tensors what they are, but for their values: which of them share memory, too."""
-    numbers: dict[str, int] = {}
-    found: dict[str, tuple[object, ...]] = {}
-    for name, ref in sorted(items):
-        tensor = reader.tensor(ref)
-        facts: list[object] = []
-        for part in reader.parts(tensor) if tensor else ():
-            known = reader.storages.get(part.storage)
-            held = known is not None and known.nbytes > 0
-            facts += part._replace(storage="", parts=())
-            facts += (numbers.setdefault(part.storage, len(numbers)), size(part.storage)) if held else (-1, 0)
-        found[name] = tuple(facts)
-    return found
-
-
-def _plain_leaves(checkpoint: Checkpoint) -> _Facts:
-    return {
-        leaf.name: (leaf.tensor.dtype, leaf.tensor.shape)
-        for leaf in leaves(checkpoint)
-        if leaf.plain and leaf.tensor is not None
-    }
-
-
-def _objects(checkpoint: Checkpoint) -> dict[str, Graph]:
-    graph = without_views(checkpoint.graph)
-    return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in leaves(checkpoint) if not leaf.plain}
 
 
 # -- what is read ---------------------------------------------------------------------------------------------------
@@ -327,9 +145,11 @@ def _check_tensors(promise: Promise, source: Source, container: Container) -> No
     assert promise.tensors is not None
     read = Checkpoint(source.name, source, container)
     if promise.leaves is not None:
+        from .dcp.leaves import object_items, tensor_items
+
         container.manifest(checked=True)
-        _check_facts(promise.tensors, _plain_leaves(read))
-        found = _objects(read)
+        _check_facts(promise.tensors, tensor_items(read))
+        found = object_items(read)
         _alike("the objects in it", sorted(promise.leaves), sorted(found))
         keys: dict[str, str] = {}
         for name, graph in promise.leaves.items():
@@ -340,13 +160,13 @@ def _check_tensors(promise: Promise, source: Source, container: Container) -> No
     graph, reader = container.graph, TensorReader(container.graph)
     items = [(str(graph.nodes[key]), value) for key, value in mapping(graph, graph.root) or ()]
     if container.traits.pickled:
-        _check_facts(promise.tensors, _facts(items, reader, container.stored_size))
+        _check_facts(promise.tensors, tensor_facts(items, reader, container.stored_size))
     else:
         tensors = ((name, reader.tensor(ref)) for name, ref in items)
         _check_facts(promise.tensors, {name: (one.dtype, one.shape) for name, one in tensors if one})
 
 
-def _check_facts(promised: _Facts, found: _Facts) -> None:
+def _check_facts(promised: Facts, found: Facts) -> None:
     if promised != found:
         for name in {**promised, **found}:
             _alike(f"tensor {shown(name)}", promised.get(name), found.get(name))

@@ -20,6 +20,7 @@ from ...base.text import counted, human_bytes, shown
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
+    Container,
     FoundPickle,
     Manifest,
     Problem,
@@ -32,7 +33,6 @@ from ...checkpoint.objects import callable_name
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import Appending, FileSource, FolderSource, Plan, Span
-from ...pickles.encode import encode
 from ...pickles.nodes import Call, Global, Graph, Node, Persistent
 from ..foreign.identification import stand_in
 from ..pickles_in import pickles_in
@@ -56,14 +56,11 @@ class _Looked(NamedTuple):
     pickles: list[FoundPickle]
 
 
-class Dcp:
+class Dcp(Container):
     """A DCP folder; ``metadata`` are facts about it for people."""
 
     format = "dcp"
     traits = Traits(loads="converted", written="dcp", pieces=True)
-    root = ""
-    byteorder = "little"
-    others: Sequence[Graph] = ()
 
     def __init__(
         self,
@@ -115,11 +112,6 @@ class Dcp:
         self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
             (counted(len(ranks), "rank"), counted(len(files), "file"), counted(chunks, "piece"))
         )
-
-    @property
-    def pickle(self) -> bytes:
-        """There is none: what ``torch.save`` would write for the whole object."""
-        return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)

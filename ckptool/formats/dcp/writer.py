@@ -10,25 +10,22 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ...base.dtypes import BY_NAME, Dtype
-from ...base.errors import RefusedError
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages
-from ...checkpoint.objects import callable_name, class_name, is_ordered_dict, mapping
-from ...checkpoint.objects import elements as elements_of
-from ...checkpoint.paths import as_children, joined
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.objects import is_ordered_dict
 from ...checkpoint.views import without_views
 from ...files.sources import Files, Piece, Plan, merged
 from ...files.zips.writer import Content, fresh, summed
 from ...pickles.encode import encode
-from ...pickles.nodes import Call, Graph, List, Ref, children
+from ...pickles.nodes import Call, Graph, Ref, children
 from ...pickles.opcodes import NEWOBJ
 from ...values.elements import holds_rows, tensor_size
-from ..losses import Loss
+from ..losses import Loss, refuse_edited
+from ..promises import Promise
 from ..rows import rows
 from ..torch.zip_writer import renumbered, storage_contents
+from .leaves import Items, Leaf, object_items, plain_dtype, tensor_items
 
 # -- The ``.metadata`` of a DCP folder, made from a list of what is in its one file
 
@@ -132,140 +129,11 @@ def _tensor(builder: Builder, sizes: _Sizes, item: Placed) -> Ref:
 
 _FILE: Final = "__0_0.distcp"
 _ROOT: Final = "archive"
-#: Mappings within mappings that are followed.
-_DEPTH: Final = 200
-#: Arguments of ``_rebuild_tensor_v2`` without the dict of its bits.
-_PLAIN_ARGUMENTS: Final = 6
-
-
-class Leaf(NamedTuple):
-    """What becomes an item: its flat name, its place in the object, and in words as ``inspect`` spells it.
-
-    ``tensor`` is None for an object; ``plain`` says that it becomes a tensor in pieces rather than an object.
-    """
-
-    name: str
-    path: tuple[str | int, ...]
-    where: str
-    ref: Ref
-    tensor: Tensor | None
-    plain: bool
-
-
-class _Walk:
-    """The items of an object, and what does not come through."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.graph = checkpoint.graph
-        self.reader = checkpoint.survey.reader
-        self.leaves: list[Leaf] = []
-        #: Paths of containers that are another kind afterwards, or gone.
-        self.containers: list[str] = []
-        #: Paths of entries whose keys nothing can be called after: tuples, bytes, objects.
-        self.nameless: list[str] = []
-        self._terminal: dict[Ref, bool] = {}
-        if mapping(self.graph, self.graph.root) is None or self.reader.tensor(self.graph.root):
-            what = f"a DCP folder holds a dict, and this is {class_name(self.graph, self.graph.root)}"
-            raise RefusedError(what, path=checkpoint.path, next="torch.save holds any object")
-        self._follow(self.graph.root, (), "", 0)
-        names: dict[str, str] = {}
-        for leaf in self.leaves:
-            if leaf.name in names:
-                what = f"{names[leaf.name]} and {leaf.where} would both be called {leaf.name!r}"
-                raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
-            names[leaf.name] = leaf.where
-
-    def _follow(self, ref: Ref, path: tuple[str | int, ...], where: str, depth: int) -> None:
-        if depth > _DEPTH:
-            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
-        node = self.graph.nodes[ref]
-        tensor = self.reader.tensor(ref)
-        inner = None if tensor else mapping(self.graph, ref)
-        if inner is not None:
-            if not inner and path:
-                self.containers.append(where)
-            for step, value, key_ref in as_children(self.graph, inner):
-                spelled = joined(where, step)
-                key = self.graph.nodes[key_ref]
-                if type(key) not in (str, int, float, bool, type(None)):
-                    self.nameless.append(spelled)
-                    continue
-                if not isinstance(key, str):
-                    self.containers.append(spelled)
-                self._follow(value, (*path, str(key)), spelled, depth + 1)
-        elif isinstance(node, List) and not self._is_terminal(ref, depth):
-            for number, value in enumerate(node.items):
-                place, spelled = (*path, number), f"{where}[{number}]"
-                if mapping(self.graph, value) is not None and not self._has_items(value, depth):
-                    self._leaf(value, place, spelled)  # nobody loads a list with a hole
-                else:
-                    self._follow(value, place, spelled, depth + 1)
-        else:
-            self._leaf(ref, path, where)
-
-    def _leaf(self, ref: Ref, path: tuple[str | int, ...], where: str) -> None:
-        tensor = self.reader.tensor(ref)
-        self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._is_plain(ref)))
-
-    def _is_plain(self, ref: Ref) -> bool:
-        tensor = self.reader.tensor(ref)
-        return tensor is not None and _dtype(tensor) is not None and self._is_bare(ref)
-
-    def _is_bare(self, ref: Ref) -> bool:
-        """Is it a tensor or Parameter and nothing else: no attributes, no class of its own, no conjugate bit?
-
-        What is more than that becomes an object, which keeps it.
-        """
-        node = self.graph.nodes[ref]
-        if not isinstance(node, Call) or node.states:
-            return False
-        args = elements_of(self.graph.nodes[node.args])
-        name = callable_name(self.graph, node.func).rpartition(".")[2]
-        if name == "_rebuild_parameter" and args:
-            return self._is_bare(args[0])
-        if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return False
-        return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
-
-    def _is_terminal(self, ref: Ref, depth: int) -> bool:
-        """Is it a list that is stored as it is? One with mappings or plain tensors in it, in any list in it, is not.
-
-        Who loads it looks at the list that the items make: what became an object is no tensor to him, and an empty
-        mapping is not there.
-        """
-        if ref in self._terminal:
-            return self._terminal[ref]
-        if depth > _DEPTH:
-            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
-        self._terminal[ref] = True  # where it leads back to itself
-        node = self.graph.nodes[ref]
-        found = True
-        for part in node.items if isinstance(node, List) else ():
-            inner = self.graph.nodes[part]
-            if isinstance(inner, List):
-                found = found and self._is_terminal(part, depth + 1)
-            elif self._is_plain(part) or self._has_items(part, depth):
-                found = False
-        self._terminal[ref] = found
-        return found
-
-    def _has_items(self, ref: Ref, depth: int) -> bool:
-        """Is it a mapping with something else than empty mappings in it?"""
-        if depth > _DEPTH:
-            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
-        inner = None if self.reader.tensor(ref) else mapping(self.graph, ref)
-        return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
-
-
-def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """What becomes items. Raises RefusedError where two would have one name, or a folder cannot hold it."""
-    return _Walk(checkpoint).leaves
 
 
 def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     """What the folder would lack, kind by kind; ``tied`` whether tensors that share memory may be copied each."""
-    walk = _Walk(checkpoint)
+    walk = Items(checkpoint)
     plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.plain and leaf.tensor]
     users: dict[str, list[str]] = {}
     for leaf in walk.leaves:
@@ -283,7 +151,7 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     return [loss for loss in found if loss.where]
 
 
-def _storages(walk: _Walk, leaf: Leaf) -> set[str]:
+def _storages(walk: Items, leaf: Leaf) -> set[str]:
     """The storages with bytes in them that an item holds, or a part of them."""
     if leaf.plain and leaf.tensor:
         return {leaf.tensor.storage} if tensor_size(leaf.tensor) else set()
@@ -306,12 +174,23 @@ def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
     return any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
 
 
-def plan(checkpoint: Checkpoint) -> Files:
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
+    """The folder; raises RefusedError for what an edit left in it that it cannot hold."""
+    refuse_edited(checkpoint, lambda: losses(checkpoint), "a DCP folder")
+    return folder_plan(checkpoint), True
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """The tensors and the objects that are items."""
+    return Promise("dcp", tensors=tensor_items(checkpoint), leaves=object_items(checkpoint))
+
+
+def folder_plan(checkpoint: Checkpoint) -> Files:
     """The folder, without what ``losses`` tells: objects first, then tensors, as torch has it.
 
     Raises RefusedError where bytes are missing, or two values would have one name.
     """
-    leaves = _Walk(checkpoint).leaves
+    leaves = Items(checkpoint).leaves
     used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
     pieces: list[Piece] = []
     placed: dict[str, Placed] = {}
@@ -319,7 +198,7 @@ def plan(checkpoint: Checkpoint) -> Files:
     for leaf in sorted(leaves, key=lambda leaf: leaf.plain):
         item = _tensor_item(checkpoint, leaf) if leaf.plain else _object_item(checkpoint, leaf)
         shape = leaf.tensor.shape if leaf.plain and leaf.tensor else ()
-        dtype = _dtype(leaf.tensor).name if leaf.plain and leaf.tensor else ""  # type: ignore[union-attr]
+        dtype = plain_dtype(leaf.tensor).name if leaf.plain and leaf.tensor else ""  # type: ignore[union-attr]
         placed[leaf.name] = Placed(leaf.name, leaf.path, dtype, shape, at, item.size)
         pieces += item.pieces
         at += item.size
@@ -328,19 +207,10 @@ def plan(checkpoint: Checkpoint) -> Files:
     return Files(((_FILE, Plan(merged(pieces))), (".metadata", Plan((listing,)))))
 
 
-def _dtype(tensor: Tensor) -> Dtype | None:
-    """The dtype of a tensor that DCP stores in pieces; it copies elements, which not every dtype of torch allows."""
-    dtype = BY_NAME.get(tensor.dtype)
-    if tensor.kind != "dense" or not tensor.storage or dtype is None:
-        return None
-    odd = dtype.packed > 1 or dtype.name.startswith(("q", "bits", "float4"))
-    return None if odd else dtype
-
-
 def _tensor_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     tensor = leaf.tensor
     assert tensor is not None
-    dtype = _dtype(tensor)
+    dtype = plain_dtype(tensor)
     assert dtype is not None
     builder = Builder()
     graph = builder.graph(builder.tensor(contiguous(dtype, tensor.shape, "0")))

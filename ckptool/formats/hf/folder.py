@@ -21,6 +21,7 @@ from ...checkpoint.container import (
     FoundPickle,
     Manifest,
     Problem,
+    ShardLayout,
     StoredBytes,
     StoredRecord,
     Traits,
@@ -30,8 +31,7 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import key_text
 from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.pool import open_pooled
-from ...files.sources import Appending, FileSource, FolderSource, Plan
-from ...pickles.encode import encode
+from ...files.sources import Appending, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..foreign.identification import explain, stand_in
 from ..safetensors import reader as safetensors_reader
@@ -65,10 +65,8 @@ class Shard(NamedTuple):
     tensors: list[tuple[str, Held]]
 
 
-class HfFolder:
+class HfFolder(Container):
     """The weights of a folder as one checkpoint. The storages of shard 3 have keys like ``3/17``."""
-
-    root = ""
 
     def __init__(self, folder: str, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
         self.problems: list[Problem] = []
@@ -247,10 +245,10 @@ class HfFolder:
             self._note("inner-weights", "note", what, where=os.path.join(folder, inner[0]))
 
     @property
-    def shard_size(self) -> int:
-        """The bytes of the largest shard of several tensors: what the limit must have been at least. 0 for none."""
+    def shard_layout(self) -> ShardLayout:  # type: ignore[override]
+        """The bytes of the largest shard of several tensors are what the limit must have been at least; 0 for none."""
         sizes = [sum(tensor.size for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
-        return max(sizes, default=0) if len(self.shards) > 1 else 0
+        return ShardLayout(max(sizes, default=0) if len(self.shards) > 1 else 0, self.stem, self.variant)
 
     def originals(self) -> list[tuple[str, FileSource]]:
         """The files of the weights as they are, and their index."""
@@ -290,11 +288,6 @@ class HfFolder:
             return None
         return self.shards[int(number)].container, rest
 
-    @property
-    def pickle(self) -> bytes:
-        """There is none for the whole: what ``torch.save`` would write for it."""
-        return encode(self.graph)
-
     def stored_size(self, key: str) -> int | None:
         held = self._held(key)
         return held[0].stored_size(held[1]) if held else None
@@ -330,9 +323,6 @@ class HfFolder:
         for shard in self.shards:
             for found in shard.container.pickles():
                 yield found._replace(where=f"{shard.name}: {found.where}")
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        raise AssertionError("a folder is planned as its files")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")

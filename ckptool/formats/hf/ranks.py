@@ -20,18 +20,15 @@ from ...base.text import counted, listed, shown
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
-    FoundPickle,
+    Container,
     Problem,
     StoredBytes,
     StoredRecord,
     Traits,
-    of_records,
 )
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.pool import open_pooled
-from ...files.sources import Appending, FileSource, FolderSource, Plan, Span
-from ...pickles.encode import encode
-from ...pickles.nodes import Graph
+from ...files.sources import Appending, FileSource, FolderSource, Span
 from ..dcp.checks import not_compared
 from ..dcp.chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
 from ..dcp.metadata import Box, box_text
@@ -52,16 +49,12 @@ class Part(NamedTuple):
     tensor: PlainTensor
 
 
-class HfRanks:
+class HfRanks(Container):
     """Tensors in pieces, each as one: a storage has the name of its tensor as its key."""
 
     format = "dcp-safetensors"
     traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True, named=True)
-    root = ""
-    byteorder = "little"
-    others: Sequence[Graph] = ()
     #: How the files of an edit are called: as usual.
-    stem, variant = "", ""
 
     def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
         self.folder = folder
@@ -168,16 +161,6 @@ class HfRanks:
             return False
         return True
 
-    @property
-    def shard_size(self) -> int:
-        """Shards of the usual size are made of it: the files say nothing of another."""
-        return 0
-
-    @property
-    def pickle(self) -> bytes:
-        """There is none: what ``torch.save`` would write for the dict."""
-        return encode(self.graph)
-
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)
 
@@ -208,17 +191,6 @@ class HfRanks:
             for record in shard.records():
                 key = record.name if len(self._parts[record.name]) == 1 else ""
                 yield record._replace(name=f"{name}: {record.name}", key=key)
-
-    manifest = of_records
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        return []
-
-    def pickles(self) -> Iterator[FoundPickle]:
-        return iter(())
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        raise AssertionError("a folder is planned as its files")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o")

@@ -15,12 +15,12 @@ from ...files.sources import Files, Plan
 from ...pickles.nodes import Dict, Graph, Ref, Style, children
 from ...pickles.relocate import moved
 from ...values.elements import tensor_size
+from ..losses import refuse_edited, whole_state_dict
+from ..promises import Promise, tensor_facts
 from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
 from .files import index_name
 
-#: Bytes of a shard where nobody says another number; that of huggingface_hub.
-DEFAULT_SIZE: Final = 5 * 10**9
 #: What files are called where nobody says otherwise.
 _USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}
 #: Of torch.save.
@@ -96,14 +96,28 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
     return [(item, first(key) if key else "") for item, key in found]
 
 
-def plan(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
-    """The files of a folder: shards of at most ``most`` bytes, and an index where there is more than one.
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
+    """The files of a folder: shards of at most ``target.shard_size`` bytes, an index where there is more than one.
 
     Raises as the plan of a single file does.
     """
+    whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
-        return _safetensors(checkpoint, state_dict, target, most)
-    return _torch(checkpoint, state_dict, target, most)
+        refuse_edited(checkpoint, lambda: safetensors_writer.losses(checkpoint, whole), "safetensors")
+        return _safetensors(checkpoint, whole, target, target.shard_size), True
+    return _torch(checkpoint, whole, target, target.shard_size), True
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """What each tensor is, wherever it comes to be."""
+    whole = whole_state_dict(checkpoint, target, "a folder of shards")
+    if target.format == "safetensors":
+        chosen = safetensors_writer.chosen_tensors(checkpoint, whole, target.tied)
+        tensors = {one.name: (one.tensor.dtype, one.tensor.shape) for one in chosen.tensors}
+        return Promise("hf-safetensors", tensors=tensors)
+    reader = checkpoint.survey.reader
+    items = [(str(checkpoint.graph.nodes[key]), value) for key, value in whole.items if reader.tensor(value)]
+    return Promise("hf-torch", tensors=tensor_facts(items, reader, checkpoint.stored_size))
 
 
 def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
@@ -111,7 +125,7 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, 
     items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
     shards = split(items, most)
     if len(shards) < 2:
-        single = safetensors_writer.plan(checkpoint, state_dict, tied=target.tied, metadata=target.metadata)
+        single = safetensors_writer.file_plan(checkpoint, state_dict, tied=target.tied, metadata=target.metadata)
         return Files(((f"{_stem(target)}.safetensors", single),))
     # Every shard says what it is for; the other texts, which are about the whole, stand in the index.
     own = {name: text for name, text in target.metadata.items() if name == "format"}
@@ -148,7 +162,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: 
 
     def one(names: Sequence[str], root: str) -> Plan:
         part = _part(graph, [ref for name in names for ref in entries[name]])
-        return zip_writer.plan(checkpoint.changed(part, [], anew=True, root=root))
+        return zip_writer.archive_plan(checkpoint.changed(part, [], anew=True, root=root))
 
     shards = split(items, most)
     if len(shards) < 2:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
 from ...base.text import counted, listed, shown
-from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
+from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import PROGRAM, NamedDevice, Program
 from ...checkpoint.tensors import TensorReader
@@ -19,7 +18,6 @@ from ...files.sources import Appending, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import rewritten
 from ...files.zips.reader import Archive, Record
-from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, Persistent, Ref
 from ...pickles.opcodes import REDUCE
 from ...pickles.relocate import moved
@@ -37,13 +35,10 @@ class ProgramArchive(Program):
     """What its readers fill: ``builder`` takes the tensors, ``records_of`` the record of each storage by its key,
     ``inner`` the archives within it, by what their keys begin with."""
 
-    format = ""
     traits = Traits(written="program", named=True)
     kind = ""
     loader = ""
     edits: Collection[str] = frozenset()
-    others: Sequence[Graph] = ()
-    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
@@ -83,11 +78,6 @@ class ProgramArchive(Program):
             words = weights + "; ".join(self.beside)
             self.problems.append(Problem("program-parts", "note", words))
 
-    @property
-    def pickle(self) -> bytes:
-        """There is none: what ``torch.save`` would write for the same object."""
-        return encode(self.graph)
-
     def stored_size(self, key: str) -> int | None:
         record = self.records_of.get(key)
         if record is not None:
@@ -113,8 +103,6 @@ class ProgramArchive(Program):
             span, size, compressed, crc = stored_in(self.archive, record)
             assert span is not None
             yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.name, ""))
-
-    manifest = of_records
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         known = {problem.code for problem in self.problems}

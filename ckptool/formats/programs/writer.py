@@ -8,8 +8,8 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ...base.errors import RefusedError
-from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.programs import NO_WEIGHTS, Program, convert_step
+from ...checkpoint.checkpoint import Checkpoint, Target
+from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
 from ...files.sources import Appending, Plan
 from ...files.zips.layout import appended, rewritten
 from ...files.zips.reader import Archive
@@ -17,7 +17,9 @@ from ...files.zips.writer import Content, fresh
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Ref
 from ...pickles.relocate import moved
-from ..proof import prove
+from .. import repickled
+from ..promises import Promise
+from ..repickled import prove
 from .torchscript import Part, TorchScript
 
 #: What is done by an edit of the pickles alone; the program names everything else, too.
@@ -32,9 +34,9 @@ class _Contents(NamedTuple):
     exact: bool
 
 
-def plan(checkpoint: Checkpoint, program: Program) -> tuple[Plan, bool]:
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     """The archive with the edited pickles; raises RefusedError for an edit of anything but tags."""
-    container = _editable(checkpoint, program)
+    container = _editable(checkpoint)
     found = _contents(checkpoint, container)
     if checkpoint.anew:
         return fresh(_records(container.archive, found.pickles)), found.exact
@@ -51,16 +53,23 @@ def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[Content]:
             yield Content(record.name, archive.payload(record), record.crc, record.size, record.method != 0)
 
 
-def append(checkpoint: Checkpoint, program: Program, edit: str, time: int) -> tuple[Appending, bool]:
+def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
+    """The input with other pickles."""
+    pickles = edited_pickles(checkpoint)
+    return repickled.promise(checkpoint)._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
+
+
+def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[Appending, bool]:
     """The same as a version behind the file."""
-    container = _editable(checkpoint, program)
+    container = _editable(checkpoint)
     found = _contents(checkpoint, container)
     return appended(container.archive, found.pickles, set(), edit, time), found.exact
 
 
-def _editable(checkpoint: Checkpoint, program: Program) -> TorchScript:
+def _editable(checkpoint: Checkpoint) -> TorchScript:
     """The container of a program whose tags alone were edited; raises RefusedError for everything else."""
-    container = checkpoint.container
+    container, program = checkpoint.container, program_of(checkpoint)
+    assert program is not None
     step = f"take the weights out first: {convert_step(checkpoint.path)}"
     if not checkpoint.survey.tensors:
         step = f"{NO_WEIGHTS} that could be taken out: ckptool inspect {quote(checkpoint.path)}"
@@ -100,9 +109,9 @@ def _contents(checkpoint: Checkpoint, container: TorchScript) -> _Contents:
     return _Contents(pickles, exact)
 
 
-def edited_pickles(checkpoint: Checkpoint, program: Program) -> dict[str, Graph]:
+def edited_pickles(checkpoint: Checkpoint) -> dict[str, Graph]:
     """The pickles that an edit changed as graphs, by the names of their records."""
-    container = _editable(checkpoint, program)
+    container = _editable(checkpoint)
     found = {part.record.name: _edited(checkpoint.graph, container.graph, part) for part in container.parts}
     return {name: graph for name, graph in found.items() if graph is not None}
 

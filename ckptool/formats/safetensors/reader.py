@@ -6,13 +6,13 @@ Source: the format as huggingface/safetensors describes it; see ``safetensors_he
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
-from ...checkpoint.container import FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import Container, Manifest, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import Appending, Plan, Source, Span, merged
-from ...pickles.encode import encode
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
 from .header import MOST_HEADER, Entry, read_header
@@ -24,14 +24,11 @@ _TWO = 2
 _OURS = ("unknown", "safetensors")
 
 
-class Safetensors:
+class Safetensors(Container):
     """A safetensors file: a dict of tensors. ``metadata`` are the texts of its header."""
 
     format = "safetensors"
     traits = Traits(pickled=False, unsummed="safetensors", written="safetensors", named=True)
-    root = ""
-    byteorder = "little"
-    others: Sequence[Graph] = ()
 
     def __init__(self, source: Source, *, cut: bool = False) -> None:
         self.source = source
@@ -58,7 +55,6 @@ class Safetensors:
                     raise MalformedError(what, path=source.name, where=entry.name)
                 shape = (*shape[:-1], shape[-1] // _TWO)
             self.tensors.append((entry.name, contiguous(dtype, shape, keys[entry.name])))
-        self._graph: Graph | None = None
         kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
         self.writer = (
             f"safetensors for {kind.get(self.metadata['format'], self.metadata['format'])}"
@@ -66,19 +62,12 @@ class Safetensors:
             else "safetensors"
         )
 
-    @property
-    def graph(self) -> Graph:
+    @cached_property
+    def graph(self) -> Graph:  # type: ignore[override]
         """A dict of the tensors; made at the first use, as a shard of a folder needs none."""
-        if self._graph is None:
-            builder = Builder()
-            items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
-            self._graph = builder.graph(builder.mapping(items))
-        return self._graph
-
-    @property
-    def pickle(self) -> bytes:
-        """There is none: what ``torch.save`` would write for the same dict."""
-        return encode(self.graph)
+        builder = Builder()
+        items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
+        return builder.graph(builder.mapping(items))
 
     def stored_size(self, key: str) -> int | None:
         entry = self.entries.get(key)
@@ -100,12 +89,6 @@ class Safetensors:
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        return []
-
-    def pickles(self) -> Iterator[FoundPickle]:
-        return iter(())
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:

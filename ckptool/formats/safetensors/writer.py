@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
 from ...base.text import counted, shown
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
 from ...checkpoint.survey import StateDict, TensorEntry
@@ -22,7 +22,8 @@ from ...files.sources import Piece, Plan, Span, merged
 from ...pickles.nodes import Graph, List, Ref
 from ...values.elements import holds_rows, tensor_size
 from ...values.interpretation import lazy_bits
-from ..losses import Loss
+from ..losses import Loss, refuse_edited, whole_state_dict
+from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MOST_HEADER
 from .sharding_info import texts_of
@@ -92,7 +93,23 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> li
     return [loss for loss in found if loss.where]
 
 
-def plan(
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
+    """The file of the state dict that a target names."""
+    whole = whole_state_dict(checkpoint, target, "a safetensors file")
+    refuse_edited(checkpoint, lambda: losses(checkpoint, whole), "safetensors")
+    # Converted, it is what the library writes; edited, what it was.
+    in_order = checkpoint.target is None
+    return file_plan(checkpoint, whole, tied=target.tied, metadata=target.metadata, in_order=in_order), True
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """The header: names, dtypes and shapes, and the texts beside them."""
+    chosen = chosen_tensors(checkpoint, whole_state_dict(checkpoint, target, "a safetensors file"), target.tied)
+    manifest = {one.name: listed(one.tensor) for one in chosen.tensors}
+    return Promise("safetensors", manifest=manifest, texts={**target.metadata, **chosen.names})
+
+
+def file_plan(
     checkpoint: Checkpoint,
     state_dict: StateDict,
     *,

@@ -5,14 +5,23 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Iterator, Sequence
 
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import counted, human_bytes
-from ...checkpoint.container import CUT, DAMAGED, FoundPickle, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import (
+    CUT,
+    DAMAGED,
+    Container,
+    FoundPickle,
+    Manifest,
+    Problem,
+    StoredBytes,
+    StoredRecord,
+    Traits,
+)
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import TensorReader, described
 from ...files.sources import Appending, Plan, Source, Span, merged
@@ -33,13 +42,11 @@ _ZIP_TAIL = 22 + 0xFFFF
 _PARTS = ("magic number", "protocol version", "system info", "object pickle", "list of storage keys")
 
 
-class TorchLegacy:
+class TorchLegacy(Container):
     """A legacy checkpoint. ``begin`` and ``end`` bound the object's pickle, ``storages`` is where they begin."""
 
     format = "torch-legacy"
     traits = Traits(unsummed="the legacy format", former="legacy", in_a_row=True)
-    root = ""
-    metadata: Mapping[str, str] = MappingProxyType({})
     byteorder = "little"  # on every host: the writer swaps, and the reader does not look at 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:
@@ -48,7 +55,7 @@ class TorchLegacy:
         self.graph = parts[3].graph
         self._parts = parts
         self.others = [part.graph for number, part in enumerate(parts) if number != 3]
-        self.pickle = pickle
+        self._pickle = pickle
         self.problems: list[Problem] = []
         self.writer = "torch 1.5 or earlier, or a later one on request"
         if self.graph.style.memo_base == 1:
@@ -67,6 +74,10 @@ class TorchLegacy:
             what = "a pickle beside the object's takes bytes from outside of the file"
             self.problems.append(Problem(DAMAGED, "error", what, True))
 
+    @property
+    def pickle(self) -> bytes:
+        return self._pickle
+
     def stored_size(self, key: str) -> int | None:
         found = self._places.get(key)
         return None if found is None else found.size
@@ -81,9 +92,6 @@ class TorchLegacy:
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {key: (place.size,) for key, place in self._places.items()}
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        return []
 
     def pickles(self) -> Iterator[FoundPickle]:
         for number in (3, 0, 1, 2, 4):

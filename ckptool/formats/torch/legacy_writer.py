@@ -13,7 +13,7 @@ from typing import Final
 
 from ...base.errors import RefusedError
 from ...base.text import salvage_step, shown
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
 from ...checkpoint.tensors import Storage, TensorReader
@@ -21,7 +21,9 @@ from ...files.sources import Computed, Piece, Plan, merged
 from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ...values.elements import loaded_bytes, turned_width
+from .. import repickled
 from ..losses import Loss
+from ..promises import Promise, storage_facts
 from .legacy_reader import MAGIC, VERSION
 
 #: The key of the first storage, and the step to the next: as addresses are, of one length, so that their order as
@@ -71,7 +73,22 @@ def _nested(checkpoint: Checkpoint) -> set[Ref]:
     return {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.kind == "nested"}
 
 
-def plan(checkpoint: Checkpoint) -> Plan:
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
+    """The file; one that has the format already keeps what it can."""
+    if not checkpoint.anew:
+        return repickled.plan(checkpoint, target)
+    return file_plan(checkpoint), repickled.is_exact(checkpoint)
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """The object, and its storages under other keys."""
+    if not checkpoint.anew:
+        return repickled.promise(checkpoint)
+    storages = {key: (size, None) for key, (size, _) in storage_facts(checkpoint, checkpoint.graph).items()}
+    return Promise("torch-legacy", checkpoint.graph, None, storages)
+
+
+def file_plan(checkpoint: Checkpoint) -> Plan:
     """The file, with the storages that the object uses.
 
     Raises RefusedError where bytes are missing, or storages that are one are described in two ways.

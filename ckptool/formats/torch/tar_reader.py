@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from posixpath import normpath
 from struct import unpack
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import counted, shown
-from ...checkpoint.container import ODD_MEMBER, FoundPickle, Problem, StoredBytes, StoredRecord, Traits, of_records
+from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import extent
 from ...files.sources import Appending, Plan, Source, Span, merged
 from ...files.tars import Member, members, resolved
 from ...pickles.decode import Decoded, decode
-from ...pickles.encode import encode
 from ...pickles.nodes import Call, Dict, Filling, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set
 from ...pickles.uncommon_opcodes import not_utf8
 from ..pickles_in import bare_pickles, nested_pickles, tar_pickles
@@ -116,14 +114,11 @@ class _Tensor(NamedTuple):
     offset: int
 
 
-class TorchTar:
+class TorchTar(Container):
     """A checkpoint of torch 0.1. Keys of storages are the numbers that the file has for them."""
 
     format = "torch-tar"
     traits = Traits(unsummed="the tar format", written="torch", former="tar")
-    root = ""
-    metadata: Mapping[str, str] = MappingProxyType({})
-    byteorder = "little"
     writer = "torch 0.1"
 
     def __init__(self, source: Source, found: Mapping[str, Member], odd: Sequence[Problem]) -> None:
@@ -154,11 +149,6 @@ class TorchTar:
         for offset, text in self._object.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
 
-    @property
-    def pickle(self) -> bytes:
-        """What ``torch.save`` would write for the same object: the one in the file has no tensors in it."""
-        return encode(self.graph)
-
     def stored_size(self, key: str) -> int | None:
         found = self._storages.get(_number(key))
         return None if found is None else found.nbytes
@@ -173,11 +163,6 @@ class TorchTar:
         for key, storage in sorted(self._storages.items(), key=lambda item: item[1].begin):
             span = Span(self.source, storage.begin, storage.nbytes)
             yield StoredRecord(f"storage {key}", span, storage.nbytes, None, False, str(key))
-
-    manifest = of_records
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        return []
 
     def pickles(self) -> Iterator[FoundPickle]:
         # Those of storages and tensors hold numbers, strings and known classes: nothing else was let in.

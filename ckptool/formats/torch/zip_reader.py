@@ -6,8 +6,7 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
@@ -17,6 +16,7 @@ from ...checkpoint.container import (
     DAMAGED,
     DEFLATED,
     EDITED,
+    Container,
     FoundPickle,
     Manifest,
     Problem,
@@ -55,13 +55,11 @@ _MOST_ALIGNMENT: Final = 0xFFFF
 Known: TypeAlias = Callable[[bytes], Graph | None]
 
 
-class TorchZip:
+class TorchZip(Container):
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
     format = "torch-zip"
     traits = Traits()
-    others: Sequence[Graph] = ()
-    metadata: Mapping[str, str] = MappingProxyType({})
     #: Does its writer deflate records, and does every reader inflate them?
     deflates = False
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ...base.errors import RefusedError
 from ...base.text import salvage_step
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import Body
 from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.tensors import Storage, TensorReader
@@ -17,6 +17,8 @@ from ...files.sources import Computed, Plan, size_of
 from ...files.zips.writer import Content, Sum, content_of, fresh, summed
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
+from ..promises import Promise, storage_facts
+from ..repickled import is_exact
 
 #: The folder of the records where the file does not say one; torch.save uses it for what has no name.
 _ROOT: Final = "archive"
@@ -24,7 +26,23 @@ _ROOT: Final = "archive"
 _ID_DIGITS: Final = 40
 
 
-def plan(checkpoint: Checkpoint) -> Plan:
+#: The records that torch.save writes beside the object and the storages.
+_OWN: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
+
+
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
+    """The archive, and whether its pickle is proven byte-exact."""
+    return archive_plan(checkpoint), is_exact(checkpoint)
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """The object, its storages under other keys, and torch's own records."""
+    graph = without_views(checkpoint.graph)
+    order = checkpoint.container.byteorder
+    return Promise("torch-zip", graph, _OWN, storage_facts(checkpoint, graph), byteorder=order)
+
+
+def archive_plan(checkpoint: Checkpoint) -> Plan:
     """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
 
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).

@@ -1,15 +1,18 @@
-"""Proving, on the very file, that a pickle can be written again without a loss (law 2)."""
+"""The input with another pickle, and the proof, on the very file, that it can be written again without loss (law 2)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ..base.errors import PickleError, RefusedError
-from ..checkpoint.checkpoint import Checkpoint
-from ..pickles.compare import difference
+from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.programs import program_of
+from ..files.sources import Plan
+from ..pickles.compare import difference, respelled
 from ..pickles.decode import decode
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
+from .promises import Promise
 
 
 class Verified(NamedTuple):
@@ -52,3 +55,26 @@ def prove(graph: Graph, data: bytes, name: str, path: str) -> None:
     if found:
         what = f"the {name} pickle cannot be written again without a loss: {found}"
         raise RefusedError(what, path=path, next="please report this file")
+
+
+def is_exact(checkpoint: Checkpoint) -> bool:
+    """As ``codec_is_exact``; what is built of a program is new, and has no pickle that it could differ from."""
+    return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
+
+
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
+    """The input with another pickle, and whether the unedited one comes out byte for byte."""
+    data, exact = verified_pickle(checkpoint)
+    return checkpoint.container.plan(data), exact
+
+
+def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
+    """The input with another object."""
+    container = checkpoint.container
+    return Promise(
+        container.format,
+        checkpoint.graph,
+        manifest=container.manifest(),
+        byteorder=container.byteorder,
+        known=lambda data: respelled(container.graph, container.pickle, data),
+    )
