@@ -82,7 +82,7 @@ def save(
 def preview(checkpoint: Checkpoint, path: str, *, follow_links: bool = False) -> Saved:
     """What ``save`` would write, and nothing is written; raises what that raises before it writes."""
     planned, exact = plan_of(checkpoint, path, follow_links=follow_links)
-    if checkpoint.later:
+    if checkpoint.deferred_changes:
         rehearse(planned)
     return Saved(path, planned, exact)
 

@@ -244,7 +244,7 @@ def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> Non
     with ckptool.open(path) as checkpoint:
         result = everywhere(checkpoint, dtype)
         ckptool.save(result, out)
-        told = [change for tell in result.later for change in tell()]
+        told = [change for tell in result.deferred_changes for change in tell()]
         assert [change.what.split()[0] for change in told] == ([str(expected)] if expected else [])
         if expected:
             with pytest.raises(RefusedError, match=r"a\.w"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import MalformedError, RefusedError, UnreadableError
 from ..base.text import argument
@@ -17,8 +18,8 @@ from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
 from .tensors import Storage, TensorReader, described
 
-#: What an edit that computes bytes has to say when they were computed: values that overflowed.
-Later = Callable[[], Sequence[Change]]
+#: Changes known only after writing, such as overflow counts.
+DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
 
 
 class Target(NamedTuple):
@@ -35,49 +36,46 @@ class Target(NamedTuple):
     variant: str = ""
 
 
-class Checkpoint:
-    """One checkpoint, metadata only. Never changed: an edit gives another one over the same bytes.
+class InflatedBytes:
+    """The bytes of a storage that were inflated or computed last, for the views of it that follow."""
 
-    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it. ``added`` are the
-    storages that an edit made, by their keys: they come before those of the container. ``anew`` says that the file
-    must be laid out anew, because storages came or went or the container cannot be carried over; ``also`` are the
-    other files that bytes come from; ``later`` tell what is known only once the bytes were computed.
+    def __init__(self) -> None:
+        self.piece: object = None
+        self.data = b""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Checkpoint:
+    """One checkpoint, metadata only. An edit gives another record over the same bytes.
+
+    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it; ``changes`` what the
+    edits did since it was opened, in their order. ``added`` are the storages that an edit made, by their keys: they
+    come before those of the container. ``needs_relayout``: the file must be laid out anew, because storages came or
+    went or the container cannot be carried over. ``extra_sources`` are the other files that bytes come from;
+    ``deferred_changes`` give what is known only once the bytes were computed. ``root`` is the folder of the records
+    when the file is laid out anew, ``target`` the format to write it in, None for that of its file.
     """
 
-    def __init__(
-        self,
-        path: str,
-        source: Source,
-        container: Container,
-        graph: Graph | None = None,
-        changes: tuple[Change, ...] = (),
-        added: Mapping[str, Body] | None = None,
-        anew: bool = False,
-        also: tuple[Source, ...] = (),
-        later: tuple[Later, ...] = (),
-        root: str = "",
-        target: Target | None = None,
-    ) -> None:
-        self.path = path
-        self.source = source
-        self.container = container
-        self.graph = container.graph if graph is None else graph
-        #: What the edits since the file was opened did, in their order.
-        self.changes = changes
-        self.added: Mapping[str, Body] = added or {}
-        self.anew = anew
-        self.also = also
-        self.later = later
-        #: The folder of the records when the file is laid out anew.
-        self.root = root or container.root
-        #: The format to write it in; None for that of its file.
-        self.target = target
-        self._survey: Survey | None = None
-        self._tolerant = False
-        #: What torch makes of the storages that the file describes in two ways; known after the first edit.
-        self._first: dict[str, Storage] = {}
-        #: The storage whose bytes were inflated or computed last: (where they come from, the bytes).
-        self.kept: tuple[object, bytes] | None = None
+    path: str
+    source: Source
+    container: Container
+    graph: Graph
+    changes: tuple[Change, ...] = ()
+    added: Mapping[str, Body] = field(default_factory=dict)
+    needs_relayout: bool = False
+    extra_sources: tuple[Source, ...] = ()
+    deferred_changes: tuple[DeferredChanges, ...] = ()
+    root: str = ""
+    target: Target | None = None
+    tolerant: bool = False
+    #: What torch makes of the storages that the file describes in two ways; known after the first edit.
+    first_descriptions: Mapping[str, Storage] = field(default_factory=dict)
+    inflated: InflatedBytes = field(default_factory=InflatedBytes)
+
+    @classmethod
+    def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
+        """Return the checkpoint that a file holds, unedited."""
+        return cls(path, source, container, container.graph, root=container.root)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.container.format}{', edited' if self.edited else ''}>"
@@ -100,12 +98,21 @@ class Checkpoint:
     @property
     def edited(self) -> bool:
         """Does it differ from its file?"""
-        return self.anew or self.target is not None or self.graph is not self.container.graph
+        return self.needs_relayout or self.target is not None or self.graph is not self.container.graph
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files that the output is made of."""
-        return tuple(part for source in (self.source, *self.also) for part in _with_files(source))
+        return tuple(part for source in (self.source, *self.extra_sources) for part in _with_files(source))
+
+    @cached_property
+    def _survey(self) -> Survey:
+        own = self.container.reader if self.graph is self.container.graph else None
+        try:
+            return survey(self.graph, own, named=self.traits.named)
+        except MalformedError as error:
+            error.path = self.path
+            raise
 
     @property
     def survey(self) -> Survey:
@@ -114,14 +121,7 @@ class Checkpoint:
         Raises UnreadableError where the pickle means something to torch that is not followed (``unfollowed``); see
         ``tolerating``.
         """
-        if self._survey is None:
-            own = self.container.reader if self.graph is self.container.graph else None
-            try:
-                self._survey = survey(self.graph, own, named=self.traits.named)
-            except MalformedError as error:
-                error.path = self.path
-                raise
-        if self._survey.unfollowed and not self._tolerant:
+        if self._survey.unfollowed and not self.tolerant:
             what = next(iter(self._survey.unfollowed.values()))
             step = f"ckptool validate {argument(self.path)} says more"
             raise UnreadableError(f"{what}, which ckptool does not follow", path=self.path, next=step)
@@ -138,9 +138,9 @@ class Checkpoint:
         changes: Sequence[Change],
         added: Mapping[str, Body] | None = None,
         *,
-        anew: bool = False,
-        also: Sequence[Source] = (),
-        later: Sequence[Later] = (),
+        needs_relayout: bool = False,
+        extra_sources: Sequence[Source] = (),
+        deferred_changes: Sequence[DeferredChanges] = (),
         root: str = "",
         target: Target | None = None,
     ) -> Checkpoint:
@@ -148,30 +148,38 @@ class Checkpoint:
 
         Raises RefusedError where a storage is described in two ways, and the edit leaves out the first, which counts.
         """
-        first = self._first
+        first = self.first_descriptions
         if self.graph is self.container.graph:
             # This raises for what is not followed: nothing is known to be unused there.
             reader = self.survey.reader
             first = {key: reader.storages[key] for key in reader.disagreeing}
         if first:
             _check_first(first, graph, self.path)
-        storages = {**self.added, **(added or {})}
-        done = (*self.changes, *changes)
         former = self.traits.former
         # A format that nobody writes any more becomes a zip with every edit.
-        anew = anew or (self.traits.written == "torch" and graph is not self.graph)
-        if (anew or added) and not self.anew and former and target is None:
-            done = (*done, Change("container", "", 1, 0, f"{former} format -> zip"))
-        sources = (*self.also, *(source for source in also if source not in self.sources))
-        anew = self.anew or anew or bool(storages)
-        told = (*self.later, *later)
-        root = root or self.root
-        target = target or self.target
-        twin = Checkpoint(
-            self.path, self.source, self.container, graph, done, storages, anew, sources, told, root, target
+        needs_relayout = needs_relayout or (self.traits.written == "torch" and graph is not self.graph)
+        if (needs_relayout or added) and not self.needs_relayout and former and target is None:
+            changes = (*changes, Change("container", "", 1, 0, f"{former} format -> zip"))
+        return self.replace(
+            graph=graph,
+            changes=(*self.changes, *changes),
+            added={**self.added, **(added or {})},
+            needs_relayout=self.needs_relayout or needs_relayout or bool(self.added or added),
+            extra_sources=(*self.extra_sources, *(one for one in extra_sources if one not in self.sources)),
+            deferred_changes=(*self.deferred_changes, *deferred_changes),
+            root=root or self.root,
+            target=target or self.target,
+            tolerant=False,
+            first_descriptions=first,
+            inflated=InflatedBytes(),
         )
-        twin._first = first
-        return twin
+
+    def replace(self, **changes: Any) -> Checkpoint:
+        """Return the record with other fields; the survey is kept where the graph is the same."""
+        other = replace(self, **changes)
+        if other.graph is self.graph and "_survey" in self.__dict__:
+            other.__dict__["_survey"] = self.__dict__["_survey"]
+        return other
 
     def body(self, key: str) -> Body | None:
         """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""
@@ -186,16 +194,12 @@ class Checkpoint:
         return None if body is None else body.size
 
     def tolerating(self) -> Checkpoint:
-        """The same checkpoint, whose survey says what is not followed where this one's raises."""
-        twin = copy(self)
-        twin._tolerant = True
-        return twin
+        """Return the same checkpoint, whose survey lists what is not followed where this one's raises."""
+        return self.replace(tolerant=True)
 
     def regraphed(self, graph: Graph) -> Checkpoint:
-        """The same checkpoint with an equal graph: that of the pickle that will be written. It is tolerating."""
-        twin = self.tolerating()
-        twin.graph, twin._survey = graph, None
-        return twin
+        """Return the same checkpoint with an equal graph: that of the pickle that will be written. It is tolerating."""
+        return self.replace(graph=graph, tolerant=True)
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -159,7 +159,8 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "changed": edited.edited,
             **outcome,
             "changes": [
-                change._asdict() for change in (*edited.changes, *(c for tell in edited.later for c in tell()))
+                change._asdict()
+                for change in (*edited.changes, *(c for tell in edited.deferred_changes for c in tell()))
             ],
             "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],

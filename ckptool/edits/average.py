@@ -111,7 +111,7 @@ def average(
     notes = (f"{counted(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, what, notes)]
     sources = [source for other in others for source in other.sources]
-    return first.changed(first.graph, changes, added, anew=True, also=sources)
+    return first.changed(first.graph, changes, added, needs_relayout=True, extra_sources=sources)
 
 
 def _path_of(checkpoint: Checkpoint, key: str) -> str:

@@ -144,7 +144,7 @@ def cast(
     if not tensors:
         what = f"no tensor to cast: what is chosen is {target.name} already, or no floating tensor"
         return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
-    return checkpoint.changed(rewrite.done(), changes, added, anew=True, later=(tally.changes,))
+    return checkpoint.changed(rewrite.done(), changes, added, needs_relayout=True, deferred_changes=(tally.changes,))
 
 
 def _wanted(

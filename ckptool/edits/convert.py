@@ -135,7 +135,7 @@ def _torch(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     _refuse_texts(checkpoint, wanted)
     refuse(wanted.beside, wanted.allow, checkpoint.path, "a state dict")
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _without(wanted.beside))
-    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=Target("torch"))
+    return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
 
 
 def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
@@ -151,7 +151,7 @@ def _torch_shards(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     shape = wanted.shape(sum(storages[key].nbytes for key in own))
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{shape}", notes)
     target = Target("torch", chosen.path, shard_size=wanted.shard_size)
-    return checkpoint.changed(checkpoint.graph, [change], anew=True, target=_called(target, checkpoint))
+    return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=_called(target, checkpoint))
 
 
 def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
@@ -250,7 +250,7 @@ def _legacy(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _without(found))
     graph = legacy_writer.without(checkpoint) if lost else checkpoint.graph
     anew = not checkpoint.traits.in_a_row or bool(lost)
-    return checkpoint.changed(graph, [change], anew=anew, target=Target("legacy"))
+    return checkpoint.changed(graph, [change], needs_relayout=anew, target=Target("legacy"))
 
 
 #: How each format is made, by its name.

@@ -303,4 +303,4 @@ def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Che
     another order, which the layout contract of ``.format_version`` forbids (formats: ``zips.layout_holds``)."""
     before, after = list(used_storages(checkpoint.graph, checkpoint.path)), list(used_storages(graph, checkpoint.path))
     anew = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
-    return checkpoint.changed(graph, changes, anew=anew)
+    return checkpoint.changed(graph, changes, needs_relayout=anew)

@@ -187,7 +187,12 @@ class _Graft:
         """The checkpoint with what was copied."""
         graph = self.rewrite.done()
         return self.checkpoint.changed(
-            graph, changes, self._bodies, anew=True, also=self.foreign.sources, later=self.foreign.later
+            graph,
+            changes,
+            self._bodies,
+            needs_relayout=True,
+            extra_sources=self.foreign.sources,
+            deferred_changes=self.foreign.deferred_changes,
         )
 
     def ref(self, root: Ref) -> Ref:

@@ -125,7 +125,7 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
     that of a file, do not come along. A legacy file has none of these, and may hold modules, which a zip cannot."""
     if checkpoint.format != "torch-zip":
         return checkpoint.changed(graph, changes)
-    return checkpoint.changed(graph, changes, anew=True, root="archive")
+    return checkpoint.changed(graph, changes, needs_relayout=True, root="archive")
 
 
 def private_matters(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> list[Finding]:

@@ -18,7 +18,7 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     if program_of(checkpoint) is not None:
         # Its code names its records: all of them stay, and as they are.
         change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
-        return checkpoint.changed(checkpoint.graph, [change], anew=True)
+        return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
     deflated = sum((body := checkpoint.body(key)) is not None and body.compressed for key in used)
     notes = [f"{counted(deflated, 'deflated storage')} inflated"] if deflated else []
@@ -34,4 +34,4 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         f"laid out anew, as {'torch.save' if checkpoint.pickled else 'safetensors'} does",
         tuple(notes),
     )
-    return checkpoint.changed(checkpoint.graph, [change], anew=True)
+    return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)

@@ -59,7 +59,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
     source = open_any(path)
     try:
         container, whole = _container(source, progress)
-        checkpoint = Checkpoint(source.name, source, container)
+        checkpoint = Checkpoint.of(source.name, source, container)
         found = _without_lost(checkpoint, container.lost, whole)
     except UnreadableError as error:
         source.close()
@@ -72,7 +72,7 @@ def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None
         sound = _sound(source)
         if sound is not None:
             # Nothing is wrong with it: the output is the input.
-            found = found._replace(checkpoint=Checkpoint(source.name, source, sound))
+            found = found._replace(checkpoint=Checkpoint.of(source.name, source, sound))
     blockers = graph_blockers(found.checkpoint.graph)
     return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
@@ -149,7 +149,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
                 empty[key] = Body(b"", 0, 0)  # of it nothing can be lost
     nonsense = _nonsense(checkpoint)
     if not missing and not nonsense:
-        kept = checkpoint if whole else checkpoint.changed(graph, [], empty, anew=True)
+        kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
         return Salvaged(kept, len(survey.tensors), [], verified)
     cut = {ref for ref, storage in reader.uses() if storage.key in missing}
     gone = fallen(graph, cut | nonsense.keys() | _made_of(checkpoint, cut))
@@ -174,7 +174,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     prune(rewrite, gone)
     what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)
-    return Salvaged(checkpoint.changed(rewrite.done(), [change], empty, anew=True), saved, lost, verified)
+    return Salvaged(checkpoint.changed(rewrite.done(), [change], empty, needs_relayout=True), saved, lost, verified)
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:

@@ -56,7 +56,7 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     notes += (f"left out, without a part here: {listed(empty, most=3)}",) if empty else ()
     what = f"{counted(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
     change = Change("local-parts", "", len(spread_entries), 0, what, notes)
-    return checkpoint.changed(rewrite.done(), [change], anew=True)
+    return checkpoint.changed(rewrite.done(), [change], needs_relayout=True)
 
 
 def _twin(node: Node) -> Node:

@@ -110,7 +110,9 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
         return original.changed(original.graph, [Change("slim-views", "", 0, 0, "no view drags more than it reads")])
     what = f"{counted(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
     notes = (f"{counted(made_dense, 'view')} with holes made contiguous",) if made_dense else ()
-    return checkpoint.changed(rewrite.done(), [Change("slim-views", "", cut, 0, what, notes)], added, anew=True)
+    return checkpoint.changed(
+        rewrite.done(), [Change("slim-views", "", cut, 0, what, notes)], added, needs_relayout=True
+    )
 
 
 def _wanted(checkpoint: Checkpoint, only: Globs) -> set[str] | None:
@@ -227,7 +229,7 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     what = f"{counted(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
     notes = (f"tied now: {listed(pairs, most=3)}",)
-    return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], anew=True)
+    return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], needs_relayout=True)
 
 
 def _candidates(kinds: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:

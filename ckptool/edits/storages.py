@@ -40,7 +40,7 @@ class Uses(NamedTuple):
 def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with persistent ids as the zip format has them; itself where they are so already."""
     graph = without_views(checkpoint.graph)
-    return checkpoint if graph is checkpoint.graph else checkpoint.changed(graph, [], anew=True)
+    return checkpoint if graph is checkpoint.graph else checkpoint.changed(graph, [], needs_relayout=True)
 
 
 def storage_uses(graph: Graph, reader: TensorReader) -> Uses:

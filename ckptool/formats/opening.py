@@ -28,11 +28,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             from .searching import explain_directory
 
             raise explain_directory(name)
-        return Checkpoint(name, *found)
+        return Checkpoint.of(name, *found)
     if in_several_files(name):
         from .hf import folder as hf_folder
 
-        return Checkpoint(name, *hf_folder.read(name))
+        return Checkpoint.of(name, *hf_folder.read(name))
     return checkpoint_of(open_any(name))
 
 
@@ -79,7 +79,7 @@ def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:
         source.close()
         raise part
     try:
-        return Checkpoint(source.name, source, read_container(source))
+        return Checkpoint.of(source.name, source, read_container(source))
     except CkptoolError as error:
         source.close()
         part = _part_of_folder(source, error)

@@ -170,7 +170,7 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
     """
     if any(change.edit == "sanitize" for change in checkpoint.changes):
         return
-    own = Checkpoint(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
     graph, reader = own.graph, own.survey.reader
     kept = _kept(graph)
     used = {storage.key for ref, storage in reader.uses() if ref in kept}
@@ -268,7 +268,7 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
             stem=container.shard_layout.stem,
             variant=container.shard_layout.variant,
         )
-    return Target("torch" if own == "same" and checkpoint.anew else own, metadata=container.metadata)
+    return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=container.metadata)
 
 
 def _check_name(checkpoint: Checkpoint, output: str) -> None:
@@ -338,7 +338,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     if not checkpoint.edited:
         return InPlace(None)
     refuse_damage(checkpoint)
-    if checkpoint.added or checkpoint.also:
+    if checkpoint.added or checkpoint.extra_sources:
         what = "the edit makes new bytes of tensors, which only a new file holds"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
     program = program_of(checkpoint)

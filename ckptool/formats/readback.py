@@ -143,7 +143,7 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> Outside:
 
 def _check_tensors(promise: Promise, source: Source, container: Container) -> None:
     assert promise.tensors is not None
-    read = Checkpoint(source.name, source, container)
+    read = Checkpoint.of(source.name, source, container)
     if promise.leaves is not None:
         from .dcp.leaves import object_items, tensor_items
 

@@ -69,7 +69,7 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
     names = allowed(NEWEST) | registered(NEWEST)
     # The other pickles of a legacy file, which torch loads before and after it.
     # Those of shards are in its own, but for what they throw away.
-    beside = checkpoint.container.others if not checkpoint.anew else ()
+    beside = checkpoint.container.others if not checkpoint.needs_relayout else ()
     found = []
     for other in beside:
         led_to = set(other.reachable()) if checkpoint.traits.sharded else frozenset[Ref]()
@@ -78,7 +78,7 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
                 what = f"in a pickle beside the checkpoint's: {refusal.why}"
                 found.append(Flaw("arguments", "", what, refusal.sure))
     refused = refused_calls(checkpoint.graph, survey.reader, names)
-    if checkpoint.traits.in_a_row and not checkpoint.anew:
+    if checkpoint.traits.in_a_row and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
         nodes = checkpoint.graph.nodes
         makers = {ref for ref, node in enumerate(nodes) if type(node) is Global and mapped_name(node) == _NESTED}

@@ -73,7 +73,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
         rule = _without_pickle(checkpoint, torch)
         return Verdict(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
-    for other in checkpoint.container.others if not checkpoint.anew else ():
+    for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
         # They come in one protocol, so only what the object itself does not show is said.
         known = {(blocker.name, blocker.rule) for blocker in blockers}
         blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
@@ -204,7 +204,7 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) 
     legacy = checkpoint.traits.in_a_row
     for problem in checkpoint.container.problems:
         # Laid out anew nothing of the container is left.
-        if problem.refused and not checkpoint.anew:
+        if problem.refused and not checkpoint.needs_relayout:
             broken[problem.message] += 1
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
         # torch.load goes by this suffix alone (torch/serialization.py, ``load``).

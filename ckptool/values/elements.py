@@ -112,10 +112,10 @@ def _kept(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
     """The bytes of a storage that many views are read from: the last one is kept, where it is not large."""
     if body.size > _KEPT:
         return _sequential(body, key)
-    known = checkpoint.kept
-    if known is None or known[0] != body.piece:
-        known = checkpoint.kept = (body.piece, b"".join(_sequential(body, key)))
-    return (known[1],)
+    inflated = checkpoint.inflated
+    if inflated.piece != body.piece:
+        inflated.piece, inflated.data = body.piece, b"".join(_sequential(body, key))
+    return (inflated.data,)
 
 
 def _sequential(body: Body, key: str) -> Iterable[bytes]:

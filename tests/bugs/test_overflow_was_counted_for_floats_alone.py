@@ -32,4 +32,4 @@ def test_the_account_survives_a_merge(tmp_path: Path) -> None:
     with ckptool.open(path) as one, ckptool.open(path) as other:
         merged = ckptool.merge(one, ckptool.cast(other, "float16"))
         ckptool.save(merged, tmp_path / "b.pth")
-        assert [change.edit for tell in merged.later for change in tell()] == ["overflow"]
+        assert [change.edit for tell in merged.deferred_changes for change in tell()] == ["overflow"]

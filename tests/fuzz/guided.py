@@ -47,7 +47,7 @@ def _container(data: bytes) -> None:
     from ckptool.formats import read_container
 
     source = BytesSource(data)
-    _ = Checkpoint("<bytes>", source, read_container(source)).survey
+    _ = Checkpoint.of("<bytes>", source, read_container(source)).survey
 
 
 def _header(data: bytes) -> None:

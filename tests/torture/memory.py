@@ -40,7 +40,7 @@ class Told(NamedTuple):
 def opened(data: bytes) -> Checkpoint:
     """A checkpoint of bytes; raises CkptoolError."""
     source = BytesSource(data)
-    return Checkpoint("<bytes>", source, read_container(source))
+    return Checkpoint.of("<bytes>", source, read_container(source))
 
 
 def tell(data: bytes) -> Told:

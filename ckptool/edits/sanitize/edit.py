@@ -96,7 +96,7 @@ def make_plain(
     if anew and not changes and checkpoint.format == "torch-zip":
         changes = [Change("repack", "", 1, 0, "laid out anew, as torch.save does")]
     made = added_storages(checkpoint, walk.storages, after)
-    return checkpoint.changed(graph, changes, made, anew=anew)
+    return checkpoint.changed(graph, changes, made, needs_relayout=anew)
 
 
 def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:

@@ -162,7 +162,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: 
 
     def one(names: Sequence[str], root: str) -> Plan:
         part = _part(graph, [ref for name in names for ref in entries[name]])
-        return zip_writer.archive_plan(checkpoint.changed(part, [], anew=True, root=root))
+        return zip_writer.archive_plan(checkpoint.changed(part, [], needs_relayout=True, root=root))
 
     shards = split(items, most)
     if len(shards) < 2:

@@ -38,7 +38,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     """The archive with the edited pickles; raises RefusedError for an edit of anything but tags."""
     container = _editable(checkpoint)
     found = _contents(checkpoint, container)
-    if checkpoint.anew:
+    if checkpoint.needs_relayout:
         return fresh(_records(container.archive, found.pickles)), found.exact
     return rewritten(container.archive, found.pickles), found.exact
 
@@ -77,8 +77,8 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
         what = f"{program.kind} is read here, and not written again"
         raise RefusedError(what, path=checkpoint.path, next=step)
     other = any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
-    anew = checkpoint.anew and not any(change.edit == "repack" for change in checkpoint.changes)
-    if other or anew or checkpoint.added or checkpoint.also or not _kept(checkpoint.graph, container):
+    anew = checkpoint.needs_relayout and not any(change.edit == "repack" for change in checkpoint.changes)
+    if other or anew or checkpoint.added or checkpoint.extra_sources or not _kept(checkpoint.graph, container):
         what = f"{program.kind} is a program: its code names what is in it, so only location tags can be edited"
         raise RefusedError(what, path=checkpoint.path, next=step)
     return container

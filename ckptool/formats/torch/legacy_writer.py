@@ -75,14 +75,14 @@ def _nested(checkpoint: Checkpoint) -> set[Ref]:
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     """The file; one that has the format already keeps what it can."""
-    if not checkpoint.anew:
+    if not checkpoint.needs_relayout:
         return repickled.plan(checkpoint, target)
     return file_plan(checkpoint), repickled.is_exact(checkpoint)
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
     """The object, and its storages under other keys."""
-    if not checkpoint.anew:
+    if not checkpoint.needs_relayout:
         return repickled.promise(checkpoint)
     storages = {key: (size, None) for key, (size, _) in storage_facts(checkpoint, checkpoint.graph).items()}
     return Promise("torch-legacy", checkpoint.graph, None, storages)
