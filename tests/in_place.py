@@ -84,7 +84,7 @@ FIVE = ("add-module", "wrap", "set", "add-long-prefix", "remap")
 def in_place(path: Path, edit: Callable[[ckptool.Checkpoint], ckptool.Checkpoint]) -> int:
     """Edit a file in place; the bytes appended."""
     with ckptool.open(path) as checkpoint:
-        return ckptool.save_in_place(edit(checkpoint))
+        return ckptool.save_in_place(edit(checkpoint)).appended
 
 
 def copied(path: Path, folder: Path) -> Path:

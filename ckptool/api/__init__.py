@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from ..files.write.output import Written
     from ..reports.expectations import Policy
     from ..reports.get import ObjectValue, TensorValue
+    from ..saving import Saved, history, load, save, save_in_place, undo
     from .edits import average, cast, edit, merge, redact, rename, sanitize, slim
-    from .files import load, save
-    from .in_place import history, save_in_place, undo
     from .reports import diff, get, hash, inspect, keys, lock, match, stats, validate, write_lock
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "ObjectValue",
     "Policy",
     "Salvaged",
+    "Saved",
     "Scalar",
     "StateDict",
     "Tensor",
@@ -103,8 +103,7 @@ _LATE: Final = {
         ("diff", "get", "hash", "inspect", "keys", "lock", "match", "stats", "validate", "write_lock"), "api.reports"
     ),
     **dict.fromkeys(("average", "cast", "edit", "merge", "redact", "rename", "sanitize", "slim"), "api.edits"),
-    **dict.fromkeys(("load", "save"), "api.files"),
-    **dict.fromkeys(("history", "save_in_place", "undo"), "api.in_place"),
+    **dict.fromkeys(("Saved", "history", "load", "save", "save_in_place", "undo"), "saving"),
 }
 
 if not TYPE_CHECKING:

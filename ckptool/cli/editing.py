@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import click
@@ -20,11 +19,11 @@ from ..files.sources import Files, FileSource
 from ..files.write.folder import check_folder
 from ..files.write.output import check_output
 from ..formats.planning import companions, makes_folder
-from ..saving import preview, save, save_in_place
+from ..saving import save, save_in_place
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
 from .retyping import retype
-from .streams import progress_bar, watched
+from .streams import copying_bar, watched
 
 #: Commands that leave mappings of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
@@ -187,31 +186,34 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
     """Write a new file, and say what came of it."""
-    if target is not None and not how.dry_run:
-        label = os.path.basename(target)
-        links = how.follow_links
-        bar = partial(progress_bar, label=label, wanted=how.bar)
-        found = save(edited, target, force=how.force, follow_links=links, watch=bar)
-        target = found.path
-    else:
-        found = preview(edited, target or "", follow_links=how.follow_links)
-    beside = companions(edited, found.planned)
+    label = os.path.basename(target or "")
+    with copying_bar(label, how.bar) as on_progress:
+        saved = save(
+            edited,
+            target or "",
+            force=how.force,
+            follow_links=how.follow_links,
+            dry_run=how.dry_run or target is None,
+            on_progress=on_progress,
+        )
+    assert saved.plan is not None
+    beside = companions(edited, saved.plan)
     others = {name: names for name, names in beside._asdict().items() if names}
     # Of the checkpoint, as of the input.
-    size = found.planned.size
-    if isinstance(found.planned, Files):
-        size -= sum(part.size for name, part in found.planned.files if name in beside.copied)
-    return {"output": target, "output_bytes": size, "exact": found.exact, **others}
+    size = saved.size
+    if isinstance(saved.plan, Files):
+        size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
+    output = target if how.dry_run or target is None else saved.path
+    return {"output": output, "output_bytes": size, "exact": saved.exact, **others}
 
 
 def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
     """Append the edit to its own file, and say what came of it."""
-    found = save_in_place(edited, job.command, dry_run=how.dry_run)
+    saved = save_in_place(edited, command=job.command, dry_run=how.dry_run)
     source = edited.source
     assert isinstance(source, FileSource)
-    size = found.appending.size if found.appending else source.size
-    outcome = {"output": source.name, "output_bytes": size, "exact": found.exact}
-    return outcome | {"names": source.links, "unused_bytes": found.unused_bytes}
+    outcome = {"output": saved.path, "output_bytes": saved.size, "exact": saved.exact}
+    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes}
 
 
 def _refuse_inputs(job: Job, target: str) -> None:

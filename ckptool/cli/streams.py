@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import click
@@ -37,6 +37,24 @@ def report_text(report: dict[str, Any], style: str) -> str:
 def on_terminal() -> bool:
     """Does somebody watch the answers come?"""
     return sys.stdout is not None and sys.stdout.isatty()
+
+
+@contextmanager
+def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of ``save``, which tells how much there is once it has planned."""
+    with ExitStack() as stack:
+        step: Callable[[int], None] | None = None
+        shown = 0
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal step, shown
+            if not done:
+                step = stack.enter_context(progress_bar(total, label, wanted))
+            elif step is not None:
+                step(done - shown)
+            shown = done
+
+        yield on_progress
 
 
 def watched() -> bool:

@@ -25,7 +25,7 @@ def test_a_root_that_is_no_text(root: bytes, tmp_path: Path) -> None:
     with ckptool.open(path) as checkpoint:
         expected = tmp_path / "out.pth"
         ckptool.save(edited := ckptool.wrap(checkpoint, "w"), expected)
-        assert ckptool.save_in_place(edited)
+        assert ckptool.save_in_place(edited).appended
     with ckptool.open(path) as one, ckptool.open(expected) as other:
         assert one.container.pickle == other.container.pickle
         assert one.root == other.root
