@@ -23,7 +23,7 @@ def sanitize(
     cannot be carried, which ``drop_unknown`` leaves out instead. ``local_parts`` puts plain tensors in the place of
     those that are spread over ranks (DTensor, ShardedTensor): the parts of them that are in the file.
     """
-    from ..edits.sanitize.edit import sanitize as sanitized
+    from ..edits.sanitize.sanitizer import sanitize as sanitized
 
     return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
@@ -45,7 +45,7 @@ def rename(
     ``_metadata`` and the names of parameters in optimizers follow. Raises RefusedError where nothing matches or two
     keys would become one, TargetError for patterns that make no sense.
     """
-    from ..edits import rename as renaming
+    from ..edits import keys as renaming
 
     if sum(way is not None for way in (table, glob, regex, like)) != 1:
         raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")

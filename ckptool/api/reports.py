@@ -81,7 +81,7 @@ def get(source: Path | Checkpoint, key: str) -> Any:
     needed. Raises TargetError when there is nothing at ``key``.
     """
     from ..edits.lookup import lookup
-    from ..edits.plain_numpy import with_plain_numpy
+    from ..edits.sanitize.numpy_values import with_plain_numpy
     from ..reports.get import value_of
 
     # Tensors read from the file later: it is closed when the last of them goes.

@@ -17,15 +17,24 @@ from ..values.torch.compute import cast_elements
 from .cast import cast
 from .devices import device_pairs, remap_devices
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
-from .keys import add_prefix, strip_prefix, strip_wrappers
+from .keys import (
+    add_prefix,
+    by_glob,
+    by_regex,
+    by_table,
+    parse_glob,
+    parse_regex,
+    parse_table,
+    strip_prefix,
+    strip_wrappers,
+)
 from .like.applying import named_like
 from .like.comparison import Shape
 from .like.steps import Step as Fix
 from .like.targets import wanted_of
 from .merge import merge, merge_entries
 from .redact import KINDS, redact
-from .rename import by_glob, by_regex, by_table, parse_glob, parse_regex, parse_table
-from .sanitize.edit import sanitize
+from .sanitize.sanitizer import sanitize
 from .slim import drop_for, merged_doubles, slim
 
 #: An option without its dashes, and its text; True for a flag.
@@ -120,7 +129,7 @@ def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint
 
 
 def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only, told=f"renamed by {path}")
+    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only, label=f"renamed by {path}")
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:

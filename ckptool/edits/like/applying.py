@@ -9,7 +9,7 @@ from ...base.errors import RefusedError, TargetError
 from ...base.globs import EVERY, Globs
 from ...base.text import listed
 from ...checkpoint.checkpoint import Checkpoint
-from ..rename import by_table
+from ..keys import by_table
 from .comparison import Shape
 from .pairing import in_order, paired
 from .wanted import chosen_of, names_of
@@ -47,4 +47,4 @@ def named_like(
     if not table:
         what = "no key has a partner that its name and shape tell"
         raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
-    return by_table(checkpoint, table, key=key, only=only, told=f"renamed like {source}")
+    return by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
