@@ -54,11 +54,10 @@ def rename(
     if regex is not None:
         return renaming.by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
-        from ..edits.like.applying import named_like
-        from ..edits.like.wanted import wanted_of_checkpoint
+        from ..edits.like.targets import rename_like, target_in_checkpoint
 
-        shapes = {name: value.shape for name, value in wanted_of_checkpoint(like, same=key).tensors.items()}
-        return named_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
+        shapes = target_in_checkpoint(like, preferred=key).shapes
+        return rename_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
     return renaming.by_table(checkpoint, table or {}, key=key, only=only)
 
 

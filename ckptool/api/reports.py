@@ -213,9 +213,9 @@ def match(
     state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
     neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
     """
-    from ..edits.like.result import match_checkpoint
-    from ..edits.like.targets import wanted_of
+    from ..edits.like.match import match_checkpoint
+    from ..edits.like.targets import match_target
 
-    wanted = wanted_of(target, model, target_key)
+    wanted = match_target(target, model, target_key)
     with open(path) as checkpoint:
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report
