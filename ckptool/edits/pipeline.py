@@ -198,9 +198,7 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "like": StepKind("OTHER", "Take the names of another checkpoint.", _like),
     "to": StepKind("DEVICE", "Retarget what is not on cpu.", lambda c, v, s: remap_devices(c, v, **s.names)),
     "map": StepKind(
-        "FROM=TO",
-        "Retarget one device: cuda:1=cuda:0.",
-        lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names),
+        "FROM=TO", "Retarget one device: cuda:1=cuda:0.", lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names)
     ),
     "cast": StepKind("DTYPE", "Cast floating tensors.", _cast),
     "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", lambda c, v, _: drop_for(c, v)),

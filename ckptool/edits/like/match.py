@@ -61,12 +61,7 @@ class _Attempt(NamedTuple):
 
 
 def match_checkpoint(
-    checkpoint: Checkpoint,
-    target: MatchTarget,
-    *,
-    key: str | None = None,
-    anywhere: bool = False,
-    strict: bool = True,
+    checkpoint: Checkpoint, target: MatchTarget, *, key: str | None = None, anywhere: bool = False, strict: bool = True
 ) -> Match:
     """Match a checkpoint with a target.
 

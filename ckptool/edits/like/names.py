@@ -240,9 +240,7 @@ def _family_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], depth:
     """
     here, there = _families(ours), _families(theirs)
 
-    def signatures(
-        families: Mapping[str, dict[tuple[str, ...], tuple[Shape, str]]],
-    ) -> Iterator[tuple[Hashable, str]]:
+    def signatures(families: Mapping[str, dict[tuple[str, ...], tuple[Shape, str]]]) -> Iterator[tuple[Hashable, str]]:
         for family, members in families.items():
             ends = suffixes(family)
             if len(ends) >= depth:
