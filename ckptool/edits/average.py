@@ -76,7 +76,7 @@ def average(
             layouts.setdefault(tensor.storage, set()).add(_layout(tensor))
             tensors += 1
     if differing:
-        raise refusal(f"{counted(differing, 'tensor')} lie otherwise in their storages in another checkpoint")
+        raise refusal(f"{counted(differing, 'tensor')} are laid out differently in another checkpoint")
     added: dict[str, Body] = {}
     all_uses = [uses, *(storage_uses(other.graph, other.survey.reader) for other in others)] if plan else []
     for name, keys in plan.items():

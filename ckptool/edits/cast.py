@@ -77,7 +77,7 @@ def cast(
     survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     if not (target.floating or _is_complex(target) or only.include):
-        what = f"{target.name} would cut off what is behind the point: a cast is no quantization"
+        what = f"{target.name} would cut off the fraction: a cast is not a quantization"
         raise TargetError(what, path=checkpoint.path, next="name the tensors with --include where that is meant")
     all_kinds = everything or only.include or key is not None
     spared = [] if all_kinds else [item.path for item in optimizers(checkpoint.graph)]
@@ -97,7 +97,7 @@ def cast(
         dtypes = {use.tensor.dtype for use in users}
         exists = checkpoint.body(name) is not None or storage.location == "meta"
         if name in uses.pinned or len(dtypes) > 1 or not exists:
-            left.append(f"{wanted[name]} (its storage is used in another way, too)")
+            left.append(f"{wanted[name]} (its storage has other uses as well)")
             continue
         source = BY_NAME[dtypes.pop()]
         reasons = (_unloadable(editor, use, source, target) for use in users)
@@ -140,7 +140,7 @@ def cast(
     if left:
         changes.append(Change("cast", "", 0, len(left), f"not cast: {listed(left, most=3)}"))
     if not tensors:
-        what = f"no tensor to cast: what is chosen is {target.name} already, or no floating tensor"
+        what = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
         return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
     return checkpoint.changed(editor.done(), changes, added, anew=True, later=(overflows.changes,))
 

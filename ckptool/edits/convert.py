@@ -72,9 +72,9 @@ def output_format(path: str) -> str:
     known = f"there are {listed(list(TARGETS))}"
     if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
         name = stem + TARGETS["safetensors"][0]
-        what, step = f"the suffix {suffix!r} says no format; {known}", f"call it {quote(name)}, or --to-format"
+        what, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
         raise TargetError(what, path=path, next=step, again=Again((("-o", name),)))
-    what, step = f"the name has no suffix that says a format; {known}", "say it: --to-format safetensors"
+    what, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
     raise TargetError(what, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
 
 
@@ -112,7 +112,7 @@ def convert(
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if size and target not in SHARDED:
-        what = f"no reader of {target} knows shards with an index"
+        what = f"no reader of {target} supports shards with an index"
         raise TargetError(what, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:

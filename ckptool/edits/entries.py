@@ -154,7 +154,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     elif near:
         step = f"did you mean {near[0]!r}?"
     elif any(deeper.match(entry.path) for entry in survey.tensors):
-        step = "patterns match entries and keys of state dicts; ckptool unset takes out what stands elsewhere"
+        step = "patterns match entries and keys of state dicts; ckptool unset takes out other entries"
     what = f"nothing matches {listed([repr(glob) for glob in missing])}"
     raise RefusedError(what, path=checkpoint.path, next=step)
 

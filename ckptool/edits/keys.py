@@ -44,7 +44,7 @@ def strip_prefix(
     chooses keys. ``repeat`` strips it that many times, "all" as often as it occurs. The entry of ``_metadata`` for the
     stripped module takes the place of the one for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
 
-    Raises RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
+    Raise RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
     """
     head = _segments(prefix)
     strip = stripping(prefix, repeat)
@@ -106,7 +106,7 @@ def add_prefix(
 def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
     """Rename the keys that match ``old`` to ``new``; wildcards in ``new`` stand for what those of ``old`` matched.
 
-    ``backbone.*`` to ``encoder.*``; ``*`` is any text including dots, ``?`` one character. Raises RefusedError when no
+    ``backbone.*`` to ``encoder.*``; ``*`` is any text including dots, ``?`` one character. Raise RefusedError when no
     key matches or two would become one, TargetError when the wildcards differ.
     """
     wildcards = _WILDCARD.findall(old)
@@ -134,7 +134,7 @@ def by_regex(
 ) -> Checkpoint:
     """Replace the first ``count`` matches of a regular expression in each key (0: all), as ``re.sub`` does.
 
-    Raises RefusedError when no key matches or two would become one, TargetError for an invalid expression.
+    Raise RefusedError when no key matches or two would become one, TargetError for an invalid expression.
     """
     try:
         compiled = re.compile(pattern)
@@ -158,7 +158,7 @@ def by_table(
 ) -> Checkpoint:
     """Rename keys by a table, old to new; a module in ``_metadata`` goes where all of its keys go.
 
-    ``label`` begins the description of the change. Raises RefusedError when a key of the table does not exist, or two
+    ``label`` begins the description of the change. Raise RefusedError when a key of the table does not exist, or two
     keys would become one.
     """
     names = set(_all_names(checkpoint, key))
@@ -184,7 +184,7 @@ def _renamed(
     if not any(map(matches, names)):
         what = f"no key matches {shown(label)}" if names else "there is no state dict in it"
         raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
-    words = f"{label}:", f"{label}: the names are so already"
+    words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
 
 
@@ -233,7 +233,7 @@ def _rename_keys(
 
     ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot, and goes where the
     keys of the module itself go, to several places if need be. So do the names of parameters in the states of
-    optimizers. Raises RefusedError when two keys would become one.
+    optimizers. Raise RefusedError when two keys would become one.
     """
     editor = Rewrite(checkpoint.graph)
     changes = []

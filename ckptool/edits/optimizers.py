@@ -185,9 +185,9 @@ def prune_optimizers(checkpoint: Checkpoint, editor: Rewrite, dropped: Mapping[i
         lost = {frozenset(param for param, keys in owner.keys.items() if keys[0] in names) for owner, names in losses}
         if owners:
             paths = " and with ".join(repr(owner.state_dict.path or ".") for owner in likely)
-            reason = f"it goes with {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(losses)
+            reason = f"it fits {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(losses)
         if reason:
-            what = f"nobody can tell which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
+            what = f"it is unknown which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
             step = f"drop the optimizer as well ({optimizer.path or 'the whole file'}), or leave out --prune-optimizer"
             raise RefusedError(what, path=checkpoint.path, next=step)
         changes += [_prune(checkpoint.graph, editor, optimizer, ids) for ids in lost if ids]
@@ -222,7 +222,7 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
         pairs = list(zip(ids, parameters))
         if len(parameters) == len(ids) and all(shape in shapes.get(param, (shape,)) for param, (_, shape) in pairs):
             return Owner(state_dict, {param: tied[name] for param, (name, _) in pairs}, False)
-    return f"it has {counted(len(ids), 'parameter')} without names, which do not go with the keys in their order"
+    return f"it has {counted(len(ids), 'parameter')} without names, which do not fit the keys in their order"
 
 
 def _ties(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
@@ -285,7 +285,7 @@ def _prune(graph: Graph, editor: Rewrite, optimizer: Optimizer, gone: Collection
     # States that no group mentions stay.
     states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]
     editor.refill(optimizer.state, [(_renumbered(editor, name, new_ids), value) for name, value in states])
-    what = f"the state of {counted(len(gone), 'parameter')} dropped, {len(new_ids):,} left, numbered anew"
+    what = f"the state of {counted(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
     nameless = all(group.names < 0 for group in optimizer.groups) and all(type(param) is int for param in gone)
     notes = ("it names no parameters: they were taken in the order of the keys",) if nameless else ()
     return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), what, notes)

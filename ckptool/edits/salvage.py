@@ -132,7 +132,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
     verified = not checkpoint.traits.unsummed
-    cut_off = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
+    cut_off = "its bytes are after the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     empty: dict[str, Body] = {}
     for key, storage in reader.storages.items():
@@ -140,7 +140,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
             if storage.nbytes:
                 missing[key] = reasons.get(key, cut_off)
             else:
-                empty[key] = Body(b"", 0, 0)  # nothing of it can be lost
+                empty[key] = Body(b"", 0, 0)  # there is nothing to lose
     flawed = _flawed(checkpoint)
     if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, anew=True)

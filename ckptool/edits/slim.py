@@ -104,9 +104,10 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
                 _repoint(editor, use, name, body.size, cluster.begin, storage, dense)
         cut, before, after = cut + 1, before + storage.nbytes, after + size
     if not cut:
-        return original.changed(original.graph, [Change("slim-views", "", 0, 0, "no view drags more than it reads")])
+        change = Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")
+        return original.changed(original.graph, [change])
     what = f"{counted(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
-    notes = (f"{counted(made_dense, 'view')} with holes made contiguous",) if made_dense else ()
+    notes = (f"{counted(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
     return checkpoint.changed(editor.done(), [Change("slim-views", "", cut, 0, what, notes)], added, anew=True)
 
 

@@ -178,7 +178,7 @@ def _fix(
     guess = any(step.guess for step in steps)
     notes = []
     if left_out:
-        notes.append(f"leaves out what stands beside it: {listed(left_out)}")
+        notes.append(f"leaves out the entries beside it: {listed(left_out)}")
     if dropped:
         notes.append(f"drops {counted(len(dropped), 'key')} that the target does not have: {listed(dropped, most=3)}")
     if guess:
@@ -333,7 +333,7 @@ def _next(
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
     """Describe what happens to missing or unexpected keys when the model is not strict."""
     if not comparison.missing:
-        return f"{counted(len(comparison.unexpected), 'key')} would be left aside"
+        return f"{counted(len(comparison.unexpected), 'key')} would be ignored"
     loaded = {*comparison.loads}
     tied = [name for name in comparison.missing if target.tied.get(name) in loaded]
     kept = len(comparison.missing) - len(tied)
@@ -371,7 +371,7 @@ def _notes(
         where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
         notes.append(f"{where} ({listed(list(shards.kinds))}): load_state_dict takes them only into a model spread so")
     if best.state_dict.confidence == "low":
-        notes.append(f"{path or '.'!r} is not surely a state dict")
+        notes.append(f"{path or '.'!r} may not be a state dict")
     if _string_keys(target.path) is None and path != target.path:
-        notes.append(f"the target's is at {target.path!r}, in a list: where ours stands is not looked at")
+        notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes

@@ -208,7 +208,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     for ref in cyclic:
         if ref in tuples:
             editor.changed[ref] = List(list(elements(graph.nodes[ref])))
-            sanitizer.note(tuples[ref], "tuple", "list, because it is in itself")
+            sanitizer.note(tuples[ref], "tuple", "list, because it contains itself")
     left = [ref for ref in cyclic if ref not in tuples and type(graph.nodes[ref]) is Call]
     if len(left) < len(cyclic):
         # One of its members may break a cycle.
@@ -217,7 +217,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     for ref in left:
         node = graph.nodes[ref]
         if type(node) is Call and callable_name(graph, node.func) == "builtins.set":
-            raise RefusedError("a set leads to itself, for which there is no plain form", path=checkpoint.path)
+            raise RefusedError("a set contains itself, which has no plain form", path=checkpoint.path)
     return graph
 
 
@@ -230,7 +230,7 @@ def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> 
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     what = f"{counted(len(places), 'object')} cannot be made plain: {listed(places)}"
     if sanitizer.packed:
-        what += "; the state dict of such a module only its own class can make"
+        what += "; only the class of such a module can make its state dict"
     if root_goes:
         step = "load it where its classes are, if you trust it, and save module.state_dict()"
         return RefusedError(
@@ -467,14 +467,14 @@ class _Sanitizer:
             hashable = all(keys.hashable(member) for member in members)
             if not hashable or keys.duplicates(members):
                 self.editor.changed[visit.ref] = List(list(members))
-                why = "some of its members are equal by now" if hashable else "its members have no hash any more"
+                why = "some of its members are equal now" if hashable else "its members can no longer be hashed"
                 self.note(visit.path, "set", f"list, {why}")
             return
         if not isinstance(node, Dict | Call):
             return
         names, values = node.pairs[::2], node.pairs[1::2]
-        bad = {index: "a key without a hash" for index, key in enumerate(names) if not keys.hashable(key)}
-        bad = bad or dict.fromkeys(keys.duplicates(names), "a key that is equal to another one by now")
+        bad = {index: "a key that cannot be hashed" for index, key in enumerate(names) if not keys.hashable(key)}
+        bad = bad or dict.fromkeys(keys.duplicates(names), "a key that equals another one now")
         if bad:
             pairs = [part for index, pair in enumerate(zip(names, values)) if index not in bad for part in pair]
             kept = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
