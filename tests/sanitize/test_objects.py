@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a key that is a dict by now": ({"v": {foreign.Frozen(1): 2}}, "v (a key that cannot be hashed)"),
     "a frozen set as a key": ({"v": {frozenset((1,)): 2}}, "v (a key that cannot be hashed)"),
     "two keys that are one by now": ({foreign.Mode.TRAIN: 1, 1: 2}, "the root (a key that equals another one"),
-    "a path and its text as keys": ({"v": {pathlib.PurePosixPath("a"): 1, "a": 2}}, "v (a key that is equal"),
+    "a path and its text as keys": ({"v": {pathlib.PurePosixPath("a"): 1, "a": 2}}, "v (a key that equals"),
     "a method of an object": ({"v": [1].append}, "v (builtins.getattr)"),
     "a parameter without a value": (torch.nn.LazyLinear(2).state_dict(), "UninitializedParameter"),
 }
