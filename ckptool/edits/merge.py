@@ -120,7 +120,7 @@ def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[
 
 
 def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
-    """Merge whole entries of another checkpoint, (path there, path here): what is here is replaced.
+    """Merge whole entries of another checkpoint, each (path there, path here); existing entries are replaced.
 
     Raise TargetError if there is nothing at a path there, or no mapping to hold it here.
     """

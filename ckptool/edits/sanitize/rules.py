@@ -39,7 +39,7 @@ _SCALARS: Final = (bool, int, float, str)
 
 
 def _path(case: Case) -> RuleResult:
-    """``PosixPath('a', 'b')``, in Python 3.13 from ``pathlib._local``. The parts may be any text: they are joined."""
+    """Replace ``PosixPath('a', 'b')`` by its text; in Python 3.13 it comes from ``pathlib._local``."""
     module, _, name = case.name.rpartition(".")
     if module not in ("pathlib", "pathlib._local") or not name.endswith("Path"):
         return None
@@ -55,7 +55,7 @@ def _string(text: str | None, note: str = "") -> RuleResult:
 
 
 def _date(case: Case) -> RuleResult:
-    """``datetime``, ``date`` and ``time`` hold their fields in a few bytes (CPython, Lib/_pydatetime.py)."""
+    """Replace dates, whose fields are in a few bytes (CPython, Lib/_pydatetime.py), by their ISO form."""
     if case.name == "datetime.timedelta":
         duration = _duration(case)
         if duration is None:
@@ -126,7 +126,7 @@ def _offset(case: Case) -> str:
 
 
 def _duration(case: Case) -> datetime.timedelta | None:
-    """``timedelta(days, seconds, microseconds)``."""
+    """Return ``timedelta(days, seconds, microseconds)``, None for anything else."""
     numbers = [value for ref in case.args if type(value := case.current(ref)) is int]
     if case.name != "datetime.timedelta" or not len(case.args) == len(numbers) == 3:
         return None
@@ -137,7 +137,7 @@ def _duration(case: Case) -> datetime.timedelta | None:
 
 
 def _collection(case: Case) -> RuleResult:
-    """defaultdict, deque, frozenset, range, slice and the calls that make builtin containers."""
+    """Replace defaultdict, deque, frozenset, range, slice and the calls that make builtin containers."""
     name, args = case.name, case.args
     first = elements(case.graph.nodes[args[0]]) if args and args[0] < len(case.graph.nodes) else ()
     if name == "collections.defaultdict":
@@ -183,7 +183,7 @@ def _range(case: Case) -> Replacement:
 
 
 def _text(case: Case) -> RuleResult:
-    """What a string can express as well: UUIDs, decimals, fractions, patterns."""
+    """Replace what a string can express as well: UUIDs, decimals, fractions, patterns."""
     if case.name in ("decimal.Decimal", "fractions.Fraction", "re._compile") and case.args:
         text = case.text(0)
         if case.name == "fractions.Fraction" and len(case.args) == 2:
@@ -210,7 +210,7 @@ def _text(case: Case) -> RuleResult:
 
 
 def _partial(case: Case) -> RuleResult:
-    """``functools.partial``: its state is (function, arguments, keywords, attributes)."""
+    """Replace ``functools.partial`` by its state: (function, arguments, keywords, attributes)."""
     if case.name != "functools.partial":
         return None
     state = case.last_state()
@@ -221,7 +221,7 @@ def _partial(case: Case) -> RuleResult:
 
 
 def _generator(case: Case) -> RuleResult:
-    """``torch.Generator``: (seed, offset, state as a ByteTensor); the state alone is enough."""
+    """Replace ``torch.Generator``, (seed, offset, state as a ByteTensor), by its state."""
     if case.name != "torch._C.Generator":
         return None
     state = case.last_state()
@@ -229,7 +229,7 @@ def _generator(case: Case) -> RuleResult:
 
 
 def _omegaconf(case: Case) -> RuleResult:
-    """DictConfig and ListConfig keep their entries in ``_content``, each value in a node of its own as ``_val``."""
+    """Replace DictConfig and ListConfig by their ``_content``, and the nodes of its values by their ``_val``."""
     if not case.name.startswith("omegaconf."):
         return None
     content, value = case.attribute("_content"), case.attribute("_val")
@@ -336,7 +336,7 @@ def _slot_values(case: Case) -> RuleResult:
 
 
 def _with_base(case: Case) -> RuleResult:
-    """``copyreg._reconstructor(cls, dict, {...})``: the value of the builtin base."""
+    """Replace ``copyreg._reconstructor(cls, dict, {...})`` by the value of the builtin base."""
     state = case.state()
     base = case.current(case.base)
     items = mapping(case.graph, case.base) if case.base < len(case.graph.nodes) else None
