@@ -18,7 +18,7 @@ from outputs import checked, edited, every, named_for, saved
 
 import ckptool
 from ckptool.base.errors import TargetError
-from ckptool.edits.redact import private_matters
+from ckptool.edits.redact import find_private
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -136,20 +136,20 @@ def test_objects(tmp_path: Path, out: Path) -> None:
 def test_sources_of_old_modules(out: Path) -> None:
     path = FIXTURES / "whole_model_legacy.pth"
     with ckptool.open(path) as checkpoint:
-        assert any(item.kind == "sources" for item in private_matters(checkpoint))
+        assert any(item.kind == "sources" for item in find_private(checkpoint))
         ckptool.save(ckptool.redact(checkpoint, ["sources"]), out)
     with ckptool.open(out) as checkpoint:
-        assert not any(item.kind == "sources" for item in private_matters(checkpoint))
+        assert not any(item.kind == "sources" for item in find_private(checkpoint))
     assert b"class " in path.read_bytes() and b"class " not in out.read_bytes()
 
 
 @every
 def test_every_file_afterwards_has_nothing_to_redact(item: Fixture, out: Path) -> None:
     with ckptool.open(item.path) as checkpoint:
-        found = private_matters(checkpoint)
+        found = find_private(checkpoint)
     after = edited(item.path, out, ckptool.redact)
     with ckptool.open(out) as checkpoint:
-        assert private_matters(checkpoint) == []
+        assert find_private(checkpoint) == []
     if not found:
         assert oracle.difference(oracle.load(item.path), after) == ""
 
@@ -167,7 +167,7 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
         ckptool.save(ckptool.redact(checkpoint), out)
     checked(out, path)
     with ckptool.open(out) as checkpoint:
-        assert private_matters(checkpoint) == []
+        assert find_private(checkpoint) == []
 
 
 def test_an_unknown_kind() -> None:

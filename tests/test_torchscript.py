@@ -21,7 +21,7 @@ from torch.jit.mobile import _load_for_lite_interpreter
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.edits.rename import by_glob as by_pattern
+from ckptool.edits.keys import by_glob as by_pattern
 from ckptool.formats.programs.torchscript import TorchScript
 from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode

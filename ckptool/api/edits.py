@@ -23,7 +23,7 @@ def sanitize(
     cannot be carried, which ``drop_unknown`` leaves out instead. ``local_parts`` puts plain tensors in the place of
     those that are spread over ranks (DTensor, ShardedTensor): the parts of them that are in the file.
     """
-    from ..edits.sanitize.edit import sanitize as sanitized
+    from ..edits.sanitize.sanitizer import sanitize as sanitized
 
     return sanitized(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
 
@@ -45,7 +45,7 @@ def rename(
     ``_metadata`` and the names of parameters in optimizers follow. Raises RefusedError where nothing matches or two
     keys would become one, TargetError for patterns that make no sense.
     """
-    from ..edits import rename as renaming
+    from ..edits import keys as renaming
 
     if sum(way is not None for way in (table, glob, regex, like)) != 1:
         raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")
@@ -54,11 +54,10 @@ def rename(
     if regex is not None:
         return renaming.by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
-        from ..edits.like.applying import named_like
-        from ..edits.like.wanted import wanted_of_checkpoint
+        from ..edits.like.targets import rename_like, target_in_checkpoint
 
-        shapes = {name: value.shape for name, value in wanted_of_checkpoint(like, same=key).tensors.items()}
-        return named_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
+        shapes = target_in_checkpoint(like, preferred=key).shapes
+        return rename_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
     return renaming.by_table(checkpoint, table or {}, key=key, only=only)
 
 

@@ -81,7 +81,7 @@ def get(source: Path | Checkpoint, key: str) -> Any:
     needed. Raises TargetError when there is nothing at ``key``.
     """
     from ..edits.lookup import lookup
-    from ..edits.plain_numpy import with_plain_numpy
+    from ..edits.sanitize.numpy_values import with_plain_numpy
     from ..reports.get import value_of
 
     # Tensors read from the file later: it is closed when the last of them goes.
@@ -213,9 +213,9 @@ def match(
     state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
     neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
     """
-    from ..edits.like.result import match_checkpoint
-    from ..edits.like.targets import wanted_of
+    from ..edits.like.match import match_checkpoint
+    from ..edits.like.targets import match_target
 
-    wanted = wanted_of(target, model, target_key)
+    wanted = match_target(target, model, target_key)
     with open(path) as checkpoint:
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report

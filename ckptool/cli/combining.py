@@ -10,7 +10,7 @@ from .. import api
 from ..base.globs import Globs
 from ..base.text import counted
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.redact import KINDS, Finding, private_matters
+from ..edits.redact import KINDS, PrivateItem, find_private
 from .editing import Job, edit_all
 from .options import choosing, key_option, one_path, paths, writing
 from .render import clean, emit, emit_json, failure, say_error
@@ -151,7 +151,7 @@ def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
     for path in paths:
         try:
             with api.open(path) as checkpoint:
-                found = private_matters(checkpoint, only=only)
+                found = find_private(checkpoint, only=only)
         except api.CkptoolError as error:
             say_error(error)
             reports.append(failure("redact", path, error))
@@ -165,18 +165,18 @@ def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
     return code
 
 
-def _as_dict(finding: Finding) -> dict[str, Any]:
+def _as_dict(finding: PrivateItem) -> dict[str, Any]:
     return {"kind": finding.kind, "path": finding.path, "what": finding.what, "new": finding.new}
 
 
-def _head(path: str, found: list[Finding]) -> str:
+def _head(path: str, found: list[PrivateItem]) -> str:
     kinds = [kind for kind in KINDS if any(item.kind == kind for item in found)]
     if not kinds:
         return f"{clean(path)}: nothing private is recognised"
     return f"{clean(path)}: {counted(len(found), 'private matter')}"
 
 
-def _way(path: str, found: list[Finding]) -> list[str]:
+def _way(path: str, found: list[PrivateItem]) -> list[str]:
     """The command that takes all of them out."""
     from ..reports.findings import command
 
@@ -184,7 +184,7 @@ def _way(path: str, found: list[Finding]) -> list[str]:
     return [f"  -> {clean(command('redact', path, *options, word='redacted'))}"] if options else []
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: PrivateItem) -> str:
     new = "the entry goes" if finding.new is None else repr(finding.new)
     where = f"{finding.path}: " if finding.path else ""
     return f"--{finding.kind}  {where}{finding.what} -> {new}"

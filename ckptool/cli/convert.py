@@ -9,7 +9,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.convert import FOLDERS, SHARDED, TARGETS, own_target, says_format, target_of
+from ..edits.convert import FOLDERS, SHARDED, TARGETS, kept_format, output_format, suffix_format
 from ..files.archives import file_name
 from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS
@@ -74,10 +74,10 @@ def convert(
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
     # A folder of other shards keeps its format; any other output says one by its name.
     output = how["output"]
-    resharded = max_shard_size is not None and output is not None and not says_format(output)
+    resharded = max_shard_size is not None and output is not None and not suffix_format(output)
     if target is None and output is None:
         raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
-    chosen = target or ("" if resharded else target_of(output))
+    chosen = target or ("" if resharded else output_format(output))
 
     if single and max_shard_size is not None:
         raise click.UsageError("--single is one file, --max-shard-size a folder of several: one of them.")
@@ -102,7 +102,7 @@ def convert(
         most = size or (DEFAULT_SHARD_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
         return api.convert(
             checkpoint,
-            chosen or own_target(checkpoint, written),
+            chosen or kept_format(checkpoint, written),
             key=key,
             tied=tied or "",
             allow=allow,

@@ -8,7 +8,7 @@ from .. import api
 from ..base.text import human_bytes
 from ..checkpoint.checkpoint import file_mode
 from ..edits.lookup import lookup
-from ..edits.plain_numpy import with_plain_numpy
+from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.write.output import check_output, write_plan
 from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines

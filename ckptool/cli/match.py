@@ -10,9 +10,8 @@ from .. import api
 from ..base.errors import RefusedError
 from ..base.text import counted, cut, listed
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.like.result import Match, match_checkpoint
-from ..edits.like.targets import wanted_of
-from ..edits.like.wanted import Wanted
+from ..edits.like.match import Match, match_checkpoint
+from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
 from .options import format_option, one_path
 from .render import clean, emit, emit_json, say, say_problems, table
@@ -99,7 +98,7 @@ def match(
         raise click.UsageError("-o and --force go with --apply.")
     if model is not None:
         say(f"--model imports and runs {model}")
-    wanted = wanted_of(target, model, target_key)
+    wanted = match_target(target, model, target_key)
 
     def matched(checkpoint: Checkpoint) -> Match:
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict)
@@ -119,12 +118,12 @@ def match(
     return 0 if report["fits"] else 1
 
 
-def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
+def _job(matched: Any, wanted: MatchTarget, target: str | None) -> Job:
     """Match, and do what was found; the report of the match is part of that of the edit."""
-    from ..edits.pipeline import fitted  # with all edits there are: for --apply only
+    from ..edits.pipeline import apply_fix  # with all edits there are: for --apply only
 
     reports: list[dict[str, Any]] = []
-    shapes = {name: value.shape for name, value in wanted.tensors.items()}
+    shapes = wanted.shapes
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         say_problems(checkpoint)
@@ -133,7 +132,7 @@ def _job(matched: Any, wanted: Wanted, target: str | None) -> Job:
         if found.steps is None:
             what = f"no edit makes it fit {wanted.source}; nothing is written"
             raise RefusedError(what, path=checkpoint.path, next=found.report["next"])
-        return fitted(checkpoint, found.steps, shapes, key=found.key)
+        return apply_fix(checkpoint, found.steps, shapes, key=found.key)
 
     def more(edited: Checkpoint) -> dict[str, Any]:
         return {name: value for name, value in reports[-1].items() if name not in ("schema", "path")}

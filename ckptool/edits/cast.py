@@ -15,30 +15,27 @@ from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
-from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
-from ..pickles.opcodes import REDUCE
 from ..values.elements import loaded_bytes, number_width, swapped, whole_chunks
 from .optimizers import optimizers
 from .sharded import recast_spread
-from .storages import Use, is_marked, repointed, storage_uses, with_plain_ids
+from .storages import Use, chosen_tensors, copied_call, has_bits, no_hooks, repointed, storage_uses, with_plain_ids
 
-#: Kinds of tensors whose values can be cast one by one; the parts of the others have meanings of their own.
-_PLAIN: Final = ("dense",)
-_VALUES: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
+#: Kinds of tensors that are cast as a whole, and those whose parts with values are; other parts have other meanings.
+_WHOLE: Final = ("dense", "meta")
+_IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
 
-
-#: Turns little-endian elements of one dtype into those of another as torch does, (elements, dtype, target) to
-#: (elements, how many finite values are none any more).
+#: Converts little-endian elements of one dtype to another as torch does: (elements, dtype, target) to (elements, how
+#: many finite values are no longer finite).
 Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
 
 
 def check_dtype(name: str) -> Dtype:
-    """The dtype to cast to; raises TargetError for one that is unknown, or that values cannot be cast to."""
+    """Return the dtype to cast to; raise TargetError for one that is unknown, or that values cannot be cast to."""
     dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
     if dtype is not None and dtype.name == "float4_e2m1fn_x2":
         raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
@@ -46,7 +43,7 @@ def check_dtype(name: str) -> Dtype:
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
-        raise TargetError(f"{name!r} is no dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
+        raise TargetError(f"{name!r} is not a dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
     return dtype
 
 
@@ -70,257 +67,246 @@ def cast(
     """Give tensors another dtype: the floating ones, or with patterns in ``only`` just those that match.
 
     ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
-    survive a narrower dtype: second moments become 0; ``everything`` casts them, too. Storages that tensors share stay
-    shared, so what shares one with a chosen tensor is cast too. Quantized tensors stay. The values are computed by
-    ``caster`` while the output is written; ``strict`` refuses finite values that would become infinite or NaN, which
-    are counted otherwise. Raises TargetError for an unknown dtype.
+    survive a narrower dtype: second moments become 0; ``everything`` casts them as well. Storages that tensors share
+    stay shared, so whatever shares one with a chosen tensor is cast too. Quantized tensors stay. The values are
+    computed by ``caster`` while the output is written; ``strict`` refuses finite values that would become infinite or
+    NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
     """
     target = check_dtype(dtype)
     checkpoint = with_plain_ids(original)
-    survey = checkpoint.survey
-    reader = survey.reader
+    survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    if not (target.floating or _complex(target) or only.include):
-        what = f"{target.name} would cut off what is behind the point: a cast is no quantization"
+    if not (target.floating or _is_complex(target) or only.include):
+        what = f"{target.name} would cut off the fraction: a cast is not a quantization"
         raise TargetError(what, path=checkpoint.path, next="name the tensors with --include where that is meant")
-    spared = (
-        () if everything or only.include or key is not None else [item.path for item in optimizers(checkpoint.graph)]
-    )
-    wanted, left = _wanted(checkpoint, target, key, only, spared)
+    all_kinds = everything or only.include or key is not None
+    spared = [] if all_kinds else [item.path for item in optimizers(checkpoint.graph)]
+    chosen = [entry for entry in chosen_tensors(checkpoint, key, only) if not _is_in(entry, spared)]
+    wanted, left = _storages_to_cast(checkpoint, chosen, target, only)
     leaves = {
         part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
     }
-    rewrite = Rewrite(checkpoint.graph)
+    editor = Rewrite(checkpoint.graph)
     added: dict[str, Body] = {}
-    tally = _Tally(checkpoint, strict)
+    overflows = _OverflowCounts(checkpoint, strict)
     before = after = tensors = tied = 0
     for name, users in uses.tensors.items():
         if name not in wanted:
             continue
         storage = reader.storages[name]
-        kinds = {use.tensor.dtype for use in users}
-        there = checkpoint.body(name) is not None or storage.location == "meta"
-        if name in uses.pinned or len(kinds) > 1 or not there:
-            left.append(f"{wanted[name]} (its storage is used in another way, too)")
+        dtypes = {use.tensor.dtype for use in users}
+        exists = checkpoint.body(name) is not None or storage.location == "meta"
+        if name in uses.pinned or len(dtypes) > 1 or not exists:
+            left.append(f"{wanted[name]} (its storage has other uses as well)")
             continue
-        source = BY_NAME[users[0].tensor.dtype]
-        reason = _lossy(source, target, name in leaves)
-        reason = reason or next(filter(None, (_unfit(rewrite, use, source, target) for use in users)), "")
+        source = BY_NAME[dtypes.pop()]
+        reasons = (_unloadable(editor, use, source, target) for use in users)
+        reason = _lossy(source, target, name in leaves) or next(filter(None, reasons), "")
         if reason:
             left.append(f"{wanted[name]} ({reason})")
             continue
         numel = storage.nbytes // source.itemsize
         size = numel * target.itemsize
         if storage.location != "meta":
-            added[name] = Body(Computed(size, _casting(checkpoint, name, numel, source, target, caster, tally)), size)
+            chunks = _cast_chunks(checkpoint, name, numel, source, target, caster, overflows)
+            added[name] = Body(Computed(size, chunks), size)
         for use in users:
-            _recast(rewrite, use, name, numel, target)
+            _recast(editor, use, name, numel, target)
         tensors += len(users)
         tied += len(users) > 1
         before, after = before + storage.nbytes, after + size
-    bare = {
+    without_storage = {
         entry.ref
-        for entry in _chosen(checkpoint, key, only, spared)
-        if not entry.tensor.storage and entry.tensor.kind == "meta" and _casts(entry.tensor, target, only)
+        for entry in chosen
+        if not entry.tensor.storage and entry.tensor.kind == "meta" and _is_cast(entry.tensor, target, only)
     }
-    tensors += sum(_recast_meta(rewrite, ref, target) for ref in bare)
-    spread = [entry for entry in _chosen(checkpoint, key, only, spared) if is_sharded(entry.tensor)]
-    for entry in spread:
-        held = {part.storage for part in reader.parts(entry.tensor) if part.storage}
-        if _casts(entry.tensor, target, only) and held <= added.keys():
-            recast_spread(checkpoint, rewrite, entry.ref, target.name)
-            tensors += not held
+    tensors += sum(_recast_meta(editor, ref, target) for ref in without_storage)
+    for entry in chosen:
+        if not is_sharded(entry.tensor) or not _is_cast(entry.tensor, target, only):
+            continue
+        storages = {part.storage for part in reader.parts(entry.tensor) if part.storage}
+        if storages <= added.keys():
+            recast_spread(checkpoint, editor, entry.ref, target.name)
+            tensors += not storages
     changes = []
     if tensors:
         notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
         what = f"{counted(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
         changes.append(Change("cast", key or "", tensors, 0, what, notes))
-    kept = [entry for entry in survey.tensors if _spared(entry, spared) and _casts(entry.tensor, target, only)]
+    kept = sum(_is_in(entry, spared) and _is_cast(entry.tensor, target, only) for entry in survey.tensors)
     if kept:
-        what = f"{counted(len(kept), 'tensor')} of {listed([repr(path) for path in spared])} stay"
-        changes.append(Change("cast", "", 0, len(kept), what, ("--all casts the states of optimizers, too",)))
+        what = f"{counted(kept, 'tensor')} of {listed([repr(path) for path in spared])} stay"
+        changes.append(Change("cast", "", 0, kept, what, ("--all casts the states of optimizers, too",)))
     if left:
         changes.append(Change("cast", "", 0, len(left), f"not cast: {listed(left, most=3)}"))
     if not tensors:
-        what = f"no tensor to cast: what is chosen is {target.name} already, or no floating tensor"
+        what = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
         return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
-    return checkpoint.changed(rewrite.done(), changes, added, needs_relayout=True, deferred_changes=(tally.changes,))
+    return checkpoint.changed(editor.done(), changes, added, needs_relayout=True, deferred_changes=(overflows.changes,))
 
 
-def _wanted(
-    checkpoint: Checkpoint, target: Dtype, key: str | None, only: Globs, spared: Sequence[str]
+def _storages_to_cast(
+    checkpoint: Checkpoint, chosen: Sequence[TensorEntry], target: Dtype, only: Globs
 ) -> tuple[dict[str, str], list[str]]:
-    """The storages to cast, each with the path of a tensor that wants it; and the paths of tensors that cannot be."""
-    survey = checkpoint.survey
+    """Return the storages to cast, each with the path of a tensor for which it is; and the tensors that cannot be."""
+    reader = checkpoint.survey.reader
     wanted: dict[str, str] = {}
     left: list[str] = []
-    for entry in _chosen(checkpoint, key, only, spared):
+    for entry in chosen:
         tensor = entry.tensor
-        if is_sharded(tensor) and not _casts(tensor, target, only):
+        sharded, source = is_sharded(tensor), BY_NAME.get(tensor.dtype)
+        if sharded and not _is_cast(tensor, target, only):
             continue
-        if not tensor.storage and (tensor.kind in _VALUES or is_sharded(tensor)):
-            parts = [part for part in survey.reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
+        if not tensor.storage and (tensor.kind in _IN_PARTS or sharded):
+            parts = [part for part in reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
         else:
-            parts = [tensor] if tensor.kind in (*_PLAIN, "meta") and tensor.storage else []
-        source = BY_NAME.get(tensor.dtype)
-        if is_sharded(tensor) and not parts:
-            continue  # nothing of it is here, but its dtype
+            parts = [tensor] if tensor.kind in _WHOLE and tensor.storage else []
+        if sharded and not parts:
+            continue  # only its dtype is in this file
         if parts and source is not None:
-            if _casts(tensor, target, only):
+            if _is_cast(tensor, target, only):
                 wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
         elif tensor.kind != "meta" and (source is None or source.floating or tensor.kind == "quantized"):
             left.append(f"{entry.path} ({tensor.kind})")
     return wanted, left
 
 
-def _casts(tensor: Tensor, target: Dtype, only: Globs) -> bool:
-    """Is a chosen tensor to be cast, as far as its dtype tells?"""
+def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
+    """Is a chosen tensor to be cast, judging by its dtype?"""
     source = BY_NAME.get(tensor.dtype)
     if source is None or source.name == target.name or not _has_values(source):
         return False
     if tensor.kind == "meta" and _lossy(source, target, tensor.requires_grad):
         return False
-    return source.floating or (bool(only.include) and (tensor.kind in (*_PLAIN, "meta") or is_sharded(tensor)))
+    return source.floating or (bool(only.include) and (tensor.kind in _WHOLE or is_sharded(tensor)))
 
 
-def _spared(entry: TensorEntry, paths: Sequence[str]) -> bool:
+def _is_in(entry: TensorEntry, paths: Sequence[str]) -> bool:
     return any(within(entry.path, path) for path in paths)
 
 
-def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs, spared: Sequence[str]) -> Iterator[TensorEntry]:
-    survey = checkpoint.survey
-    chosen = None if key is None else {item.path for item in selected(checkpoint, key)}
-    for entry in survey.tensors:
-        if chosen is not None and (entry.state_dict < 0 or survey.state_dicts[entry.state_dict].path not in chosen):
-            continue
-        if (not only or only.match(entry.key, entry.path)) and not _spared(entry, spared):
-            yield entry
-
-
-class _Tally:
-    """Counts what overflows while values are computed, storage by storage."""
+class _OverflowCounts:
+    """Counts finite values that become infinite or NaN while values are computed, by storage."""
 
     def __init__(self, checkpoint: Checkpoint, strict: bool) -> None:
         self.checkpoint = checkpoint
         self.strict = strict
-        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
 
     def add(self, key: str, target: Dtype, count: int) -> None:
-        self.found[key] = self.found.get(key, 0) + count
+        """Count the overflows in one piece of a storage; raise RefusedError if they are not allowed."""
+        self.counts[key] = self.counts.get(key, 0) + count
         if self.strict and count:
-            path = self.paths({key})[0]
-            what = f"{path}: {counted(count, 'finite value')} would be infinite or NaN in {target.name}"
-            raise RefusedError(
-                what, path=self.checkpoint.path, next="leave it out with --exclude, or leave out --strict"
+            what = (
+                f"{self._paths({key})[0]}: {counted(count, 'finite value')} would be infinite or NaN in {target.name}"
             )
+            step = "leave it out with --exclude, or leave out --strict"
+            raise RefusedError(what, path=self.checkpoint.path, next=step)
 
-    def paths(self, keys: set[str]) -> list[str]:
+    def _paths(self, keys: set[str]) -> list[str]:
         survey = self.checkpoint.survey
-        found = [entry for entry in survey.tensors if keys & {p.storage for p in survey.reader.parts(entry.tensor)}]
-        return [entry.path or "the tensor" for entry in found] or ["a tensor"]
+        users = [entry for entry in survey.tensors if keys & {p.storage for p in survey.reader.parts(entry.tensor)}]
+        return [entry.path or "the tensor" for entry in users] or ["a tensor"]
 
     def changes(self) -> list[Change]:
-        """What is to be said once everything was computed."""
-        keys = {key for key, count in self.found.items() if count}
+        """Return the change to report once everything is computed."""
+        keys = {key for key, count in self.counts.items() if count}
         if not keys:
             return []
-        what = f"{counted(sum(self.found.values()), 'finite value')} became infinite or NaN"
-        return [Change("overflow", "", len(keys), 0, f"{what}: in {listed(self.paths(keys), most=3)}")]
+        what = f"{counted(sum(self.counts.values()), 'finite value')} became infinite or NaN"
+        return [Change("overflow", "", len(keys), 0, f"{what}: in {listed(self._paths(keys), most=3)}")]
 
 
-def _casting(
-    checkpoint: Checkpoint, key: str, numel: int, source: Dtype, target: Dtype, caster: Caster, tally: _Tally
+def _cast_chunks(
+    checkpoint: Checkpoint,
+    key: str,
+    numel: int,
+    source: Dtype,
+    target: Dtype,
+    caster: Caster,
+    overflows: _OverflowCounts,
 ) -> Callable[[], Iterator[bytes]]:
     width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
 
     def chunks() -> Iterator[bytes]:
-        tally.found[key] = 0
+        overflows.counts[key] = 0
         for data in whole_chunks(loaded_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
             try:
-                made, overflowed = caster(data, source.name, target.name)
+                elements, overflowed = caster(data, source.name, target.name)
             except CkptoolError as error:
                 error.path = error.path or checkpoint.path
                 raise
             if overflowed:
-                tally.add(key, target, overflowed)
-            yield swapped(made, width)
+                overflows.add(key, target, overflowed)
+            yield swapped(elements, width)
 
     return chunks
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
-    """What a tensor of one dtype would lose in another besides precision, "" for nothing."""
-    if _complex(source) and not _complex(target):
+    """Return what a tensor would lose in another dtype besides precision, "" for nothing."""
+    if _is_complex(source) and not _is_complex(target):
         return "its imaginary part would be lost"
-    if leaf and not (target.floating or _complex(target)):
+    if leaf and not (target.floating or _is_complex(target)):
         return "torch cannot load it with requires_grad"
     return ""
 
 
-def _unfit(rewrite: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
-    """Why torch could not load this tensor in another dtype, "" if it can."""
-    args = rewrite.graph.nodes[use.args]
-    signed = target.storage and _complex(source) == _complex(target) and (target.floating or _complex(target))
-    if is_marked(rewrite.graph, use) and not signed:
+def _unloadable(editor: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
+    """Return why torch could not load this tensor in another dtype, "" if it can."""
+    args = editor.graph.nodes[use.args]
+    signed = target.storage and _is_complex(source) == _is_complex(target) and (target.floating or _is_complex(target))
+    if has_bits(editor.graph, use) and not signed:
         return "it carries a conjugate or negative bit"
-    if not target.storage and type(args) is tuple and len(args) > 4 and rewrite.graph.nodes[args[4]] is True:
+    if not target.storage and type(args) is tuple and len(args) > 4 and editor.graph.nodes[args[4]] is True:
         # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
         return "torch cannot load it with requires_grad"
     return ""
 
 
-def _complex(dtype: Dtype) -> bool:
+def _is_complex(dtype: Dtype) -> bool:
     return dtype.name.startswith("complex")
 
 
-def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
-    """The use with the storage class of another dtype, or without one: as ``Tensor._reduce_ex_internal`` writes it."""
-    graph = rewrite.graph
-    cls = rewrite.named("torch", target.storage) if target.storage else rewrite.named("torch.storage", "UntypedStorage")
-    args = repointed(rewrite, use, key, numel if target.storage else numel * target.itemsize, cls=cls)
+def _recast(editor: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
+    """Give a use the storage class of another dtype, or none, as ``Tensor._reduce_ex_internal`` writes it."""
+    graph = editor.graph
+    cls = editor.named("torch", target.storage) if target.storage else editor.named("torch.storage", "UntypedStorage")
+    args = repointed(editor, use, key, numel if target.storage else numel * target.itemsize, cls=cls)
     func = graph.nodes[use.func]
     assert type(func) is Global
-    name = mapped_name(func).rpartition(".")[2]
-    if target.storage:
-        if name == "_rebuild_tensor_v3":
-            # (..., hooks, dtype[, metadata]) -> (..., hooks[, metadata])
-            args = (*args[:6], *args[7:])
-            _rename(rewrite, use, rewrite.named("torch._utils", "_rebuild_tensor_v2"))
-    elif name == "_rebuild_tensor_v3":
-        args = (*args[:6], rewrite.named("torch", target.name), *args[7:])
-    else:
-        grad = args[4] if len(args) > 4 else rewrite.constant(False)
-        hooks = args[5] if len(args) > 5 else _no_hooks(rewrite)
-        args = (*args[:4], grad, hooks, rewrite.named("torch", target.name), *args[6:])
-        _rename(rewrite, use, rewrite.named("torch._utils", "_rebuild_tensor_v3"))
-    rewrite.changed[use.args] = args
+    is_v3 = mapped_name(func).endswith("._rebuild_tensor_v3")
+    if target.storage and is_v3:
+        # (..., hooks, dtype[, metadata]) -> (..., hooks[, metadata])
+        args = (*args[:6], *args[7:])
+        _set_function(editor, use, "_rebuild_tensor_v2")
+    elif not target.storage and is_v3:
+        args = (*args[:6], editor.named("torch", target.name), *args[7:])
+    elif not target.storage:
+        grad = args[4] if len(args) > 4 else editor.constant(False)
+        hooks = args[5] if len(args) > 5 else no_hooks(editor)
+        args = (*args[:4], grad, hooks, editor.named("torch", target.name), *args[6:])
+        _set_function(editor, use, "_rebuild_tensor_v3")
+    editor.changed[use.args] = args
 
 
-def _recast_meta(rewrite: Rewrite, ref: Ref, target: Dtype) -> bool:
-    """A tensor without a storage: ``_rebuild_meta_tensor_no_storage(dtype, ...)``, a parameter around it or not."""
-    nodes = rewrite.graph.nodes
+def _recast_meta(editor: Rewrite, ref: Ref, target: Dtype) -> bool:
+    """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, in a parameter or not."""
+    nodes = editor.graph.nodes
     while isinstance(node := nodes[ref], Call):
-        func, args = nodes[node.func], rewrite.node(node.args)
+        func, args = nodes[node.func], editor.node(node.args)
         if type(args) is not tuple or not args:
             return False
         if isinstance(func, Global) and func.name == "_rebuild_meta_tensor_no_storage":
-            rewrite.changed[node.args] = (rewrite.named("torch", target.name), *args[1:])
+            editor.changed[node.args] = (editor.named("torch", target.name), *args[1:])
             return True
         ref = args[0]
     return False
 
 
-def _rename(rewrite: Rewrite, use: Use, func: Ref) -> None:
+def _set_function(editor: Rewrite, use: Use, name: str) -> None:
     """Let another function rebuild the tensor."""
-    holder = rewrite.node(use.holder)
-    if isinstance(holder, Call):
-        rewrite.changed[use.holder] = Call(holder.op, func, holder.args, holder.kwargs).filled(
-            holder.items, holder.pairs, holder.states
-        )
-    else:
-        assert type(holder) is tuple
-        rewrite.changed[use.holder] = (func, *holder[1:])
-
-
-def _no_hooks(rewrite: Rewrite) -> Ref:
-    return rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))
+    func = editor.named("torch._utils", name)
+    holder = editor.node(use.holder)
+    assert isinstance(holder, Call | tuple)
+    editor.changed[use.holder] = copied_call(holder, func) if isinstance(holder, Call) else (func, *holder[1:])

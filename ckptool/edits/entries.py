@@ -1,8 +1,8 @@
-"""Edits of entries: take one out as a checkpoint of its own, wrap, drop, keep, set, unset."""
+"""Edit entries: extract one as a checkpoint of its own, wrap, drop, keep, set, unset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf, nan
 from shlex import quote
@@ -18,35 +18,36 @@ from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
 from ..checkpoint.selection import new_key, selected, slot
-from ..pickles.nodes import Dict, Graph, Node, Ref
+from ..pickles.nodes import Dict, Graph, Ref
 from .lookup import lookup
 from .optimizers import prune_optimizers
 
 Scalar = bool | int | float | str | None
 
+#: Python's notation for what JSON writes differently.
+_PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
+
 
 def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Make the entry at the path ``key`` the whole checkpoint; storages that only others use leave the file.
+    """Make the entry at the path ``key`` the whole checkpoint; storages that only others use are dropped.
 
-    Raises TargetError when there is nothing at ``key``.
+    Raise TargetError when there is nothing at ``key``.
     """
-    found = lookup(checkpoint, key)
+    entry = lookup(checkpoint, key)
     graph = checkpoint.graph
-    kind = _kind(checkpoint, found.ref)
-    change = Change("extract", key, 1, 0, f"{kind} taken out as a checkpoint of its own")
-    if found.ref == graph.root:
-        return checkpoint.changed(graph, [change._replace(number=0, kept=1, what="it is the whole file already")])
-    return _slimmer(checkpoint, graph.edited({}, root=found.ref), [change])
+    if entry.ref == graph.root:
+        return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
+    change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} taken out as a checkpoint of its own")
+    return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change])
 
 
 def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
     if not key:
         raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
-    rewrite = Rewrite(checkpoint.graph)
-    root = rewrite.add(Dict([rewrite.add(key), checkpoint.graph.root]))
-    graph = rewrite.done(root)
-    return checkpoint.changed(graph, [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
+    editor = Rewrite(checkpoint.graph)
+    root = editor.add(Dict([editor.add(key), checkpoint.graph.root]))
+    return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
 
 
 def drop(
@@ -57,32 +58,31 @@ def drop(
     only: Globs = EVERY,
     prune_optimizer: bool = False,
 ) -> Checkpoint:
-    """Take out the entries and keys that match.
+    """Drop the entries and keys that match.
 
     A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. With ``key``, the path
-    of a state dict, only keys in that are looked at; of what matches, ``only`` chooses. What shares a storage or an
-    object with something dropped keeps it. ``prune_optimizer`` takes the states of dropped parameters out of the
-    optimizers, too. Raises RefusedError for a pattern that nothing matches, or where nobody can tell which state is
-    whose.
+    of a state dict, only keys in it are considered; of what matches, ``only`` chooses. What shares a storage or an
+    object with something dropped keeps it. ``prune_optimizer`` also drops the states of dropped parameters from the
+    optimizers. Raise RefusedError for a pattern that matches nothing, or when it is unknown which state belongs to
+    which parameter.
     """
-    globs = [globs] if isinstance(globs, str) else globs
-    matched = dict.fromkeys(globs, 0)
-    compiled = [(glob, Globs([glob])) for glob in globs]
+    patterns = _patterns(globs)
+    matched = dict.fromkeys(patterns, 0)
 
     def goes(name: str, path: str) -> bool:
-        hits = [glob for glob, pattern in compiled if pattern.match(name, path)]
+        hits = [glob for glob, pattern in patterns.items() if pattern.match(name, path)]
         for glob in hits:
             matched[glob] += 1
         return bool(hits) and only.match(name, path)
 
     inside = None if key is None else {item.path for item in selected(checkpoint, key)}
-    edited = _filtered(checkpoint, "drop", goes if key is None else _never, goes, inside, prune_optimizer)
+    edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, prune_optimizer)
     _refuse_unmatched(checkpoint, matched)
     return edited
 
 
-def _never(_name: str, _path: str) -> bool:
-    return False
+def _patterns(globs: Sequence[str]) -> dict[str, Globs]:
+    return {glob: Globs([glob]) for glob in ([globs] if isinstance(globs, str) else globs)}
 
 
 def keep(
@@ -93,39 +93,32 @@ def keep(
     only: Globs = EVERY,
     prune_optimizer: bool = False,
 ) -> Checkpoint:
-    """Take out what does not match, at the level where something does: of the entries, or of the keys.
+    """Drop what does not match, at the level where something does: of the entries, or of the keys.
 
-    Where a pattern matches top-level entries, the other entries go; where one matches keys of a state dict, its other
-    keys go. With ``key``, the path of a state dict, only keys in that are looked at; of what does not match, ``only``
-    chooses what goes. Raises RefusedError for a pattern that nothing matches.
+    If a pattern matches top-level entries, the other entries are dropped; if one matches keys of a state dict, its
+    other keys are. With ``key``, the path of a state dict, only keys in it are considered; of what does not match,
+    ``only`` chooses what to drop. Raise RefusedError for a pattern that matches nothing.
     """
-    survey, graph = checkpoint.survey, checkpoint.graph
+    survey = checkpoint.survey
     numbers = set(range(len(survey.state_dicts)))
     if key is not None:
         chosen = {item.path for item in selected(checkpoint, key)}
         numbers = {number for number in numbers if survey.state_dicts[number].path in chosen}
-    globs = [globs] if isinstance(globs, str) else globs
-    matched = dict.fromkeys(globs, 0)
+    # The entries of a bare state dict are its keys.
+    bare = any(item.ref == checkpoint.graph.root for item in survey.state_dicts)
+    matched: dict[str, int] = {}
     entries: set[int] = set()
     keys: set[str] = set()
-    for glob in globs:
-        pattern = Globs([glob])
-        named = {
-            number
-            for number, entry in enumerate(survey.entries)
-            if key is None and pattern.match(entry.key, entry.path)
-        }
-        bare = any(item.ref == graph.root for item in survey.state_dicts)
+    for glob, pattern in _patterns(globs).items():
+        top = [] if key is not None else [n for n, e in enumerate(survey.entries) if pattern.match(e.key, e.path)]
         inside = {e.path for e in survey.tensors if e.state_dict in numbers and pattern.match(e.key, e.path)}
-        matched[glob] = len(named) + len(inside)
-        # The entries of a bare state dict are its keys.
-        entries |= set() if bare else named
+        matched[glob] = len(top) + len(inside)
+        entries.update(() if bare else top)
         keys |= inside
     _refuse_unmatched(checkpoint, matched)
-    holders = {e.state_dict for e in survey.tensors if e.path in keys}
-    filtered = {survey.state_dicts[number].path for number in holders}
-    held = entries | {e.top for e in survey.tensors if e.path in keys}
-    staying = {survey.entries[number].path for number in held if number >= 0}
+    tensors = [e for e in survey.tensors if e.path in keys]
+    filtered = {survey.state_dicts[number].path for number in {e.state_dict for e in tensors}}
+    staying = {survey.entries[number].path for number in entries | {e.top for e in tensors} if number >= 0}
 
     def entry_goes(name: str, path: str) -> bool:
         return bool(entries) and path not in staying and only.match(name, path)
@@ -137,21 +130,18 @@ def keep(
 
 
 def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
-    """Take the entries with the keys ``gone`` out of the root, with the account of it.
+    """Drop the entries with the keys ``gone`` from the root, with the changes that describe it.
 
     By their keys: two entries may hold one object, such as None.
     """
-    rewrite = Rewrite(checkpoint.graph)
-    nodes = checkpoint.graph.nodes
-    items = mapping(checkpoint.graph, checkpoint.graph.root) or []
-    rewrite.refill(
-        checkpoint.graph.root,
-        [item for item in items if not (type(name := nodes[item[0]]) is str and name in gone)],
-    )
-    return _slimmer(checkpoint, rewrite.done(), list(changes))
+    graph = checkpoint.graph
+    editor = Rewrite(graph)
+    items = mapping(graph, graph.root) or []
+    editor.refill(graph.root, [item for item in items if type(n := graph.nodes[item[0]]) is not str or n not in gone])
+    return _without_unused(checkpoint, editor.done(), changes)
 
 
-def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
+def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> None:
     missing = [glob for glob, count in matched.items() if not count]
     if not missing:
         return
@@ -164,7 +154,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
     elif near:
         step = f"did you mean {near[0]!r}?"
     elif any(deeper.match(entry.path) for entry in survey.tensors):
-        step = "patterns match entries and keys of state dicts; ckptool unset takes out what stands elsewhere"
+        step = "patterns match entries and keys of state dicts; ckptool unset takes out other entries"
     what = f"nothing matches {listed([repr(glob) for glob in missing])}"
     raise RefusedError(what, path=checkpoint.path, next=step)
 
@@ -172,51 +162,53 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: dict[str, int]) -> None:
 def _filtered(
     checkpoint: Checkpoint,
     edit: str,
-    entry_goes: Callable[[str, str], bool],
+    entry_goes: Callable[[str, str], bool] | None,
     key_goes: Callable[[str, str], bool],
-    inside: set[str] | None = None,
-    prune_optimizer: bool = False,
+    inside: set[str] | None,
+    prune_optimizer: bool,
 ) -> Checkpoint:
-    """Take entries out of the root and keys out of the state dicts; ``inside`` only the state dicts at these paths."""
+    """Drop entries of the root and keys of the state dicts; with ``inside`` only of the state dicts at these paths."""
     graph, survey = checkpoint.graph, checkpoint.survey
-    rewrite = Rewrite(graph)
+    editor = Rewrite(graph)
     changes = []
-    numbers = {item.ref: number for number, item in enumerate(survey.state_dicts)}
-    refs = {item.ref: item.path for item in survey.state_dicts if inside is None or item.path in inside}
     dropped: dict[int, list[str]] = {}
     gone: set[Ref] = set()
+    numbers = {
+        item.ref: number for number, item in enumerate(survey.state_dicts) if inside is None or item.path in inside
+    }
     root = mapping(graph, graph.root)
-    if root is not None and graph.root not in refs:
+    if root is not None and graph.root not in numbers and entry_goes is not None:
         kept, names = _split(graph, "", graph.root, entry_goes)
         if names:
-            rewrite.refill(graph.root, kept)
+            editor.refill(graph.root, kept)
             changes.append(Change(edit, "", len(names), len(kept), f"dropped {listed(names)}"))
             gone = {value for _, value in root} - {value for _, value in kept}
-    for ref, path in refs.items():
+    for ref, number in numbers.items():
         if ref in gone:
             continue
+        path = survey.state_dicts[number].path
         kept, names = _split(graph, path, ref, key_goes)
         if names:
-            rewrite.refill(ref, kept)
-            dropped[numbers[ref]] = names
+            editor.refill(ref, kept)
+            dropped[number] = names
             what = f"dropped {counted(len(names), 'key')}: {listed(names, most=3)}"
             changes.append(Change(edit, path, len(names), len(kept), what))
     if prune_optimizer and dropped:
-        changes += prune_optimizers(checkpoint, rewrite, dropped)
+        changes += prune_optimizers(checkpoint, editor, dropped)
     if not changes:
         return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
-    return _slimmer(checkpoint, rewrite.done(), changes)
+    return _without_unused(checkpoint, editor.done(), changes)
 
 
 def _split(
     graph: Graph, base: str, ref: Ref, goes: Callable[[str, str], bool]
 ) -> tuple[list[tuple[Ref, Ref]], list[str]]:
-    """The items of a mapping that stay, and the names of those that go."""
+    """Return the items of a mapping that stay, and the names of those that are dropped."""
     kept, names = [], []
     for step, value, key in entries_of(graph, ref):
-        name, path = graph.nodes[key], joined(base, step)
+        name = graph.nodes[key]
         text = name if isinstance(name, str) else step
-        if goes(text, path):
+        if goes(text, joined(base, step)):
             names.append(text)
         else:
             kept.append((key, value))
@@ -224,83 +216,84 @@ def _split(
 
 
 def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
-    """Give the scalar entry at a path another value, or add one to a mapping that is there.
+    """Give the scalar entry at a path another value, or add one to an existing mapping.
 
-    Raises RefusedError where something stands that is no scalar, TargetError where there is no mapping to hold it.
+    Raise RefusedError if what is there is not a scalar, TargetError if there is no mapping to hold it.
     """
     if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
         value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
-    if not (value is None or isinstance(value, bool | int | float | str)):
-        what = f"a {type(value).__name__} is no scalar"
+    if not _is_scalar(value):
+        what = f"a {type(value).__name__} is not a scalar"
         raise TargetError(what, path=checkpoint.path, next="a number, a text, True, False or None")
-    found = slot(checkpoint, key)
-    if found is None:
+    place = slot(checkpoint, key)
+    if place is None:
         raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
-    rewrite = Rewrite(checkpoint.graph)
-    new = rewrite.add(value)
-    if found.number < 0:
-        items = [*found.items, (new_key(checkpoint, rewrite, key, found.key), new)]
-        rewrite.refill(found.holder, items)
-        return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"added, {_told(value)}")])
-    name, old = found.items[found.number]
-    before = checkpoint.graph.nodes[old]
-    if not (before is None or isinstance(before, bool | int | float | str)):
-        what = f"{key!r} is a {_kind(checkpoint, old)}, not a scalar"
-        raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
-    if type(before) is type(value) and repr(before) == repr(value):
-        return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {_told(value)} already")])
-    rewrite.refill(found.holder, [*found.items[: found.number], (name, new), *found.items[found.number + 1 :]])
-    return checkpoint.changed(rewrite.done(), [Change("set", key, 1, 0, f"{_told(before)} -> {_told(value)}")])
+    editor, items = Rewrite(checkpoint.graph), list(place.items)
+    new, words = editor.add(value), cut(repr(value))
+    if place.number < 0:
+        items.append((new_key(checkpoint, editor, key, place.key), new))
+        what = f"added, {words}"
+    else:
+        name, old = items[place.number]
+        before = checkpoint.graph.nodes[old]
+        if not _is_scalar(before):
+            what = f"{key!r} is a {_description(checkpoint, old)}, not a scalar"
+            raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
+        if type(before) is type(value) and repr(before) == repr(value):
+            return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {words} already")])
+        items[place.number] = (name, new)
+        what = f"{cut(repr(before))} -> {words}"
+    editor.refill(place.holder, items)
+    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, what)])
 
 
-#: How Python spells what JSON spells otherwise.
-_PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
-def as_scalar(told: str) -> Scalar:
-    """A JSON scalar, or the text as it stands; raises TargetError for a list or an object."""
+def as_scalar(text: str) -> Scalar:
+    """Return a JSON scalar, or the text itself; raise TargetError for a list or an object."""
     import json
 
-    if told in _PYTHON:
-        return _PYTHON[told]
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
-        value = json.loads(told)
+        value = json.loads(text)
     except json.JSONDecodeError:
-        return told
+        return text
     except ValueError as error:
-        raise TargetError(f"no number that Python reads: {error}") from error
+        raise TargetError(f"not a number that Python reads: {error}") from error
     if isinstance(value, list | dict):
-        raise TargetError(f"{told!r} is no scalar", next="a number, a text, true, false or null")
+        raise TargetError(f"{text!r} is not a scalar", next="a number, a text, true, false or null")
     return value  # type: ignore[no-any-return]
 
 
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Take out the entry at a path, whatever it is; raises TargetError when there is none."""
-    found = lookup(checkpoint, key)
-    there = slot(checkpoint, found.path) if found.path else None
-    if there is None or there.number < 0:
-        raise TargetError(f"{key!r} is no entry of a mapping", path=checkpoint.path)
-    rewrite = Rewrite(checkpoint.graph)
-    rewrite.refill(there.holder, [item for number, item in enumerate(there.items) if number != there.number])
-    change = Change("unset", key, 1, 0, f"dropped, {_kind(checkpoint, found.ref)}")
-    return _slimmer(checkpoint, rewrite.done(), [change])
+    """Drop the entry at a path, whatever it is; raise TargetError when there is none."""
+    entry = lookup(checkpoint, key)
+    place = slot(checkpoint, entry.path) if entry.path else None
+    if place is None or place.number < 0:
+        raise TargetError(f"{key!r} is not an entry of a mapping", path=checkpoint.path)
+    editor = Rewrite(checkpoint.graph)
+    editor.refill(place.holder, [item for number, item in enumerate(place.items) if number != place.number])
+    change = Change("unset", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
+    return _without_unused(checkpoint, editor.done(), [change])
 
 
-def _kind(checkpoint: Checkpoint, ref: Ref) -> str:
-    """What an entry is, in words: a tensor by its dtype and shape, another object by its class."""
+def _description(checkpoint: Checkpoint, ref: Ref) -> str:
+    """Describe an entry: a tensor by its dtype and shape, another object by its class."""
     tensor = checkpoint.survey.reader.tensor(ref)
     if tensor is None:
         return class_name(checkpoint.graph, ref)
     return f"tensor, {tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _told(value: Node) -> str:
-    return cut(repr(value))
+def _without_unused(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
+    """Return the edited checkpoint without the bytes of storages that are no longer used.
 
-
-def _slimmer(checkpoint: Checkpoint, graph: Graph, changes: list[Change]) -> Checkpoint:
-    """The edited checkpoint; laid out anew where storages are used no more, so that their bytes go, or are met in
-    another order, which the layout contract of ``.format_version`` forbids (formats: ``zips.layout_holds``)."""
-    before, after = list(used_storages(checkpoint.graph, checkpoint.path)), list(used_storages(graph, checkpoint.path))
-    anew = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
-    return checkpoint.changed(graph, changes, needs_relayout=anew)
+    It is laid out anew as well when a reader meets its storages in another order, which the layout contract of
+    ``.format_version`` forbids (formats: ``zips.layout_holds``).
+    """
+    before, after = (list(used_storages(one, checkpoint.path)) for one in (checkpoint.graph, graph))
+    relayout = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
+    return checkpoint.changed(graph, changes, needs_relayout=relayout)

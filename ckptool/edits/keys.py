@@ -1,13 +1,16 @@
-"""Edits of the keys of state dicts. ``_metadata``, which is keyed by module, follows."""
+"""Rename the keys of state dicts: prefixes, wrappers, globs, regular expressions, tables. ``_metadata`` follows."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from shlex import quote
+from typing import Final, Literal
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import EVERY, Globs
+from ..base.globs import EVERY, Glob, Globs
+from ..base.limits import LIMITS
 from ..base.prefixes import common_prefix, unwrapping, wrapper_counts
 from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
@@ -22,6 +25,10 @@ from .optimizers import renamed_parameters
 
 Rename = Callable[[str], str]
 
+_WILDCARD: Final = re.compile(r"[*?]")
+#: Levels of nested modules that a table of names moves.
+_DEPTH: Final = 64
+
 
 def strip_prefix(
     checkpoint: Checkpoint,
@@ -31,14 +38,13 @@ def strip_prefix(
     repeat: int | Literal["all"] = 1,
     only: Globs = EVERY,
 ) -> Checkpoint:
-    """Take a prefix of whole segments off the keys that have it; the others stay.
+    """Strip a prefix of whole segments from the keys that have it.
 
-    ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: every
-    one found), ``only`` chooses keys. ``repeat`` takes it off so many times, or "all" as long as it is there. The
-    entry of ``_metadata`` for the stripped module replaces the one for "" in its place, as torch's
-    ``consume_prefix_in_state_dict_if_present`` does.
+    ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: all), ``only``
+    chooses keys. ``repeat`` strips it that many times, "all" as often as it occurs. The entry of ``_metadata`` for the
+    stripped module takes the place of the one for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
 
-    Raises RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
+    Raise RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
     """
     head = _segments(prefix)
     strip = stripping(prefix, repeat)
@@ -46,17 +52,15 @@ def strip_prefix(
     def remark(names: Sequence[str]) -> tuple[str, ...]:
         still = sum(strip(name).startswith(head) for name in names)
         notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
-        inside = [name for name in wrapper_counts(map(strip, names)) if name + "." != head]
-        return (*notes, f"{listed([repr(name) for name in inside])} still inside: --wrappers") if inside else notes
+        inside = [repr(name) for name in wrapper_counts(map(strip, names)) if name + "." != head]
+        return (*notes, f"{listed(inside)} still inside: --wrappers") if inside else notes
 
-    what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
-    return rename_keys(
-        checkpoint, strip, key=key, only=only, edit="strip-prefix", what=what, nothing=nothing, remark=remark
-    )
+    words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
+    return _rename_keys(checkpoint, lambda _: strip, key, only, "strip-prefix", words, remark)
 
 
 def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
-    """The function of a name that takes the prefix off."""
+    """Return the function that strips the prefix from a name."""
     head = _segments(prefix)
     limit = repeat if isinstance(repeat, int) else 1 << 30
     if limit < 1:
@@ -73,100 +77,195 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
 
 
 def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
-    """Take out the segments of all known wrappers wherever they stand: ``prefixes.WRAPPERS``.
+    """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
 
     Parameters and errors as for ``strip_prefix``.
     """
-    return rename_keys(
-        checkpoint,
-        None,
-        key=key,
-        only=only,
-        together=unwrapping,
-        edit="strip-wrappers",
-        what="wrapper names taken out of",
-        nothing="no key has the name of a wrapper in it",
-    )
+    words = "wrapper names taken out of", "no key has the name of a wrapper in it"
+    return _rename_keys(checkpoint, unwrapping, key, only, "strip-wrappers", words)
 
 
 def add_prefix(
     checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = EVERY
 ) -> Checkpoint:
-    """Put a prefix of whole segments before every key, also before one that has it already.
+    """Put a prefix of whole segments before every key, including those that already have it.
 
-    In ``_metadata`` the entry for "" stays, and the model's own keys have it under the prefix, too. Parameters and
-    errors as for ``strip_prefix``.
+    In ``_metadata`` the entry for "" stays, and the model's own entries get the prefix. Parameters and errors as for
+    ``strip_prefix``.
     """
     head = _segments(prefix)
-
-    def add(name: str) -> str:
-        return head + name
 
     def remark(names: Sequence[str]) -> tuple[str, ...]:
         had = sum(name.startswith(head) for name in names)
         return (f"{had:,} of them had it already and have it twice now",) if had else ()
 
-    what = f"prefix {head!r} put before"
-    return rename_keys(checkpoint, add, key=key, only=only, edit="add-prefix", what=what, remark=remark)
+    words = f"prefix {head!r} put before", "no key is renamed"
+    return _rename_keys(checkpoint, lambda _: head.__add__, key, only, "add-prefix", words, remark)
 
 
-def rename_keys(
+def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
+    """Rename the keys that match ``old`` to ``new``; wildcards in ``new`` stand for what those of ``old`` matched.
+
+    ``backbone.*`` to ``encoder.*``; ``*`` is any text including dots, ``?`` one character. Raise RefusedError when no
+    key matches or two would become one, TargetError when the wildcards differ.
+    """
+    wildcards = _WILDCARD.findall(old)
+    if wildcards != _WILDCARD.findall(new):
+        what = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wildcards) or 'none'}"
+        raise TargetError(what, next="write OLD=NEW such as 'backbone.*=encoder.*'")
+    glob = Glob(old)
+    first, *parts = _WILDCARD.split(new)
+
+    def rename(name: str) -> str:
+        texts = glob.wild(name)
+        return name if texts is None else first + "".join(text + part for text, part in zip(texts, parts))
+
+    return _renamed(checkpoint, rename, glob.matches, f"{old}={new}", key, only)
+
+
+def by_regex(
     checkpoint: Checkpoint,
-    renaming: Rename | None,
+    pattern: re.Pattern[str] | str,
+    new: str,
+    *,
+    count: int = 1,
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """Replace the first ``count`` matches of a regular expression in each key (0: all), as ``re.sub`` does.
+
+    Raise RefusedError when no key matches or two would become one, TargetError for an invalid expression.
+    """
+    try:
+        compiled = re.compile(pattern)
+
+        def rename(name: str) -> str:
+            return compiled.sub(new, name, count=count)
+
+        return _renamed(checkpoint, rename, lambda name: bool(compiled.search(name)), compiled.pattern, key, only)
+    except (re.error, IndexError) as error:
+        step = r"write s/^layers\.(\d+)/blocks.\1/"
+        raise TargetError(f"not a regular expression: {error}", next=step) from error
+
+
+def by_table(
+    checkpoint: Checkpoint,
+    table: Mapping[str, str],
     *,
     key: str | None = None,
     only: Globs = EVERY,
-    together: Callable[[Sequence[str]], Rename] | None = None,
-    edit: str = "rename",
-    what: str = "renamed",
-    nothing: str = "no key is renamed",
+    label: str = "renamed by a table",
+) -> Checkpoint:
+    """Rename keys by a table, old to new; a module in ``_metadata`` goes where all of its keys go.
+
+    ``label`` begins the description of the change. Raise RefusedError when a key of the table does not exist, or two
+    keys would become one.
+    """
+    names = set(_all_names(checkpoint, key))
+    missing = [repr(name) for name in table if name not in names]
+    if missing:
+        step = f"what is there: ckptool keys {quote(checkpoint.path)}"
+        raise RefusedError(f"there is no key {listed(missing)}", path=checkpoint.path, next=step)
+    return _renamed(checkpoint, _table_rename(table), lambda name: name in table, label, key, only)
+
+
+def _all_names(checkpoint: Checkpoint, key: str | None) -> list[str]:
+    return [name for state_dict in selected(checkpoint, key) for name in _names(checkpoint, state_dict)]
+
+
+def _names(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
+    return [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
+
+
+def _renamed(
+    checkpoint: Checkpoint, rename: Rename, matches: Callable[[str], bool], label: str, key: str | None, only: Globs
+) -> Checkpoint:
+    names = _all_names(checkpoint, key)
+    if not any(map(matches, names)):
+        what = f"no key matches {shown(label)}" if names else "there is no state dict in it"
+        raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
+    words = f"{label}:", f"{label}: the names are the same already"
+    return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
+
+
+def _table_rename(table: Mapping[str, str]) -> Rename:
+    """Return the function that renames keys by a table, and the paths of modules, which end with a dot."""
+    modules: dict[str, str] = {}
+    for old, new in table.items():
+        head, tail = old, new
+        # No module is deeper; the parent modules of a name of a million segments would fill the memory.
+        for _ in range(_DEPTH if len(old) <= LIMITS.path_chars else 0):
+            head, _, last = head.rpartition(".")
+            tail, dot, other = tail.rpartition(".")
+            if not head or last != other:
+                break
+            # A module whose keys go to different places stays.
+            modules[head] = tail if modules.get(head, tail) == tail else head
+            if not dot:
+                break
+
+    def rename(name: str) -> str:
+        if not name.endswith("."):
+            return table.get(name, name)
+        head, rest = name[:-1], "."
+        while head and head not in modules:
+            # A module without keys of its own goes with the one that contains it.
+            head, _, last = head.rpartition(".")
+            rest = f".{last}{rest}"
+        return (modules[head] + rest).lstrip(".") if head else name
+
+    return rename
+
+
+def _rename_keys(
+    checkpoint: Checkpoint,
+    rename_for: Callable[[Sequence[str]], Rename],
+    key: str | None,
+    only: Globs,
+    edit: str,
+    words: tuple[str, str],
     remark: Callable[[Sequence[str]], tuple[str, ...]] | None = None,
 ) -> Checkpoint:
-    """Rename the keys of state dicts by a function of the name; ``only`` chooses those that it is asked about.
+    """Rename the keys of state dicts; ``only`` chooses the keys that may change.
 
-    ``together`` gives the function for all names of one state dict, in place of ``renaming``.
+    ``rename_for`` gets all names of one state dict and returns the function that renames one; ``words`` describe that
+    keys were renamed, and that none was.
 
     ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot, and goes where the
     keys of the module itself go, to several places if need be. So do the names of parameters in the states of
-    optimizers. Raises RefusedError when two keys would become one.
+    optimizers. Raise RefusedError when two keys would become one.
     """
-    rewrite = Rewrite(checkpoint.graph)
+    editor = Rewrite(checkpoint.graph)
     changes = []
-    known: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     chosen_dicts = selected(checkpoint, key)
     for state_dict in chosen_dicts:
-        names = [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
-        chosen = _chosen(state_dict, names, only)
-        rename = together(names) if together is not None else renaming
-        assert rename is not None, "there is one of the two"
+        names = _names(checkpoint, state_dict)
+        chosen: Collection[str] = frozenset(names)
+        if only:
+            chosen = {name for name in names if only.match(name, spell_key(state_dict.path, name))}
+        rename = rename_for(names)
         renamed = [rename(name) if name in chosen else name for name in names]
-        known.update(zip(names, renamed))
-        _refuse_collisions(checkpoint, state_dict, names, renamed)
-        count = sum(old != new for old, new in zip(names, renamed))
-        if count:
-            fresh = [(rewrite.text(ref, new), value) for (ref, value), new in zip(state_dict.items, renamed)]
-            rewrite.refill(state_dict.ref, fresh)
-            if state_dict.metadata >= 0:
-                moves = _of_modules(rename, only, names, chosen)
-                _follow(rewrite, state_dict.metadata, moves, list(zip(names, renamed)))
+        pairs = list(zip(names, renamed))
+        new_names.update(pairs)
+        _refuse_collisions(checkpoint, state_dict, pairs)
+        count = sum(old != new for old, new in pairs)
         notes = remark(names) if remark else ()
-        if not count:
-            shared = common_prefix(names)
-            notes += (f"they begin with {shared!r}",) if shared else ()
-        changes.append(Change(edit, state_dict.path, count, len(names) - count, what if count else nothing, notes))
+        if count:
+            items = [(editor.text(ref, new), value) for (ref, value), new in zip(state_dict.items, renamed)]
+            editor.refill(state_dict.ref, items)
+            if state_dict.metadata >= 0:
+                _rename_metadata(editor, state_dict.metadata, _module_rename(rename, only, names, chosen), pairs)
+        elif shared := common_prefix(names):
+            notes += (f"they begin with {shared!r}",)
+        changes.append(Change(edit, state_dict.path, count, len(names) - count, words[not count], notes))
     others = [item for item in selected(checkpoint, None) if item not in chosen_dicts]
-    changes += renamed_parameters(checkpoint, rewrite, known, others)
-    return checkpoint.changed(rewrite.done(), changes)
+    changes += renamed_parameters(checkpoint, editor, new_names, others)
+    return checkpoint.changed(editor.done(), changes)
 
 
-def _chosen(state_dict: StateDict, names: Sequence[str], only: Globs) -> Collection[str]:
-    if not only:
-        return frozenset(names)
-    return {name for name in names if only.match(name, spell_key(state_dict.path, name))}
-
-
-def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Collection[str]) -> Rename:
-    """The function for paths of modules: with a choice of keys, a module goes where all of its keys go."""
+def _module_rename(rename: Rename, only: Globs, names: Sequence[str], chosen: Collection[str]) -> Rename:
+    """Return the function for paths of modules: with a choice of keys, a module moves only if all of its keys do."""
     if not only:
         return rename
     staying = sorted(name for name in names if name not in chosen)
@@ -179,28 +278,28 @@ def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Colle
     return lambda path: rename(path) if has(moving, path) and not has(staying, path) else path
 
 
-def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
+def _rename_metadata(editor: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
     """Rename the module paths of ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
-    items = mapping(rewrite.graph, metadata) or []
-    paths = [rewrite.graph.nodes[ref] for ref, _ in items]
+    items = mapping(editor.graph, metadata) or []
+    paths = [editor.graph.nodes[ref] for ref, _ in items]
     if not all(type(path) is str for path in paths):
         return
-    fresh = [
-        (rewrite.text(items[place][0], path), items[source][1])
+    new_items = [
+        (editor.text(items[place][0], path), items[source][1])
         for path, place, source in renamed_modules([str(path) for path in paths], rename, pairs)
     ]
-    if fresh != items:
-        rewrite.refill(metadata, fresh)
+    if new_items != items:
+        editor.refill(metadata, new_items)
 
 
 def renamed_modules(
     paths: Sequence[str], rename: Rename, pairs: Iterable[tuple[str, str]] = ()
 ) -> list[tuple[str, int, int]]:
-    """New module paths: (path, number of the entry whose place it takes, number of the one whose value it has).
+    """Return the new module paths as (path, index of the entry whose place it takes, index of the one whose value).
 
     Of paths that become one, the later value takes the place of the earlier: so the entry of ``module`` replaces
     that of "" when the prefix goes. A module whose own keys go elsewhere (``pairs``, old and new) goes with them: it
-    has an entry wherever one of them is, as ``load_state_dict`` looks for its version there.
+    has an entry wherever one of them is, because ``load_state_dict`` looks for its version there.
     """
     homes: dict[str, dict[str, None]] = {}
     for old, new in pairs:
@@ -208,46 +307,98 @@ def renamed_modules(
         if name == other or old.count(".") == new.count("."):
             homes.setdefault(module, {})[home] = None
     whole = [rename(path + ".").removesuffix(".") if path else path for path in paths]
-    # Where a module's own keys are all elsewhere, the name of the module says nothing.
+    # When all of a module's own keys are elsewhere, its own new name does not count.
     first = [
         new if not path or new in homes.get(path, (new,)) else next(iter(homes[path]))
         for path, new in zip(paths, whole)
     ]
     taken = set(first)
-    found: dict[str, tuple[int, int]] = {}
+    entries: dict[str, tuple[int, int]] = {}
     for number, (path, new) in enumerate(zip(paths, first)):
-        found[new] = (found[new][0] if new in found else number, number)
+        entries[new] = (entries[new][0] if new in entries else number, number)
         for home in homes.get(path, ()):
             if home not in taken:
-                found[home] = (number, number)
-    return [(path, place, source) for path, (place, source) in found.items()]
+                entries[home] = (number, number)
+    return [(path, place, source) for path, (place, source) in entries.items()]
 
 
-def _refuse_collisions(
-    checkpoint: Checkpoint, state_dict: StateDict, names: Sequence[str], renamed: Sequence[str]
-) -> None:
+def _refuse_collisions(checkpoint: Checkpoint, state_dict: StateDict, renames: Iterable[tuple[str, str]]) -> None:
     first: dict[str, str] = {}
-    pairs = []
-    for old, new in zip(names, renamed):
+    collisions = []
+    for old, new in renames:
         other = first.setdefault(new, old)
         if other != old:
-            pairs.append((other, old, new))
+            collisions.append((other, old, new))
         if not new:
             raise RefusedError(f"the key {shown(old)} would have no name left", path=checkpoint.path)
-    if pairs:
-        other, old, new = pairs[0]
+    if collisions:
+        other, old, new = collisions[0]
         where = f" in {state_dict.path!r}" if state_dict.path else ""
-        more = f", and {counted(len(pairs) - 1, 'more pair')} likewise" if len(pairs) > 1 else ""
+        more = f", and {counted(len(collisions) - 1, 'more pair')} likewise" if len(collisions) > 1 else ""
         what = f"the keys {shown(other)} and {shown(old)}{where} would both be called {shown(new)}{more}"
         raise RefusedError(what, path=checkpoint.path, next="take one of each pair out with drop")
 
 
 def _segments(prefix: str) -> str:
-    """The prefix with its closing dot; raises TargetError for an empty one."""
+    """Return the prefix with its closing dot; raise TargetError for an empty one."""
     head = prefix.rstrip(".") + "."
     if head == ".":
         raise TargetError("the prefix is empty", next="give a prefix such as 'module.'")
     return head
+
+
+def parse_glob(text: str) -> tuple[str, str]:
+    """Parse ``OLD=NEW`` with wildcards; raise TargetError for anything else."""
+    old, equals, new = text.partition("=")
+    if not (equals and old and new):
+        raise TargetError(f"{text!r} is not OLD=NEW", next="write 'backbone.*=encoder.*'")
+    return old, new
+
+
+def parse_regex(text: str) -> tuple[re.Pattern[str], str, int]:
+    """Parse ``s/OLD/NEW/`` as in sed, with any separator for the slash and the flags ``g`` and ``i``.
+
+    Return the expression, the replacement and how often to replace (0: always); raise TargetError for anything else.
+    """
+    step = r"write 's/^layers\.(\d+)/blocks.\1/'"
+    separator = text[1:2]
+    valid = text[:1] == "s" and separator and not separator.isalnum()
+    parts = re.split(rf"(?<!\\){re.escape(separator)}", text) if valid else []
+    if len(parts) != 4 or set(parts[3]) - set("gi") or not parts[1]:
+        raise TargetError(f"{text!r} is not s/OLD/NEW/", next=step)
+    old, new = (part.replace("\\" + separator, separator) for part in parts[1:3])
+    try:
+        return re.compile(old, re.IGNORECASE if "i" in parts[3] else 0), new, 0 if "g" in parts[3] else 1
+    except re.error as error:
+        raise TargetError(f"{old!r} is not a regular expression: {error}", next=step) from error
+
+
+def parse_table(text: str, name: str) -> dict[str, str]:
+    """Parse a JSON object, or lines of two columns, old name and new name. Raise TargetError for anything else."""
+    if text.lstrip()[:1] == "{":
+        import json
+
+        try:
+            renames = json.loads(text)
+        except ValueError as error:
+            raise TargetError(f"not JSON: {error}", path=name) from error
+        if not all(isinstance(value, str) and value for value in renames.values()):
+            raise TargetError("its values must be names", path=name, next='write {"old.name": "new.name"}')
+        return dict(renames)
+    table: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("\t") if "\t" in line else line.split(",") if "," in line else line.split()
+        words = [word.strip() for word in words]
+        if not any(words):
+            continue
+        if len(words) != 2 or not all(words):
+            raise TargetError(f"line {number} is not two names", path=name, next="write: old.name new.name")
+        if table.get(words[0], words[1]) != words[1]:
+            raise TargetError(f"line {number} renames {words[0]!r} a second time", path=name)
+        table[words[0]] = words[1]
+    if not table:
+        raise TargetError("it is empty", path=name, next="write a line for each key: old.name new.name")
+    return table
 
 
 #: The edits by the names of their commands.

@@ -1,4 +1,4 @@
-"""From what a user types to the node: a path as ``inspect`` prints it, or one with the dots of keys left unquoted."""
+"""Look up what a user types: a path as ``inspect`` prints it, or one with the dots of keys unquoted."""
 
 from __future__ import annotations
 
@@ -14,60 +14,61 @@ from ..checkpoint.paths import parsed, spell_key
 from ..checkpoint.selection import Place, place
 from ..pickles.nodes import Call, Graph, Ref
 
-#: Names among which near ones are looked for: those that begin most alike.
+#: Names that are searched for similar ones: those that begin most alike.
 _NEAR: Final = 500
-#: Readings of one text that are followed: each key with dots may be one, and a hostile file has many.
+#: Readings of one text that are tried: each key with dots may be one, and a hostile file has many.
 _READINGS: Final = 10_000
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """A node, and its path as ``inspect`` prints it."""
 
     ref: Ref
     path: str
 
 
-def lookup(checkpoint: Checkpoint, text: str) -> Found:
-    """The node that ``text`` leads to.
+def lookup(checkpoint: Checkpoint, text: str) -> Located:
+    """Return the node that ``text`` leads to.
 
-    A path as ``inspect`` prints it counts first: ``state_dict["conv1.weight"]``. Where there is nothing, a key with
-    dots may stand as it is: ``state_dict.conv1.weight``. Raises TargetError when there is nothing, with what is near,
-    or when it can be read in two ways.
+    A path as ``inspect`` prints it comes first: ``state_dict["conv1.weight"]``. If nothing is there, keys with dots
+    may be unquoted: ``state_dict.conv1.weight``. Raise TargetError when there is nothing, with similar paths, or when
+    it can be read in two ways.
     """
     graph = checkpoint.graph
     if text in ("", "."):
-        return Found(graph.root, "")
-    exact = _exact(graph, text)
+        return Located(graph.root, "")
+    exact = _place(graph, text)
     if exact is not None:
-        return exact
-    found: dict[Ref, str] = {}
-    deepest = Found(graph.root, "")
+        return Located(exact.ref, exact.path)
+    matches: dict[Ref, str] = {}
+    deepest = Located(graph.root, "")
     for reading, rest in _readings(graph, text):
         if rest == "":
-            found.setdefault(reading.ref, reading.path)
+            matches.setdefault(reading.ref, reading.path)
         if len(reading.path) > len(deepest.path):
             deepest = reading
-    if len(found) == 1:
-        ((ref, path),) = found.items()
-        return Found(ref, path)
-    if found:
-        spelled = list(found.values())
+    if len(matches) == 1:
+        ((ref, path),) = matches.items()
+        return Located(ref, path)
+    if matches:
+        spelled = list(matches.values())
         what = f"{text!r} can be read as {listed(spelled, most=4)}"
         raise TargetError(what, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
     raise _nothing(checkpoint, text, deepest)
 
 
-def _exact(graph: Graph, text: str) -> Found | None:
+def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
+    """Return the node at a path as ``inspect`` prints it, from ``start`` (-1 for the root)."""
     try:
-        found = place(graph, parsed(text))
+        result = place(graph, parsed(text), start)
     except TargetError:
         return None
-    return Found(found.ref, found.path) if isinstance(found, Place) else None
+    return result if isinstance(result, Place) else None
 
 
-def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
-    """Every node that a beginning of the text leads to, and the rest of the text."""
-    work = [(Found(graph.root, ""), text)]
+def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
+    """Yield every node that a beginning of the text leads to, and the rest of the text."""
+    work = [(Located(graph.root, ""), text)]
     seen: set[tuple[Ref, int]] = set()
     while work and len(seen) < _READINGS:
         here, rest = work.pop()
@@ -75,31 +76,23 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
             continue
         seen.add((here.ref, len(rest)))
         yield here, rest
-        # Only at the beginning no dot stands before a name.
+        # Only the first name has no dot before it.
         starts = (rest, rest[1:]) if rest.startswith(".") else (rest,) if not here.path else ()
         work += [
-            (Found(ref, spell_key(here.path, name)), start[len(name) :])
+            (Located(ref, spell_key(here.path, name)), start[len(name) :])
             for name, ref in _named(graph, here.ref)
             for start in starts
             if start.startswith(name) and start[len(name) :][:1] in ("", ".", "[")
         ]
         if rest.startswith("["):
             step, bracket, after = rest.partition("]")
-            found = _exact_step(graph, here.ref, step + bracket)
-            if found is not None:
-                work.append((Found(found.ref, here.path + found.path), after))
-
-
-def _exact_step(graph: Graph, ref: Ref, step: str) -> Place | None:
-    try:
-        found = place(graph, parsed(step), ref)
-    except TargetError:
-        return None
-    return found if isinstance(found, Place) else None
+            there = _place(graph, step + bracket, here.ref)
+            if there is not None:
+                work.append((Located(there.ref, here.path + there.path), after))
 
 
 def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
-    """The entries of a mapping and the attributes of an object that have a text for a name, the last of each."""
+    """Yield the entries of a mapping and the attributes of an object whose name is a string, the last of each."""
     node = graph.nodes[ref]
     pairs = mapping(graph, ref) or []
     if isinstance(node, Call):
@@ -108,7 +101,8 @@ def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
     yield from last.items()
 
 
-def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
+def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError:
+    """Return the error for a path that leads nowhere, with similar paths."""
     from difflib import get_close_matches
     from heapq import nlargest
 
@@ -133,11 +127,11 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Found) -> TargetError:
 
 
 def _shortest(checkpoint: Checkpoint, path: str) -> str:
-    """The path without brackets and quotes where that leads to the same."""
+    """Return the path without brackets and quotes if that leads to the same."""
     short = _plain(path)
     if "[" in short or '"' in short:
         return path
-    exact = _exact(checkpoint.graph, short)
+    exact = _place(checkpoint.graph, short)
     if exact is not None:
         return short if exact.path == path else path
     whole = {reading.path for reading, rest in _readings(checkpoint.graph, short) if rest == ""}
@@ -145,11 +139,11 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """A path as one would type it."""
+    """Return a path as one would type it."""
     return path.replace('["', ".").replace('"]', "").lstrip(".")
 
 
 def _alike(name: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common beginning."""
     pairs = enumerate(zip(name, other))
-    return next((place for place, (one, two) in pairs if one != two), min(len(name), len(other)))
+    return next((at for at, (one, two) in pairs if one != two), min(len(name), len(other)))

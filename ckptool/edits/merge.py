@@ -1,4 +1,4 @@
-"""Taking entries or tensors of one checkpoint into another."""
+"""Merge entries or tensors of one checkpoint into another."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def merge(
     only: Globs = EVERY,
     add: bool = True,
 ) -> Checkpoint:
-    """Take tensors of another checkpoint's state dict into ours: those of the same key are replaced, new ones added.
+    """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
 
     ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
-    or the only one of each. ``only`` chooses keys of the other. Without ``add`` only keys that are there are replaced.
-    Raises RefusedError where a shape differs or nothing is taken, TargetError where it is not clear which state dicts
-    are meant.
+    or the only one of each. ``only`` chooses keys of the other. Without ``add`` no new keys are added.
+    Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
+    meant.
     """
     pairs = _pairs(original, other, key, other_key)
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
-    changes = [change for pair in pairs if (change := _merged(graft, *pair, only, add)) is not None]
+    changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, add)) is not None]
     if not changes:
         step = f"find names that fit: ckptool match {quote(other.path)} {quote(original.path)}"
         raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
@@ -67,8 +67,8 @@ def _pairs(
     return [(ours[0], theirs[0])]
 
 
-def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add: bool) -> Change | None:
-    """Merge one state dict into another; None where nothing of it is chosen."""
+def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add: bool) -> Change | None:
+    """Merge one state dict into another; return None if none of its keys is chosen."""
     here, there = graft.checkpoint, graft.foreign
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(ours.items)}
     items = list(ours.items)
@@ -83,89 +83,86 @@ def _merged(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add:
             items.append((graft.ref(name), graft.ref(value)))
             continue
         number = places[text]
-        old, fresh = here.survey.reader.tensor(items[number][1]), there.survey.reader.tensor(value)
-        if old is not None and fresh is not None and old.shape != fresh.shape:
-            what = f"{shown(text)} has the shape {list(fresh.shape)} there and {list(old.shape)} here"
-            raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
-        recast += old is not None and fresh is not None and old.dtype != fresh.dtype
+        old_tensor, tensor = here.survey.reader.tensor(items[number][1]), there.survey.reader.tensor(value)
+        if old_tensor is not None and tensor is not None:
+            if old_tensor.shape != tensor.shape:
+                what = f"{shown(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
+                raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
+            recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
         replaced += 1
     if not (new or replaced):
         return None
-    graft.rewrite.refill(ours.ref, items)
-    _modules(graft, ours, theirs, new)
+    graft.editor.refill(ours.ref, items)
+    _merge_metadata(graft, ours, theirs, new)
     parts = [f"{counted(replaced, 'key')} replaced"] if replaced else []
     parts += [f"{counted(len(new), 'key')} added"] if new else []
     what = f"{' and '.join(parts)} from {there.path}"
     notes: tuple[str, ...] = (f"{counted(recast, 'key')} of another dtype now",) if recast else ()
-    notes += _untied(here, ours, items)
+    notes += _untied_note(here, ours, items)
     if not replaced and set(map(unwrapping(places), places)) & set(map(unwrapping(new), new)):
         step = f"ckptool match {quote(there.path)} {quote(here.path)}"
         notes += (f"but for the names of wrappers these keys were there before, and are there twice now: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what, notes)
 
 
-def _untied(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[tuple[Ref, Ref]]) -> tuple[str, ...]:
-    """A remark on keys that were one tensor with another key, and are not any more."""
+def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[tuple[Ref, Ref]]) -> tuple[str, ...]:
+    """Return the remark on keys that are no longer tied to another key."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
     tied: dict[str, list[tuple[str, bool]]] = {}
     for (name, old), (_, new) in zip(state_dict.items, items):
         tensor = reader.tensor(old)
         if tensor is not None and tensor.storage:
             tied.setdefault(tensor.storage, []).append((str(nodes[name]), old != new))
-    torn = [name for names in tied.values() if len({moved for _, moved in names}) > 1 for name, moved in names if moved]
-    return (
-        (f"no longer tied to what shared their storage: {listed([repr(name) for name in torn], most=3)}",)
-        if torn
-        else ()
-    )
+    mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]
+    untied = [repr(name) for names in mixed for name, replaced in names if replaced]
+    return (f"no longer tied to what shared their storage: {listed(untied, most=3)}",) if untied else ()
 
 
 def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
-    """Take whole entries of another checkpoint, (path there, path here): what stands here is replaced.
+    """Merge whole entries of another checkpoint, each (path there, path here); existing entries are replaced.
 
-    Raises TargetError where there is nothing at a path there, or no mapping to hold it here.
+    Raise TargetError if there is nothing at a path there, or no mapping to hold it here.
     """
     checkpoint, foreign = with_plain_ids(original), with_plain_ids(other)
     graft = _Graft(checkpoint, foreign)
+    # Mappings with new entries: all of their items, and the indices of the new ones by their keys.
+    filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
+    added: dict[Ref, dict[Hashable, int]] = {}
     changes = []
     for origin, target in entries:
-        found = lookup(foreign, origin)
-        there = slot(checkpoint, target)
-        if there is None:
+        entry = lookup(foreign, origin)
+        place = slot(checkpoint, target)
+        if place is None:
             what = f"there is no mapping that could hold {target!r}"
             raise TargetError(what, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
-        holder = there.holder
-        known = graft.filled.setdefault(holder, list(there.items))
-        added = graft.keys.setdefault(holder, {})
-        wanted = literal(there.key)
-        number = there.number if there.number >= 0 else added.get(wanted, -1)
-        value = graft.ref(found.ref)
+        items, new = filled.setdefault(place.holder, list(place.items)), added.setdefault(place.holder, {})
+        key = literal(place.key)
+        number = place.number if place.number >= 0 else new.get(key, -1)
+        value = graft.ref(entry.ref)
         if number < 0:
-            added[wanted] = len(known)
-            known.append((new_key(checkpoint, graft.rewrite, target, there.key), value))
+            new[key] = len(items)
+            items.append((new_key(checkpoint, graft.editor, target, place.key), value))
         else:
-            known[number] = (known[number][0], value)
-        graft.rewrite.refill(holder, known)
+            items[number] = (items[number][0], value)
+        graft.editor.refill(place.holder, items)
         words = "added" if number < 0 else "replaced"
         changes.append(Change("merge", target, 1, 0, f"{words} by {origin!r} of {other.path}"))
     return graft.done(changes)
 
 
-def _modules(graft: _Graft, ours: StateDict, theirs: StateDict, added: Sequence[str]) -> None:
-    """Bring the ``_metadata`` of the modules that came with new keys."""
+def _merge_metadata(graft: _Graft, ours: StateDict, theirs: StateDict, added: Sequence[str]) -> None:
+    """Merge the ``_metadata`` of the modules of new keys."""
     if ours.metadata < 0 or theirs.metadata < 0 or not added:
         return
-    here = mapping(graft.checkpoint.graph, ours.metadata) or []
-    known = {graft.checkpoint.graph.nodes[name] for name, _ in here}
-    heads = {name[:at] for name in added for at, char in enumerate(name) if char == "."}
-    more = []
-    for name, value in mapping(graft.foreign.graph, theirs.metadata) or []:
-        path = graft.foreign.graph.nodes[name]
-        if path in heads and path not in known:
-            more.append((graft.ref(name), graft.ref(value)))
+    graph, foreign = graft.checkpoint.graph, graft.foreign.graph
+    here = mapping(graph, ours.metadata) or []
+    modules = {name[:at] for name in added for at, char in enumerate(name) if char == "."}
+    missing = modules - {graph.nodes[name] for name, _ in here}
+    there = mapping(foreign, theirs.metadata) or []
+    more = [(graft.ref(name), graft.ref(value)) for name, value in there if foreign.nodes[name] in missing]
     if more:
-        graft.rewrite.refill(ours.metadata, [*here, *more])
+        graft.editor.refill(ours.metadata, [*here, *more])
 
 
 class _Graft:
@@ -174,20 +171,16 @@ class _Graft:
     def __init__(self, checkpoint: Checkpoint, foreign: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.foreign = foreign
-        self.rewrite = Rewrite(checkpoint.graph)
-        #: Mappings with entries that came: all of their items, and the numbers of the new ones by their keys.
-        self.filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
-        self.keys: dict[Ref, dict[Hashable, int]] = {}
+        self.editor = Rewrite(checkpoint.graph)
         self._copies: dict[Ref, Ref] = {}
         self._bodies: dict[str, Body] = {}
         self._keys: dict[str, str] = {}
         self._taken = {*checkpoint.survey.reader.storages, *checkpoint.added}
 
     def done(self, changes: Sequence[Change]) -> Checkpoint:
-        """The checkpoint with what was copied."""
-        graph = self.rewrite.done()
+        """Return the checkpoint with everything that was copied."""
         return self.checkpoint.changed(
-            graph,
+            self.editor.done(),
             changes,
             self._bodies,
             needs_relayout=True,
@@ -196,20 +189,20 @@ class _Graft:
         )
 
     def ref(self, root: Ref) -> Ref:
-        """Our reference of one of theirs, copied with all that it leads to."""
+        """Return our reference for one of theirs, copied with everything that it leads to."""
         nodes = self.foreign.graph.nodes
-        fresh: list[Ref] = []
+        new: list[Ref] = []
         work = [root]
         while work:
             ref = work.pop()
             if ref in self._copies:
                 continue
-            # A place for each first: objects may lead back to each other.
-            self._copies[ref] = self.rewrite.add(None)
-            fresh.append(ref)
+            # A slot for each first: objects may lead back to each other.
+            self._copies[ref] = self.editor.add(None)
+            new.append(ref)
             work.extend(reversed(children(nodes[ref])))
-        for ref in fresh:
-            self.rewrite.put(self._copies[ref], self._copied(ref))
+        for ref in new:
+            self.editor.put(self._copies[ref], self._copied(ref))
         return self._copies[root]
 
     def _copied(self, ref: Ref) -> Node:
@@ -221,7 +214,7 @@ class _Graft:
             assert type(pid) is tuple
             key = self._key(storage.key)
             copied = [self._copies[part] for part in pid]
-            return Persistent(self.rewrite.add((*copied[:2], self.rewrite.constant(key), *copied[3:])))
+            return Persistent(self.editor.add((*copied[:2], self.editor.constant(key), *copied[3:])))
         if graph.style.protocol != self.checkpoint.graph.style.protocol and isinstance(
             node, bytes | ByteArray | Buffer | Extension | Set | FrozenSet
         ):
@@ -230,10 +223,9 @@ class _Graft:
         return moved(node, self._copies)
 
     def _key(self, key: str) -> str:
-        """A key of ours for a storage of theirs."""
-        known = self._keys.get(key)
-        if known is not None:
-            return known
+        """Return our key for a storage of theirs."""
+        if key in self._keys:
+            return self._keys[key]
         name = f"merged.{key}"
         while name in self._taken:
             name = f"merged.{name}"
@@ -241,16 +233,15 @@ class _Graft:
         self._keys[key] = name
         body = self.foreign.body(key)
         if body is not None:
-            self._bodies[name] = self._turned(key, body)
+            self._bodies[name] = self._in_our_byte_order(key, body)
         return name
 
-    def _turned(self, key: str, body: Body) -> Body:
-        """The bytes in the byte order of our file."""
+    def _in_our_byte_order(self, key: str, body: Body) -> Body:
         if self.foreign.container.byteorder == self.checkpoint.container.byteorder:
             return body
         dtype = self.foreign.survey.reader.storages[key].dtype
         if dtype.name == "unknown":
-            what = f"storage {key!r} has another byte order, and a dtype that is not known"
+            what = f"storage {key!r} has another byte order, and an unknown dtype"
             raise RefusedError(what, path=self.foreign.path)
         foreign, width = self.foreign, number_width(dtype)
 

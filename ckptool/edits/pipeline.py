@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from shlex import quote
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import EVERY, Globs
@@ -17,19 +17,30 @@ from ..values.torch.compute import cast_elements
 from .cast import cast
 from .devices import device_pairs, remap_devices
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
-from .keys import add_prefix, strip_prefix, strip_wrappers
-from .like.applying import named_like
-from .like.comparison import Shape
-from .like.steps import Step as Fix
-from .like.targets import wanted_of
+from .keys import (
+    add_prefix,
+    by_glob,
+    by_regex,
+    by_table,
+    parse_glob,
+    parse_regex,
+    parse_table,
+    strip_prefix,
+    strip_wrappers,
+)
+from .like.names import Shape
+from .like.search import FROM_TARGET, FixStep
+from .like.targets import match_target, rename_like
 from .merge import merge, merge_entries
 from .redact import KINDS, redact
-from .rename import by_glob, by_regex, by_table, parse_glob, parse_regex, parse_table
-from .sanitize.edit import sanitize
+from .sanitize.sanitizer import sanitize
 from .slim import drop_for, merged_doubles, slim
 
 #: An option without its dashes, and its text; True for a flag.
 Step: TypeAlias = "tuple[str, str | bool]"
+
+#: Bytes of a table of names that are read; a larger file is something else.
+_TABLE: Final = 64 << 20
 
 
 class Scope(NamedTuple):
@@ -40,19 +51,19 @@ class Scope(NamedTuple):
     exclude: tuple[str, ...] = ()
     flags: frozenset[str] = frozenset()
 
-    def with_glob(self, name: str, glob: str) -> Scope:
-        """With one more pattern to include or exclude."""
-        if name == "include":
-            return self._replace(include=(*self.include, glob))
-        return self._replace(exclude=(*self.exclude, glob))
-
     @property
     def only(self) -> Globs:
+        """The choice of keys."""
         return Globs(self.include, self.exclude) if self.include or self.exclude else EVERY
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The arguments of an edit that takes a state dict and a choice of keys."""
+        return {"key": self.key, "only": self.only}
 
 
 class StepKind(NamedTuple):
-    """A kind of step: ``metavar`` of its text ("" for a flag), its line of help, and what it does."""
+    """A kind of step: ``metavar`` of its text ("" for a flag), its line of help, and its function."""
 
     metavar: str
     help: str
@@ -63,8 +74,8 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Do several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
 
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
-    for the steps behind them, patterns until others are named. Raises TargetError for a step that does not exist, and
-    what the edits raise.
+    for the steps after them, patterns until others are named. Raise TargetError for an unknown step, and what the
+    edits raise.
     """
     scope, used = Scope(), False
     for name, value in steps:
@@ -73,9 +84,12 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
             scope = scope._replace(key=None if text == "*" else text)
         elif name in ("include", "exclude"):
             if used:
-                # What is named behind a step is about the next ones.
+                # Patterns after a step are about the next ones.
                 scope, used = scope._replace(include=(), exclude=()), False
-            scope = scope.with_glob(name, text)
+            if name == "include":
+                scope = scope._replace(include=(*scope.include, text))
+            else:
+                scope = scope._replace(exclude=(*scope.exclude, text))
         elif name in MODIFIERS:
             scope = scope._replace(flags=scope.flags | {name})
         elif name in STEPS:
@@ -85,18 +99,18 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     return checkpoint
 
 
-def fitted(
-    checkpoint: Checkpoint, steps: Iterable[Fix], wanted: Mapping[str, Shape], *, key: str | None = None
+def apply_fix(
+    checkpoint: Checkpoint, steps: Iterable[FixStep], wanted: Mapping[str, Shape], *, key: str | None = None
 ) -> Checkpoint:
-    """The checkpoint after the steps that ``match`` found; ``key`` is the state dict whose names they change.
+    """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
-    ``wanted`` are the names and shapes that "like" and "by-order" take: the target may be a model, which no option
-    names. Raises what the edits raise.
+    ``wanted`` are the names and shapes for "like" and "by-order": the target may be a model, which no option can name.
+    Raise what the edits raise.
     """
     for step in steps:
-        if step.option in ("like", "by-order"):
+        if step.option in FROM_TARGET:
             by_order = step.option == "by-order"
-            checkpoint = named_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
+            checkpoint = rename_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
             continue
         scope: list[Step] = [] if key is None else [("key", key)]
         checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])
@@ -106,59 +120,47 @@ def fitted(
 
 
 def _strip(checkpoint: Checkpoint, prefix: str, scope: Scope) -> Checkpoint:
-    repeat: int | Literal["all"] = "all" if "repeat" in scope.flags else 1
-    return strip_prefix(checkpoint, prefix or "module.", key=scope.key, repeat=repeat, only=scope.only)
-
-
-def _rename_glob(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
-    return by_glob(checkpoint, *parse_glob(text), key=scope.key, only=scope.only)
+    return strip_prefix(checkpoint, prefix or "module.", repeat="all" if "repeat" in scope.flags else 1, **scope.names)
 
 
 def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
     pattern, new, count = parse_regex(text)
-    return by_regex(checkpoint, pattern, new, count=count, key=scope.key, only=scope.only)
+    return by_regex(checkpoint, pattern, new, count=count, **scope.names)
 
 
 def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    return by_table(checkpoint, read_table(path), key=scope.key, only=scope.only, told=f"renamed by {path}")
+    return by_table(checkpoint, read_table(path), label=f"renamed by {path}", **scope.names)
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    # Where the other file has a state dict at the same place, that one is meant.
-    wanted = wanted_of(path, same=scope.key)
-    shapes = {name: value.shape for name, value in wanted.tensors.items()}
-    by_order = "by-order" in scope.flags
-    return named_like(checkpoint, shapes, path, by_order=by_order, key=scope.key, only=scope.only)
+    # If the other file has a state dict at the same place, that one is meant.
+    shapes = match_target(path, preferred=scope.key).shapes
+    return rename_like(checkpoint, shapes, path, by_order="by-order" in scope.flags, **scope.names)
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
-    return drop(checkpoint, [glob], key=scope.key, only=scope.only, prune_optimizer="prune-optimizer" in scope.flags)
+    return drop(checkpoint, [glob], prune_optimizer="prune-optimizer" in scope.flags, **scope.names)
 
 
-def _keep(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
-    prune = "prune-optimizer" in scope.flags
-    return keep(checkpoint, glob.split(","), key=scope.key, only=scope.only, prune_optimizer=prune)
+def _keep(checkpoint: Checkpoint, globs: str, scope: Scope) -> Checkpoint:
+    return keep(checkpoint, globs.split(","), prune_optimizer="prune-optimizer" in scope.flags, **scope.names)
 
 
 def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
-    key, equals, told = text.partition("=")
+    key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise TargetError(f"{text!r} is not KEY=VALUE", next="write epoch=0")
-    return set_entry(checkpoint, key.strip(), as_scalar(told))
-
-
-def _map(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
-    return remap_devices(checkpoint, device_pairs([text]), key=scope.key, only=scope.only)
+    return set_entry(checkpoint, key.strip(), as_scalar(value))
 
 
 def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
     strict, everything = "strict" in scope.flags, "all" in scope.flags
-    return cast(checkpoint, dtype, cast_elements, key=scope.key, only=scope.only, strict=strict, everything=everything)
+    return cast(checkpoint, dtype, cast_elements, strict=strict, everything=everything, **scope.names)
 
 
 def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     # It stays open: its bytes are copied when the output is written.
-    return merge(checkpoint, open_checkpoint(path), key=scope.key, only=scope.only)
+    return merge(checkpoint, open_checkpoint(path), **scope.names)
 
 
 def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
@@ -169,54 +171,46 @@ def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
     return merge_entries(checkpoint, open_checkpoint(path), [(origin, target or origin)])
 
 
-def _for(checkpoint: Checkpoint, purpose: str, _: Scope) -> Checkpoint:
-    return drop_for(checkpoint, purpose)
-
-
 def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
     chosen: Any = [kind.strip() for kind in kinds.split(",")] if kinds != "all" else KINDS
     return redact(checkpoint, chosen, only=scope.only)
 
 
-def _sanitize(checkpoint: Checkpoint, _text: str, _: Scope) -> Checkpoint:
-    return sanitize(checkpoint)
-
-
 STEPS: Final[Mapping[str, StepKind]] = {
-    "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, s: extract(c, v)),
-    "wrap": StepKind("KEY", "Put everything under a key.", lambda c, v, s: wrap(c, v)),
+    "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, _: extract(c, v)),
+    "wrap": StepKind("KEY", "Put everything under a key.", lambda c, v, _: wrap(c, v)),
     "drop": StepKind("GLOB", "Leave out entries and keys.", _drop),
     "keep": StepKind("GLOB", "Leave out all others; several with commas.", _keep),
     "set": StepKind("KEY=VALUE", "Give a scalar entry a value.", _set),
-    "unset": StepKind("KEY", "Take an entry out.", lambda c, v, s: unset(c, v)),
+    "unset": StepKind("KEY", "Take an entry out.", lambda c, v, _: unset(c, v)),
     "strip-module": StepKind("", "Take 'module.' off the keys.", _strip),
     "strip-prefix": StepKind("TEXT", "Take another prefix off.", _strip),
-    "wrappers": StepKind(
-        "", "Take out the names of all wrappers.", lambda c, v, s: strip_wrappers(c, key=s.key, only=s.only)
+    "wrappers": StepKind("", "Take out the names of all wrappers.", lambda c, _, s: strip_wrappers(c, **s.names)),
+    "add-module": StepKind("", "Put 'module.' before the keys.", lambda c, _, s: add_prefix(c, **s.names)),
+    "add-prefix": StepKind("TEXT", "Put another prefix before them.", lambda c, v, s: add_prefix(c, v, **s.names)),
+    "rename": StepKind(
+        "OLD=NEW",
+        "Rename keys by a pattern: 'backbone.*=encoder.*'.",
+        lambda c, v, s: by_glob(c, *parse_glob(v), **s.names),
     ),
-    "add-module": StepKind("", "Put 'module.' before the keys.", lambda c, v, s: add_prefix(c, key=s.key, only=s.only)),
-    "add-prefix": StepKind(
-        "TEXT", "Put another prefix before them.", lambda c, v, s: add_prefix(c, v, key=s.key, only=s.only)
-    ),
-    "rename": StepKind("OLD=NEW", "Rename keys by a pattern: 'backbone.*=encoder.*'.", _rename_glob),
     "rename-regex": StepKind("s/OLD/NEW/", "Rename keys by a regular expression.", _rename_regex),
     "rename-map": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_map),
     "like": StepKind("OTHER", "Take the names of another checkpoint.", _like),
-    "to": StepKind(
-        "DEVICE", "Retarget what is not on cpu.", lambda c, v, s: remap_devices(c, v, key=s.key, only=s.only)
+    "to": StepKind("DEVICE", "Retarget what is not on cpu.", lambda c, v, s: remap_devices(c, v, **s.names)),
+    "map": StepKind(
+        "FROM=TO", "Retarget one device: cuda:1=cuda:0.", lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names)
     ),
-    "map": StepKind("FROM=TO", "Retarget one device: cuda:1=cuda:0.", _map),
     "cast": StepKind("DTYPE", "Cast floating tensors.", _cast),
-    "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", _for),
-    "slim": StepKind("", "Leave out bytes that no tensor reads.", lambda c, v, s: slim(c, only=s.only)),
-    "dedupe": StepKind("", "Make storages with the same bytes one.", lambda c, v, s: merged_doubles(c, s.only)),
+    "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", lambda c, v, _: drop_for(c, v)),
+    "slim": StepKind("", "Leave out bytes that no tensor reads.", lambda c, _, s: slim(c, only=s.only)),
+    "dedupe": StepKind("", "Make storages with the same bytes one.", lambda c, _, s: merged_doubles(c, s.only)),
     "merge": StepKind("OTHER", "Take the tensors of another checkpoint.", _merge),
     "take": StepKind("OTHER:ENTRY", "Take an entry of another checkpoint; ENTRY=HERE renames it.", _take),
     "redact": StepKind("KINDS", f"Take out what is private: all, or {', '.join(KINDS)}.", _redact),
-    "sanitize": StepKind("", "Make everything plain that torch.load refuses.", _sanitize),
+    "sanitize": StepKind("", "Make everything plain that torch.load refuses.", lambda c, _v, _: sanitize(c)),
 }
 
-#: Options that say how the steps behind them are done.
+#: Options that say how the steps after them are done.
 MODIFIERS: Final[Mapping[str, str]] = {
     "repeat": "Take prefixes off as long as they are there.",
     "by-order": "With --like: one by one, in their order.",
@@ -226,15 +220,8 @@ MODIFIERS: Final[Mapping[str, str]] = {
 }
 
 
-# -- texts of a command line ----------------------------------------------------------------------------
-
-
-#: Tables of names are small; what is larger is something else.
-_TABLE: Final = 64 << 20
-
-
 def read_table(path: str) -> dict[str, str]:
-    """The table of names in a file; raises UnreadableError where it cannot be read, TargetError where it is none."""
+    """Return the table of names in a file; raise UnreadableError if it cannot be read, TargetError if it is invalid."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_TABLE)

@@ -1,4 +1,4 @@
-"""The same checkpoint in a clean file, as torch.save lays it out."""
+"""Repack a checkpoint into a clean file, as torch.save lays it out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..checkpoint.programs import program_of
 def repack(checkpoint: Checkpoint) -> Checkpoint:
     """Lay the file out anew: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
 
-    What no tensor uses, former versions and dead bytes stay behind, so that ``torch.load(mmap=True)`` works on every
-    file. A file as torch 2.7 and later write it comes out byte for byte. A legacy file becomes a zip.
+    Unused storages, old versions and dead bytes are dropped, so that ``torch.load(mmap=True)`` works on every file. A
+    file as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.
     """
     if program_of(checkpoint) is not None:
-        # Its code names its records: all of them stay, and as they are.
+        # Its code names its records: all of them stay as they are.
         change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
         return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
@@ -26,12 +26,6 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
         notes.append(f"{counted(len(unused), 'storage')} that nothing uses left out, {size}")
-    change = Change(
-        "repack",
-        "",
-        1,
-        0,
-        f"laid out anew, as {'torch.save' if checkpoint.pickled else 'safetensors'} does",
-        tuple(notes),
-    )
+    writer = "torch.save" if checkpoint.pickled else "safetensors"
+    change = Change("repack", "", 1, 0, f"laid out anew, as {writer} does", tuple(notes))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)

@@ -1,4 +1,4 @@
-"""What is whole in a damaged checkpoint, as a checkpoint of its own."""
+"""Salvage what is intact in a damaged checkpoint, as a checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Lost(NamedTuple):
 
 
 class Salvaged(NamedTuple):
-    """``checkpoint`` is what is whole, ready to be saved; ``saved`` counts its tensors.
+    """``checkpoint`` is what is intact, ready to be saved; ``saved`` counts its tensors.
 
-    ``verified`` whether checksums say so: the legacy format has none.
+    ``verified`` says whether checksums confirm it: the legacy format has none.
     """
 
     checkpoint: Checkpoint
@@ -50,38 +50,36 @@ class Salvaged(NamedTuple):
 
 
 def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Salvaged:
-    """Everything whole in a cut or damaged file: every tensor whose bytes are all there and agree with their
-    checksum where there is one, and all other objects.
+    """Return everything intact in a cut or damaged file: every tensor whose bytes are complete and agree with their
+    checksum if there is one, and all other objects.
 
-    A tensor that is lost leaves its mapping; in a list None takes its place. Nothing is padded. Raises
-    MalformedError when nothing can be saved, NotACheckpointError when the file is something else.
+    A lost tensor is dropped from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
+    when nothing can be saved, NotACheckpointError when the file is something else.
     """
     source = open_any(path)
     try:
         container, whole = _container(source, progress)
         checkpoint = Checkpoint.of(source.name, source, container)
-        found = _without_lost(checkpoint, container.lost, whole)
-    except UnreadableError as error:
+        salvaged = _without_lost(checkpoint, container.lost, whole)
+    except BaseException as error:
         source.close()
-        error.path = error.path or source.name
+        if isinstance(error, UnreadableError):
+            error.path = error.path or source.name
         raise
-    except BaseException:
-        source.close()
-        raise
-    if not found.lost and not whole and found.verified:
-        sound = _sound(source)
+    if not salvaged.lost and not whole and salvaged.verified:
+        sound = _sound_container(source)
         if sound is not None:
             # Nothing is wrong with it: the output is the input.
-            found = found._replace(checkpoint=Checkpoint.of(source.name, source, sound))
-    blockers = graph_blockers(found.checkpoint.graph)
-    return found._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
+            salvaged = salvaged._replace(checkpoint=Checkpoint.of(source.name, source, sound))
+    blockers = graph_blockers(salvaged.checkpoint.graph)
+    return salvaged._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
 
 def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[Container, bool]:
-    """The whole parts of a file, and whether that is all of it; one of torch 0.1 is whole, or cannot be read."""
+    """Return the intact parts of a file, and whether that is all of it; one of torch 0.1 is intact, or unreadable."""
     head = source.read(0, 1024)
     if safetensors_reader.sniff(head, source):
-        sound = _sound(source)
+        sound = _sound_container(source)
         return (sound, True) if sound else (_read(safetensors_reader.read_cut, source), False)
     if not legacy_reader.sniff(head, source) and not sniff(head, source):
         _refuse_others(head, source)
@@ -115,72 +113,68 @@ def _refuse_others(head: bytes, source: Source) -> None:
         raise other
 
 
-def _sound(source: Source) -> Container | None:
-    """The container as it is, where it reads without an error."""
+def _sound_container(source: Source) -> Container | None:
+    """Return the container as it is, if it reads without an error."""
     try:
         container = read_container(source)
-        return container if _without_errors(container) else None
+        problems = (*container.problems, *container.audit(TensorReader(container.graph).storages))
+        if any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems):
+            return None
+        # The checksums of the storages are verified already; those of the small records beside them are not.
+        small = [record for record in container.records() if record.crc and not record.key]
+        return container if all(checksum(record) == record.crc for record in small) else None
     except UnreadableError:
         return None
 
 
-def _without_errors(container: Container) -> bool:
-    problems = (*container.problems, *container.audit(TensorReader(container.graph).storages))
-    if any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems):
-        return False
-    # The storages are summed already; the small records beside them are not.
-    small = [record for record in container.records() if record.crc and not record.key]
-    return all(checksum(record) == record.crc for record in small)
-
-
 def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: bool) -> Salvaged:
-    """The checkpoint less the tensors whose bytes are not there; ``whole`` says that nothing is wrong with its file."""
+    """Return the checkpoint without the tensors whose bytes are lost; ``whole`` says that its file is intact."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
     verified = not checkpoint.traits.unsummed
-    behind = "its bytes are behind the cut" if not verified else "its bytes are not in the file"
+    cut_off = "its bytes are after the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
     empty: dict[str, Body] = {}
     for key, storage in reader.storages.items():
         if container.stored(key).span is None and storage.location != "meta":
             if storage.nbytes:
-                missing[key] = reasons.get(key, behind)
+                missing[key] = reasons.get(key, cut_off)
             else:
-                empty[key] = Body(b"", 0, 0)  # of it nothing can be lost
-    nonsense = _nonsense(checkpoint)
-    if not missing and not nonsense:
+                empty[key] = Body(b"", 0, 0)  # there is nothing to lose
+    flawed = _flawed(checkpoint)
+    if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
         return Salvaged(kept, len(survey.tensors), [], verified)
     cut = {ref for ref, storage in reader.uses() if storage.key in missing}
-    gone = fallen(graph, cut | nonsense.keys() | _made_of(checkpoint, cut))
+    gone = fallen(graph, cut | flawed.keys() | _made_of(checkpoint, cut))
     lost = []
     for entry in survey.tensors:
         if entry.ref in gone:
             keys = [part.storage for part in reader.parts(entry.tensor)]
-            held = "what it is made of is not in the file" if entry.tensor.parts else "its description is damaged"
-            reason = next((missing[key] for key in keys if key in missing), held)
+            other = "what it is made of is not in the file" if entry.tensor.parts else "its description is damaged"
+            reason = next((missing[key] for key in keys if key in missing), other)
             lost.append(Lost(entry.path, reason))
     for path, ref, _ in survey.storages:
         if ref in gone:
-            bare = reader.storage(ref)
-            lost.append(Lost(path, missing.get(bare.key, behind) if bare else behind))
-    named = {entry.ref for entry in survey.tensors}
-    lost += [Lost(place, "its description is damaged") for ref, place in nonsense.items() if ref not in named]
+            own = reader.storage(ref)
+            lost.append(Lost(path, missing.get(own.key, cut_off) if own else cut_off))
+    listed = {entry.ref for entry in survey.tensors}
+    lost += [Lost(path, "its description is damaged") for ref, path in flawed.items() if ref not in listed]
     saved = len(survey.tensors) - sum(entry.ref in gone for entry in survey.tensors)
     if not saved or graph.root in gone:
         what = f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{counted(len(lost), 'tensor')} are"
         raise MalformedError(f"{what} lost", path=checkpoint.path, next="get another copy of the file")
-    rewrite = Rewrite(graph)
-    prune(rewrite, gone)
+    editor = Rewrite(graph)
+    prune(editor, gone)
     what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)
-    return Salvaged(checkpoint.changed(rewrite.done(), [change], empty, needs_relayout=True), saved, lost, verified)
+    return Salvaged(checkpoint.changed(editor.done(), [change], empty, needs_relayout=True), saved, lost, verified)
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
-    """The tensors that hold others, or objects, which lead to something lost: a DTensor to its local tensor and mesh.
+    """Return the tensors that are made of something lost: a DTensor of its local tensor and mesh.
 
-    They keep these in dicts and lists, which elsewhere go on with what is left.
+    They refer to it in dicts and lists, which elsewhere stay with what is left.
     """
     holders = {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.parts}
     if not (holders and lost):
@@ -193,14 +187,14 @@ def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
     leading = set(lost)
     work = list(lost)
     while work:
-        fresh = [ref for ref in above.get(work.pop(), ()) if ref not in leading]
-        leading.update(fresh)
-        work += fresh
+        new = [ref for ref in above.get(work.pop(), ()) if ref not in leading]
+        leading.update(new)
+        work += new
     return holders & leading
 
 
-def _nonsense(checkpoint: Checkpoint) -> dict[int, str]:
-    """Tensors and storages that the pickle describes in a way that torch cannot read, by reference."""
+def _flawed(checkpoint: Checkpoint) -> dict[Ref, str]:
+    """Return the paths of tensors and storages that the pickle describes in a way that torch cannot read."""
     flaws = storage_flaws(checkpoint)
     return {
         flaw.ref: flaw.path or "a tensor" for flaw in flaws if flaw.code in ("geometry", "arguments") and flaw.refused

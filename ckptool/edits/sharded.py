@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: what one rank had of them as plain tensors, and their dtype."""
+"""Tensors that are spread over ranks: the parts of one rank as plain tensors, and their dtype."""
 
 from __future__ import annotations
 
@@ -12,67 +12,62 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
-from ..pickles.nodes import Call, Dict, List, Node, Ref
+from ..pickles.nodes import Call, Dict, List, Ref
 from ..pickles.opcodes import REDUCE
+from .storages import copied_call, no_hooks
 
 _MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 
 
 def local_parts(checkpoint: Checkpoint) -> Checkpoint:
-    """Put the part that is in the file in the place of each DTensor and ShardedTensor, as a plain tensor.
+    """Replace each DTensor and ShardedTensor by the part that is in the file, as a plain tensor.
 
     A Parameter stays one. Of a ShardedTensor in several parts, an entry of a mapping becomes one for each:
-    ``name.part0``, ``name.part1``; without a part it goes. In a list, or as the whole file, a list takes its place.
-    Raises RefusedError where such a name is taken.
+    ``name.part0``, ``name.part1``; without a part it is dropped. In a list, or as the whole file, a list replaces it.
+    Raise RefusedError if such a name is taken.
     """
     survey = checkpoint.survey
-    rewrite = Rewrite(checkpoint.graph)
+    editor = Rewrite(checkpoint.graph)
     several: dict[Ref, Sharding] = {}
     spread_entries = []
     for entry in survey.tensors:
-        found = sharding(survey.reader, entry.ref, entry.tensor)
-        if found is None:
+        shards = sharding(survey.reader, entry.ref, entry.tensor)
+        if shards is None:
             continue
-        spread_entries.append((entry, found))
+        spread_entries.append((entry, shards))
         inner = _innermost(checkpoint, entry.ref)
-        if inner in rewrite.changed:
+        if inner in editor.changed:
             continue
-        if len(found.parts) == 1 and found.parameter:
-            rewrite.changed[inner] = _parameter(rewrite, found.parts[0].ref, entry.tensor.requires_grad)
-        elif len(found.parts) == 1:
-            rewrite.changed[inner] = _twin(checkpoint.graph.nodes[found.parts[0].ref])
+        if len(shards.parts) != 1:
+            several[entry.ref] = shards
+            editor.changed[entry.ref] = List([part.ref for part in shards.parts])
+            continue
+        part = shards.parts[0].ref
+        node = checkpoint.graph.nodes[part]
+        if shards.parameter:
+            # _rebuild_parameter(data, requires_grad, hooks), as in Parameter.__reduce_ex__.
+            args = editor.add((part, editor.constant(entry.tensor.requires_grad), no_hooks(editor)))
+            editor.changed[inner] = Call(REDUCE, editor.named("torch._utils", "_rebuild_parameter"), args)
         else:
-            several[entry.ref] = found
-            rewrite.changed[entry.ref] = List([part.ref for part in found.parts])
+            assert isinstance(node, Call)
+            editor.changed[inner] = copied_call(node)
     if not spread_entries:
         return checkpoint
     if several:
-        _expand(checkpoint, rewrite, several)
+        _expand(checkpoint, editor, several)
     overview = spread(survey.reader, [entry for entry, _ in spread_entries])
     owner = overview.owner if overview is not None else "one rank"
-    split = [entry.path for entry, found in spread_entries if len(found.parts) > 1]
-    empty = [entry.path for entry, found in spread_entries if not found.parts]
+    split = [entry.path for entry, shards in spread_entries if len(shards.parts) > 1]
+    empty = [entry.path for entry, shards in spread_entries if not shards.parts]
     notes: tuple[str, ...] = (f"in several parts: {listed(split, most=3)}",) if split else ()
     notes += (f"left out, without a part here: {listed(empty, most=3)}",) if empty else ()
     what = f"{counted(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
     change = Change("local-parts", "", len(spread_entries), 0, what, notes)
-    return checkpoint.changed(rewrite.done(), [change], needs_relayout=True)
-
-
-def _twin(node: Node) -> Node:
-    assert isinstance(node, Call)
-    return Call(node.op, node.func, node.args, node.kwargs).filled(node.items, node.pairs, node.states)
-
-
-def _parameter(rewrite: Rewrite, part: Ref, requires_grad: bool) -> Node:
-    """``_rebuild_parameter(data, requires_grad, hooks)``, as ``Parameter.__reduce_ex__`` has it."""
-    hooks = rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))
-    args = rewrite.add((part, rewrite.constant(requires_grad), hooks))
-    return Call(REDUCE, rewrite.named("torch._utils", "_rebuild_parameter"), args)
+    return checkpoint.changed(editor.done(), [change], needs_relayout=True)
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
-    """The call that makes the spread tensor itself, in a Parameter or not."""
+    """Return the call that makes the spread tensor itself, in a Parameter or not."""
     nodes = checkpoint.graph.nodes
     while True:
         node = nodes[ref]
@@ -82,95 +77,95 @@ def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
         ref = elements(nodes[node.args])[0]
 
 
-def _expand(checkpoint: Checkpoint, rewrite: Rewrite, several: Mapping[Ref, Sharding]) -> None:
-    """Entries of mappings: one for each part."""
+def _expand(checkpoint: Checkpoint, editor: Rewrite, several: Mapping[Ref, Sharding]) -> None:
+    """Replace entries of mappings by one for each part."""
     graph = checkpoint.graph
     for ref in list(graph.reachable()):
         items = mapping(graph, ref) if isinstance(graph.nodes[ref], Call | Dict) else None
         if not items or not any(value in several for _, value in items):
             continue
-        fresh = []
+        new_items = []
         names = {name for key, _ in items if type(name := graph.nodes[key]) is str}
         for key, value in items:
             name = graph.nodes[key]
             if value not in several or type(name) is not str:
-                fresh.append((key, value))
+                new_items.append((key, value))
                 continue
             for number, part in enumerate(several[value].parts):
-                made = f"{name}.part{number}"
-                if made in names:
-                    what = f"there is a key {shown(made)} already, as a part of {shown(name)} would be called"
+                part_name = f"{name}.part{number}"
+                if part_name in names:
+                    what = f"there is a key {shown(part_name)} already, as a part of {shown(name)} would be called"
                     raise RefusedError(what, path=checkpoint.path, next="rename it first: ckptool rename")
-                fresh.append((rewrite.add(made, key), part.ref))
-        rewrite.refill(ref, fresh)
+                new_items.append((editor.add(part_name, key), part.ref))
+        editor.refill(ref, new_items)
 
 
-def recast_spread(checkpoint: Checkpoint, rewrite: Rewrite, ref: Ref, dtype: str) -> None:
-    """Let a spread tensor say another dtype, wherever it says one: its parts were cast."""
+def recast_spread(checkpoint: Checkpoint, editor: Rewrite, ref: Ref, dtype: str) -> None:
+    """Give a spread tensor another dtype wherever it mentions its own: its parts were cast."""
     graph = checkpoint.graph
     node = graph.nodes[_innermost(checkpoint, ref)]
     args = elements(graph.nodes[node.args]) if isinstance(node, Call) else ()
-    made = elements(rewrite.node(args[2])) if len(args) == 4 else ()
-    if not made:
+    wrapper_args = elements(editor.node(args[2])) if len(args) == 4 else ()
+    if not wrapper_args:
         return
-    named = rewrite.named("torch", dtype)
-    rewrite.changed[args[2]] = (made[0], named, *made[2:])
+    named = editor.named("torch", dtype)
+    editor.changed[args[2]] = (wrapper_args[0], named, *wrapper_args[2:])
     state = graph.nodes[args[3]]
     for part in state if type(state) is tuple else (args[3],):
-        held = {graph.nodes[key]: value for key, value in mapping(graph, part) or () if type(graph.nodes[key]) is str}
-        if "_spec" in held:
-            _recast_spec(rewrite, held["_spec"], named)
+        values = {name: value for key, value in mapping(graph, part) or () if type(name := graph.nodes[key]) is str}
+        if "_spec" in values:
+            _recast_spec(editor, values["_spec"], named)
         elif "tensor_properties" in (properties := named_attributes(graph, part)):
-            _recast_properties(rewrite, properties["tensor_properties"], named)
+            _recast_properties(editor, properties["tensor_properties"], named)
 
 
-def _recast_spec(rewrite: Rewrite, spec: Ref, named: Ref) -> None:
-    """``TensorMeta(shape, stride, dtype)`` of a DTensorSpec, and the hash that torch keeps of all this."""
-    graph = rewrite.graph
+def _recast_spec(editor: Rewrite, spec: Ref, named: Ref) -> None:
+    """Change ``TensorMeta(shape, stride, dtype)`` of a DTensorSpec, and drop the hash that torch keeps of it."""
+    graph = editor.graph
     meta = named_attributes(graph, spec).get("tensor_meta", -1)
     node = graph.nodes[meta] if meta >= 0 else None
     args = elements(graph.nodes[node.args]) if isinstance(node, Call) else ()
     if isinstance(node, Call) and len(args) == 3:
-        rewrite.changed[node.args] = (*args[:2], named)
-    _reset(rewrite, spec, "_hash", rewrite.constant(None))
+        editor.changed[node.args] = (*args[:2], named)
+    _reset(editor, spec, "_hash", editor.constant(None))
 
 
-def _recast_properties(rewrite: Rewrite, ref: Ref, named: Ref) -> None:
-    """The dtype comes first in the state of TensorProperties (torch/distributed/_shard/sharded_tensor/metadata.py)."""
-    node = rewrite.graph.nodes[ref]
+def _recast_properties(editor: Rewrite, ref: Ref, named: Ref) -> None:
+    """Change the first value in the state of TensorProperties (torch/distributed/_shard/sharded_tensor/metadata.py)."""
+    node = editor.graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
-        values = rewrite.graph.nodes[state]
+        values = editor.graph.nodes[state]
         if type(values) is tuple and values:
-            rewrite.changed[state] = (named, *values[1:])
+            editor.changed[state] = (named, *values[1:])
 
 
 def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
-    """The kind of device that each DeviceMesh names, by the reference of the mesh."""
+    """Return the device type of each DeviceMesh, by the reference of the mesh."""
     graph = checkpoint.graph
     if not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return {}
-    found = {}
+    devices = {}
     for ref, node in enumerate(graph.nodes):
         if type(node) is Call and class_name(graph, ref) == _MESH_CLASS:
-            kind = graph.nodes[named_attributes(graph, ref).get("_device_type", ref)]
-            if type(kind) is str:
-                found[ref] = kind
-    return found
+            device = graph.nodes[named_attributes(graph, ref).get("_device_type", ref)]
+            if type(device) is str:
+                devices[ref] = device
+    return devices
 
 
-def _reset(rewrite: Rewrite, ref: Ref, name: str, value: Ref) -> None:
-    """Give an attribute of an object another value, where its state is a dict."""
-    graph = rewrite.graph
+def _reset(editor: Rewrite, ref: Ref, name: str, value: Ref) -> None:
+    """Give an attribute of an object another value, if its state is a dict."""
+    graph = editor.graph
     node = graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
-        held = graph.nodes[state]
-        for part in held if type(held) is tuple else (state,):
+        parts = graph.nodes[state]
+        for part in parts if type(parts) is tuple else (state,):
             items = mapping(graph, part)
             if items and any(graph.nodes[key] == name for key, _ in items):
-                rewrite.refill(part, [(key, value if graph.nodes[key] == name else old) for key, old in items])
+                editor.refill(part, [(key, value if graph.nodes[key] == name else old) for key, old in items])
 
 
-def reset_meshes(rewrite: Rewrite, meshes: Sequence[Ref], kind: str) -> None:
-    """Let meshes name another kind of device."""
+def reset_meshes(editor: Rewrite, meshes: Sequence[Ref], device: str) -> None:
+    """Give meshes another device type."""
     for ref in meshes:
-        _reset(rewrite, ref, "_device_type", rewrite.constant(kind))
+        _reset(editor, ref, "_device_type", editor.constant(device))

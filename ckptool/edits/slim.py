@@ -1,4 +1,4 @@
-"""Making a checkpoint smaller without touching a value: views, doubles, and what only training needs."""
+"""Make a checkpoint smaller without changing a value: views, duplicates, and what only training needs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ..values.elements import (
     whole_chunks,
 )
 from .entries import drop_entries
-from .storages import Use, repointed, storage_uses, with_plain_ids
+from .storages import Use, chosen_tensors, repointed, storage_uses, with_plain_ids
 
 Purpose = Literal["inference"]
 
-#: What a record costs besides its bytes: a smaller gap between two views is cheaper than another record.
+#: Bytes of overhead of a record: a smaller gap between two views is cheaper than another record.
 _RECORD: Final = 256
 
-#: Top-level entries that only training needs, by cause.
+#: Top-level entries that only training needs, by their purpose.
 _TRAINING: Final = (
     ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
     ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
@@ -52,7 +52,7 @@ def slim(
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
 
-    Tensors that overlap, or nearly touch, go on sharing one. A view with holes whose storage no other uses becomes
+    Tensors that overlap, or nearly touch, still share one. A view with gaps that alone uses its storage becomes
     contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
     storages with the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
     """
@@ -60,9 +60,6 @@ def slim(
         checkpoint = drop_for(checkpoint, purpose)
     checkpoint = _without_slack(checkpoint, only)
     return merged_doubles(checkpoint, only) if dedupe else checkpoint
-
-
-# -- views ----------------------------------------------------------------------------------------------
 
 
 class Cluster(NamedTuple):
@@ -74,23 +71,23 @@ class Cluster(NamedTuple):
 
 
 def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
+    """Cut storages to what tensors read."""
     checkpoint = with_plain_ids(original)
-    survey = checkpoint.survey
-    reader = survey.reader
+    reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    wanted = _wanted(checkpoint, only)
-    rewrite = Rewrite(checkpoint.graph)
+    wanted = _chosen_storages(checkpoint, only)
+    editor = Rewrite(checkpoint.graph)
     added: dict[str, Body] = {}
     before = after = cut = made_dense = 0
     for key, users in uses.tensors.items():
         storage = reader.storages[key]
-        if key in uses.pinned or storage.location == "meta" or (wanted is not None and key not in wanted):
+        if key in uses.pinned or storage.location == "meta" or key not in wanted:
             continue
         clusters = _clusters(users, storage)
         if clusters is None or checkpoint.body(key) is None:
             continue
         bodies = [
-            _gathered(checkpoint, cluster.uses[0].tensor) if _holes(cluster) else _part(checkpoint, key, cluster)
+            _gathered(checkpoint, cluster.uses[0].tensor) if _has_gaps(cluster) else _part(checkpoint, key, cluster)
             for cluster in clusters
         ]
         size = sum(body.size for body in bodies)
@@ -101,30 +98,29 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
             while number and (name in reader.storages or name in added):
                 name = f"{name}.{number}"
             added[name] = body
-            dense = _holes(cluster)
+            dense = _has_gaps(cluster)
             made_dense += dense
             for use in cluster.uses:
-                _repoint(rewrite, use, name, body.size, cluster.begin, storage, dense)
+                _repoint(editor, use, name, body.size, cluster.begin, storage, dense)
         cut, before, after = cut + 1, before + storage.nbytes, after + size
     if not cut:
-        return original.changed(original.graph, [Change("slim-views", "", 0, 0, "no view drags more than it reads")])
+        change = Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")
+        return original.changed(original.graph, [change])
     what = f"{counted(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
-    notes = (f"{counted(made_dense, 'view')} with holes made contiguous",) if made_dense else ()
+    notes = (f"{counted(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
     return checkpoint.changed(
-        rewrite.done(), [Change("slim-views", "", cut, 0, what, notes)], added, needs_relayout=True
+        editor.done(), [Change("slim-views", "", cut, 0, what, notes)], added, needs_relayout=True
     )
 
 
-def _wanted(checkpoint: Checkpoint, only: Globs) -> set[str] | None:
-    if not only:
-        return None
-    survey = checkpoint.survey
-    chosen = [entry.tensor for entry in survey.tensors if only.match(entry.key, entry.path)]
-    return {part.storage for tensor in chosen for part in survey.reader.parts(tensor)}
+def _chosen_storages(checkpoint: Checkpoint, only: Globs) -> set[str]:
+    reader = checkpoint.survey.reader
+    chosen = chosen_tensors(checkpoint, None, only)
+    return {part.storage for entry in chosen for part in reader.parts(entry.tensor)} if only else {*reader.storages}
 
 
 def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
-    """The uses by what they have in common, or nearly; None where not all of them are understood."""
+    """Group the uses that overlap or nearly touch; return None if not all of them are understood."""
     spans = []
     for use in users:
         dtype = dtype_of(use.tensor)
@@ -136,13 +132,13 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
             return None
         spans.append((begin, begin + size, use))
     spans.sort(key=lambda span: span[:2])
-    # Tensors of several dtypes may share a storage that has none itself; offsets count elements of each.
+    # Tensors of several dtypes may share an untyped storage; offsets count elements of each dtype.
     width = max(BY_NAME[use.tensor.dtype].itemsize for use in users)
     clusters: list[Cluster] = []
     for begin, end, use in spans:
         begin, end = begin - begin % width, end + -end % storage.dtype.itemsize
         last = clusters[-1] if clusters else None
-        if last is not None and last.begin == last.end:  # empty tensors read nothing, wherever they are
+        if last is not None and last.begin == last.end:  # empty tensors read nothing
             clusters[-1] = Cluster(begin, end, [*last.uses, use])
         elif last is not None and begin < last.end + _RECORD:
             clusters[-1] = Cluster(last.begin, max(last.end, end), [*last.uses, use])
@@ -151,11 +147,10 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
     return clusters
 
 
-def _holes(cluster: Cluster) -> bool:
-    """Is it one view, which does not read all that lies between its first and its last element?"""
+def _has_gaps(cluster: Cluster) -> bool:
+    """Is it one view that does not read everything between its first and its last element?"""
     first = cluster.uses[0].tensor
-    if any((t.offset, t.shape, t.stride, t.dtype) != (first.offset, first.shape, first.stride, first.dtype)
-           for t in (use.tensor for use in cluster.uses)):  # fmt: skip
+    if len({(t.offset, t.shape, t.stride, t.dtype) for t in (use.tensor for use in cluster.uses)}) > 1:
         return False
     return not holds_rows(first) and tensor_size(first) < cluster.end - cluster.begin
 
@@ -178,24 +173,21 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
     return Body(Computed(size, chunks), size)
 
 
-def _repoint(rewrite: Rewrite, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
+def _repoint(editor: Rewrite, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
     dtype = dtype_of(use.tensor)
     assert isinstance(dtype, Dtype)
     empty = 0 in use.tensor.shape
     offset = 0 if dense or empty else use.tensor.offset - begin // dtype.itemsize
     strides = contiguous_strides(use.tensor.shape) if dense else None
     numel = nbytes // storage.dtype.itemsize
-    rewrite.changed[use.args] = repointed(rewrite, use, key, numel, offset=offset, strides=strides)
-
-
-# -- doubles --------------------------------------------------------------------------------------------
+    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, strides=strides)
 
 
 def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
-    """Make storages of state dicts with the same bytes, class and device one: their tensors are tied from then on.
+    """Merge storages of state dicts with the same bytes, class and device: their tensors are tied from then on.
 
-    ``only`` chooses tensors. Scalars stay apart, and so does what an optimizer keeps: they count, and must not count
-    as one. So do the tensors of different state dicts: a model and its average part ways.
+    ``only`` chooses tensors. Scalars and the states of optimizers stay separate: they are counters, which must not
+    become one. So do the tensors of different state dicts: a model and its average will diverge.
     """
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
@@ -205,42 +197,42 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     homes: dict[str, set[int]] = {}
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
-    wanted = _wanted(checkpoint, only)
+    wanted = _chosen_storages(checkpoint, only)
     alike: dict[object, dict[int | None, list[str]]] = {}
     for key in uses.tensors:
         storage = reader.storages[key]
         if key in apart or key in uses.pinned or storage.location == "meta" or not storage.nbytes:
             continue
-        if len(homes.get(key, ())) != 1 or (wanted is not None and key not in wanted):
+        if len(homes.get(key, ())) != 1 or key not in wanted:
             continue
         body = checkpoint.body(key)
         if body is not None:
-            kind = (storage.cls, storage.numel, storage.location, *homes[key])
-            alike.setdefault(kind, {}).setdefault(body.crc or None, []).append(key)
-    same = dict(_twins(checkpoint, list(_candidates(alike.values()))))
+            signature = (storage.cls, storage.numel, storage.location, *homes[key])
+            alike.setdefault(signature, {}).setdefault(body.crc or None, []).append(key)
+    same = dict(_duplicates(checkpoint, list(_candidates(alike.values()))))
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
-    rewrite = Rewrite(checkpoint.graph)
+    editor = Rewrite(checkpoint.graph)
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
     for key, first in same.items():
         for use in uses.tensors[key]:
-            rewrite.changed[use.args] = repointed(rewrite, use, first, reader.storages[key].numel)
+            editor.changed[use.args] = repointed(editor, use, first, reader.storages[key].numel)
     size = sum(reader.storages[key].nbytes for key in same)
     what = f"{counted(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
     notes = (f"tied now: {listed(pairs, most=3)}",)
-    return checkpoint.changed(rewrite.done(), [Change("dedupe", "", len(same), 0, what, notes)], needs_relayout=True)
+    return checkpoint.changed(editor.done(), [Change("dedupe", "", len(same), 0, what, notes)], needs_relayout=True)
 
 
-def _candidates(kinds: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
-    """Storages of one kind that may hold the same bytes: of one checksum, or any where one has none on record."""
-    for by_crc in kinds:
+def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
+    """Yield alike storages that may hold the same bytes: of one checksum, or all if one has no checksum."""
+    for by_crc in alike:
         groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()
         yield from (keys for keys in groups if len(keys) > 1)
 
 
-def _twins(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """(double, first) of the storages of a group with the same bytes; a checksum on record is a hint, the bytes decide.
+def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield (duplicate, first) of the storages with the same bytes: a checksum is a hint, the bytes decide.
 
     Each is read once, in the order of the file.
     """
@@ -249,10 +241,10 @@ def _twins(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[
     digests: dict[str, bytes] = {}
 
     def digest(key: str) -> None:
-        summed = sha256()
+        state = sha256()
         for data in stored_bytes(checkpoint, key):
-            summed.update(data)
-        digests[key] = summed.digest()
+            state.update(data)
+        digests[key] = state.digest()
 
     def place(key: str) -> int:
         body = checkpoint.body(key)
@@ -264,40 +256,36 @@ def _twins(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[
     for group in groups:
         first: dict[bytes, str] = {}
         for key in group:
-            one = first.setdefault(digests[key], key)
-            if one != key:
-                yield key, one
-
-
-# -- entries --------------------------------------------------------------------------------------------
+            other = first.setdefault(digests[key], key)
+            if other != key:
+                yield key, other
 
 
 def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     """Drop the top-level entries that ``purpose`` does not need; the last state dict always stays.
 
-    Raises TargetError for another purpose than "inference".
+    Raise TargetError for another purpose than "inference".
     """
     if purpose != "inference":
-        raise TargetError(f"nobody knows what {purpose!r} needs", next="--for inference")
+        raise TargetError(f"{purpose!r} is not a known purpose", next="--for inference")
     survey = checkpoint.survey
     causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
     if any(item.path == "" for item in survey.state_dicts):
-        items = []  # the keys of a bare state dict are parameters, whatever they are called
+        items = []  # the keys of a bare state dict are parameters, whatever their names
     for key, _ in items:
         name = checkpoint.graph.nodes[key]
-        cause = next((cause for cause, form in _TRAINING if isinstance(name, str) and form.search(name)), "")
-        if cause and isinstance(name, str):
+        if isinstance(name, str) and (cause := next((word for word, form in _TRAINING if form.search(name)), "")):
             causes[name] = cause
     weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}
     entries = survey.entries
     if weights and all(entries[number].key in causes for number in weights):
-        # The average is all there is of the model.
+        # The average is all that is left of the model.
         causes = {name: cause for name, cause in causes.items() if cause != "EMA"}
     changes = []
     sizes = account(survey).entry_bytes
     for cause in dict.fromkeys(causes.values()):
-        names = [name for name, told in causes.items() if told == cause]
+        names = [name for name, other in causes.items() if other == cause]
         size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
         notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
         what = f"{cause} dropped: {listed(names)}, {human_bytes(size)}"

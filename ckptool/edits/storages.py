@@ -1,16 +1,20 @@
-"""Which calls make tensors of which storages, and how they are given others."""
+"""Which calls make tensors of which storages, which tensors an edit chooses, and how they get other storages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapped_name, mapping
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..checkpoint.views import without_views
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
+from ..pickles.opcodes import REDUCE
 
 _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"))
 
@@ -19,7 +23,7 @@ class Use(NamedTuple):
     """A tensor made of a storage.
 
     ``args`` is the tuple (storage, offset, shape, strides, ...); ``storage`` the reference of its Persistent, ``func``
-    that of the rebuild function, which the node ``holder`` holds: the call itself, or the arguments of a call of
+    that of the rebuild function, which the node ``holder`` refers to: the call itself, or the arguments of a call of
     ``_rebuild_from_type_v2``.
     """
 
@@ -31,21 +35,31 @@ class Use(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """The uses of each storage by key, and the storages that are held otherwise, too: as values of their own."""
+    """The uses of each storage by key, and the storages that are also used otherwise: as values of their own."""
 
     tensors: dict[str, list[Use]]
     pinned: frozenset[str]
 
 
 def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with persistent ids as the zip format has them; itself where they are so already."""
+    """Return the checkpoint with persistent ids as in the zip format; itself if they already are."""
     graph = without_views(checkpoint.graph)
     return checkpoint if graph is checkpoint.graph else checkpoint.changed(graph, [], needs_relayout=True)
 
 
+def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> Iterator[TensorEntry]:
+    """Yield the tensors that match ``only``, in the state dict at ``key`` if there is one."""
+    survey = checkpoint.survey
+    paths = None if key is None else {item.path for item in selected(checkpoint, key)}
+    for entry in survey.tensors:
+        inside = paths is None or (entry.state_dict >= 0 and survey.state_dicts[entry.state_dict].path in paths)
+        if inside and (not only or only.match(entry.key, entry.path)):
+            yield entry
+
+
 def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
-    """Every use of a storage that the root leads to."""
-    found: dict[str, list[Use]] = {}
+    """Return every use of a storage within reach of the root."""
+    uses: dict[str, list[Use]] = {}
     pinned: set[str] = set()
     known: set[Ref] = set()
     functions: dict[Ref, str] = {}
@@ -69,26 +83,26 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
         if name not in _REBUILDS or type(parts) is not tuple or tensor is None or not tensor.storage:
             continue
         known.add(args)
-        found.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
+        uses.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
     for ref in reachable:
-        # What such arguments begin with is the use itself.
+        # The first of such arguments is the use itself.
         for child in children(graph.nodes[ref])[1 if ref in known else 0 :]:
             storage = reader.storage(child)
             if storage is not None:
                 pinned.add(storage.key)
     if (storage := reader.storage(graph.root)) is not None:
         pinned.add(storage.key)
-    return Uses(found, frozenset(pinned))
+    return Uses(uses, frozenset(pinned))
 
 
-def is_marked(graph: Graph, use: Use) -> bool:
-    """Does the tensor carry a conjugate or negative bit? They stand in a dict, the last argument."""
+def has_bits(graph: Graph, use: Use) -> bool:
+    """Does the tensor carry a conjugate or negative bit? They are in a dict, the last argument."""
     args = graph.nodes[use.args]
     return type(args) is tuple and len(args) > 6 and bool(mapping(graph, args[-1]))
 
 
 def repointed(
-    rewrite: Rewrite,
+    editor: Rewrite,
     use: Use,
     key: str,
     numel: int,
@@ -97,24 +111,35 @@ def repointed(
     strides: Sequence[int] | None = None,
     cls: Ref = -1,
 ) -> tuple[Ref, ...]:
-    """The arguments of a use with another storage: ``key`` of ``numel`` elements, of the class ``cls`` (-1: its own).
+    """Return the arguments of a use with another storage: ``key`` of ``numel`` elements, of class ``cls`` (-1: same).
 
-    ``offset`` and ``strides`` are in elements; None leaves them. To be asked for all uses of a storage: what mentioned
-    it goes, because of two mentions that disagree the first one counts.
+    ``offset`` and ``strides`` are in elements; None keeps them. Call it for all uses of a storage: its old mention is
+    removed, because of two mentions that disagree the first one counts.
     """
-    graph = rewrite.graph
+    graph = editor.graph
     persistent = graph.nodes[use.storage]
     assert isinstance(persistent, Persistent)
     pid = graph.nodes[persistent.pid]
-    args = rewrite.node(use.args)
+    args = editor.node(use.args)
     assert type(pid) is tuple and type(args) is tuple
-    new = (pid[0], cls if cls >= 0 else pid[1], rewrite.text(pid[2], key), pid[3], _number(rewrite, pid[4], numel))
-    twin = rewrite.add(Persistent(rewrite.add(new, persistent.pid)), use.storage)
-    rewrite.changed[use.storage] = None
-    at = args[1] if offset is None else _number(rewrite, args[1], offset)
-    steps = args[3] if strides is None else rewrite.add(tuple(rewrite.constant(step) for step in strides))
-    return (twin, at, args[2], steps, *args[4:])
+    new = (pid[0], cls if cls >= 0 else pid[1], editor.text(pid[2], key), pid[3], _number(editor, pid[4], numel))
+    storage = editor.add(Persistent(editor.add(new, persistent.pid)), use.storage)
+    editor.changed[use.storage] = None
+    at = args[1] if offset is None else _number(editor, args[1], offset)
+    steps = args[3] if strides is None else editor.add(tuple(editor.constant(step) for step in strides))
+    return (storage, at, args[2], steps, *args[4:])
 
 
-def _number(rewrite: Rewrite, ref: Ref, value: int) -> Ref:
-    return ref if rewrite.node(ref) == value else rewrite.constant(value)
+def _number(editor: Rewrite, ref: Ref, value: int) -> Ref:
+    return ref if editor.node(ref) == value else editor.constant(value)
+
+
+def copied_call(node: Call, func: Ref = -1) -> Call:
+    """Return a call like ``node``, of another function if ``func`` is one."""
+    call = Call(node.op, node.func if func < 0 else func, node.args, node.kwargs)
+    return call.filled(node.items, node.pairs, node.states)
+
+
+def no_hooks(editor: Rewrite) -> Ref:
+    """Return an empty OrderedDict, the hooks of a tensor."""
+    return editor.add(Call(REDUCE, editor.named("collections", "OrderedDict"), editor.constant(())))

@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE, Container
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import is_sharded, spread
-from ..edits.sanitize.edit import sanitize
+from ..edits.sanitize.sanitizer import sanitize
 from ..files.archives import is_address
 from ..files.sources import FolderSource
 from ..safety.calls import suspicious_calls

@@ -19,9 +19,9 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
-from ckptool.edits.like.result import match_checkpoint
-from ckptool.edits.like.targets import wanted_of
-from ckptool.edits.pipeline import fitted
+from ckptool.edits.like.match import match_checkpoint
+from ckptool.edits.like.targets import match_target
+from ckptool.edits.pipeline import apply_fix
 
 
 def saved(made: Any, path: Path) -> Path:
@@ -40,12 +40,12 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
 
     It is done twice: by ``apply``, and by the command line that is printed; both give the same file.
     """
-    wanted = wanted_of(target)
+    wanted = match_target(target)
     with ckptool.open(source) as checkpoint:
         found = match_checkpoint(checkpoint, wanted, **how)
         assert found.steps is not None, found.report
         shapes = {name: value.shape for name, value in wanted.tensors.items()}
-        ckptool.save(fitted(checkpoint, found.steps, shapes, key=found.key), out)
+        ckptool.save(apply_fix(checkpoint, found.steps, shapes, key=found.key), out)
     if found.report["fix"]:
         printed = out.with_name("printed.pth")
         assert typed(found.report["fix"]["command"], printed) == 0

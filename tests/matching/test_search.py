@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.base.errors import RefusedError
-from ckptool.edits.like.comparison import Shape, agrees, fillable, score
-from ckptool.edits.like.pairing import in_order, paired
-from ckptool.edits.like.search import search
-from ckptool.edits.like.steps import Step, cost, renaming
+from ckptool.edits.like.names import Shape, agrees, fillable, pair_in_order, pair_names, score
+from ckptool.edits.like.search import FixStep, cost, renaming, search
 
 Names = dict[str, Shape]
 
@@ -130,7 +128,7 @@ def test_a_search_loses_no_name_and_never_worsens(one: Names, other: Names) -> N
 @given(models(), models())
 @settings(max_examples=200, deadline=None)
 def test_pairs_are_one_to_one_and_keep_equal_names(one: Names, other: Names) -> None:
-    pairs = paired(one, other)
+    pairs = pair_names(one, other)
     assert len(set(pairs.values())) == len(pairs)
     assert pairs.keys() <= one.keys() and set(pairs.values()) <= other.keys()
     assert all(pairs[name] == name for name in one if name in other)
@@ -140,7 +138,7 @@ def test_pairs_are_one_to_one_and_keep_equal_names(one: Names, other: Names) -> 
 def test_layers_with_the_number_and_shape_of_others_are_not_taken_for_them() -> None:
     have: Names = {f"layers.{n}.{part}.weight": (8,) for n in range(3) for part in ("a", "b")}
     wanted: Names = {f"x.{n}.weight": (8,) for n in range(6)}
-    assert paired(have, wanted) == {}
+    assert pair_names(have, wanted) == {}
     found = found_for(have, wanted)
     assert [step.option for step in found.steps] == ["by-order"] and found.steps[0].guess
     assert found.names == list(wanted)
@@ -192,40 +190,42 @@ def test_what_is_rare_is_found_in_large_models(layers: int) -> None:
 
 
 def test_by_order_names_the_first_disagreement() -> None:
-    assert in_order({"a": (3,), "b": ()}, {"x": (3,), "y": ()}) == {"a": "x", "b": "y"}
+    assert pair_in_order({"a": (3,), "b": ()}, {"x": (3,), "y": ()}) == {"a": "x", "b": "y"}
     with pytest.raises(RefusedError, match=r"key 2 is 'b' of shape 4 here, 'y' of shape 2x2 there"):
-        in_order({"a": (3,), "b": (4,)}, {"x": (3,), "y": (2, 2)})
+        pair_in_order({"a": (3,), "b": (4,)}, {"x": (3,), "y": (2, 2)})
     with pytest.raises(RefusedError, match=r"2 keys here, 1 there; the first without a partner is 'b'"):
-        in_order({"a": (3,), "b": (4,)}, {"x": (3,)})
+        pair_in_order({"a": (3,), "b": (4,)}, {"x": (3,)})
     with pytest.raises(RefusedError, match="without a shape"):
-        in_order({"a": (3,)}, {"x": None})
+        pair_in_order({"a": (3,)}, {"x": None})
 
 
 @pytest.mark.parametrize(
     ("step", "name", "expected"),
     [
-        (Step("strip-module"), "module.module.a", "module.a"),
-        (Step("wrappers"), "a._fsdp_wrapped_module.b", "a.b"),
-        (Step("strip-prefix", "model."), "model.a", "a"),
-        (Step("strip-prefix", "model."), "models.a", "models.a"),
-        (Step("add-prefix", "x.y."), "a", "x.y.a"),
-        (Step("rename", "a.*=b.c.*"), "a.x", "b.c.x"),
-        (Step("rename", "a.*=b.*"), "aa.x", "aa.x"),
-        (Step("rename", "a.gamma=a.weight"), "a.gamma", "a.weight"),
-        (Step("rename", "a.gamma=a.weight"), "a.gamma.x", "a.gamma.x"),
-        (Step("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "gamma", "weight"),
-        (Step("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "x.gamma", "x.weight"),
-        (Step("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "x.dgamma", "x.dgamma"),
+        (FixStep("strip-module"), "module.module.a", "module.a"),
+        (FixStep("wrappers"), "a._fsdp_wrapped_module.b", "a.b"),
+        (FixStep("strip-prefix", "model."), "model.a", "a"),
+        (FixStep("strip-prefix", "model."), "models.a", "models.a"),
+        (FixStep("add-prefix", "x.y."), "a", "x.y.a"),
+        (FixStep("rename", "a.*=b.c.*"), "a.x", "b.c.x"),
+        (FixStep("rename", "a.*=b.*"), "aa.x", "aa.x"),
+        (FixStep("rename", "a.gamma=a.weight"), "a.gamma", "a.weight"),
+        (FixStep("rename", "a.gamma=a.weight"), "a.gamma.x", "a.gamma.x"),
+        (FixStep("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "gamma", "weight"),
+        (FixStep("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "x.gamma", "x.weight"),
+        (FixStep("rename-regex", r"s/(^|\.)gamma$/\1weight/"), "x.dgamma", "x.dgamma"),
     ],
 )
-def test_steps(step: Step, name: str, expected: str) -> None:
+def test_steps(step: FixStep, name: str, expected: str) -> None:
     assert renaming(step, [name])(name) == expected
 
 
 def test_fewer_steps_cost_less() -> None:
-    assert cost([Step("rename", "a" * 200 + ".*=b.*")]) < cost([Step("strip-module"), Step("add-prefix", "b.")])
-    assert cost([Step("strip-module")]) < cost([Step("wrappers")]) < cost([Step("strip-prefix", "module.")])
-    assert cost([Step("like", "/a/long/path" * 40)]) == cost([Step("like", "b")])
+    assert cost([FixStep("rename", "a" * 200 + ".*=b.*")]) < cost(
+        [FixStep("strip-module"), FixStep("add-prefix", "b.")]
+    )
+    assert cost([FixStep("strip-module")]) < cost([FixStep("wrappers")]) < cost([FixStep("strip-prefix", "module.")])
+    assert cost([FixStep("like", "/a/long/path" * 40)]) == cost([FixStep("like", "b")])
 
 
 def test_shapes_that_torch_takes_for_others() -> None:

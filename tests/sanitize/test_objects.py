@@ -113,8 +113,8 @@ SAID: dict[str, tuple[Any, Any, str]] = {
     "large integer": (-(1 << 3000), hex(-(1 << 3000)), "an integer of 3,001 bits in hexadecimal"),
     "ellipsis": (..., "builtins.Ellipsis", "builtins.Ellipsis -> its name"),
     "set of what has no hash": ({foreign.Frozen(1)}, [{"width": 1, "inner": None}], "set -> list, its members"),
-    "set of what is equal": ({foreign.Mode.TRAIN, 1}, [1, 1], "set -> list, some of its members are equal by now"),
-    "frozen set in a set": ({frozenset((1,))}, [{1}], "set -> list, its members have no hash any more"),
+    "set of what is equal": ({foreign.Mode.TRAIN, 1}, [1, 1], "set -> list, some of its members are equal now"),
+    "frozen set in a set": ({frozenset((1,))}, [{1}], "set -> list, its members can no longer be hashed"),
     "a date in a zone": (
         datetime.datetime(2020, 1, 2, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
         "2020-01-02T00:00:00[Europe/Berlin]",
@@ -171,15 +171,15 @@ def test_a_tuple_cannot_be_in_itself_so_it_is_a_list(direct: bool, tmp_path: Pat
     result = sanitized(saved(tmp_path / "in.pth", {"v": value}), out, loops=True)
     made = result.loaded["v"]
     assert type(made) is list and (made[1] if direct else made[1][0]) is made
-    assert "list, because it is in itself" in result.what("v")
+    assert "list, because it contains itself" in result.what("v")
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "what a function makes": ({"v": foreign.Made()}, "v (research_lab.things.make)"),
-    "a key that is a dict by now": ({"v": {foreign.Frozen(1): 2}}, "v (a key without a hash)"),
-    "a frozen set as a key": ({"v": {frozenset((1,)): 2}}, "v (a key without a hash)"),
-    "two keys that are one by now": ({foreign.Mode.TRAIN: 1, 1: 2}, "the root (a key that is equal to another one"),
-    "a path and its text as keys": ({"v": {pathlib.PurePosixPath("a"): 1, "a": 2}}, "v (a key that is equal"),
+    "a key that is a dict by now": ({"v": {foreign.Frozen(1): 2}}, "v (a key that cannot be hashed)"),
+    "a frozen set as a key": ({"v": {frozenset((1,)): 2}}, "v (a key that cannot be hashed)"),
+    "two keys that are one by now": ({foreign.Mode.TRAIN: 1, 1: 2}, "the root (a key that equals another one"),
+    "a path and its text as keys": ({"v": {pathlib.PurePosixPath("a"): 1, "a": 2}}, "v (a key that equals"),
     "a method of an object": ({"v": [1].append}, "v (builtins.getattr)"),
     "a parameter without a value": (torch.nn.LazyLinear(2).state_dict(), "UninitializedParameter"),
 }
@@ -232,7 +232,7 @@ def test_a_key_that_goes_stays_where_it_is_a_value(tmp_path: Path, out: Path) ->
     both = frozenset((1, 2))
     result = sanitized(saved(tmp_path / "in.pth", {"a": both, "b": {both: 1, "c": 2}}), out, drop_unknown=True)
     assert result.loaded == {"a": {1, 2}, "b": {"c": 2}}
-    assert ("b", "a key without a hash: dropped") in result.changes
+    assert ("b", "a key that cannot be hashed: dropped") in result.changes
 
 
 def test_the_root_cannot_be_dropped(tmp_path: Path, out: Path) -> None:

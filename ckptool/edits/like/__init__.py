@@ -1,5 +1,4 @@
-"""What a checkpoint would load into: names and shapes against names and shapes, and the edit that makes them meet.
+"""Whether a checkpoint would load into something, and the edit that makes it fit.
 
-Two mappings of names and shapes come in, plain data goes out: no tensor bytes are read. Only ``targets`` opens files,
-and builds the model that is named to it.
+Names and shapes are compared with names and shapes; no tensor bytes are read.
 """

@@ -1,30 +1,385 @@
-"""The shortest edit of names that makes them fit: a beam search over the steps that the names themselves propose."""
+"""The shortest edit of names that makes them fit: a beam search over the steps that the names themselves suggest.
+
+Each step is an option of ``ckptool edit``, and a function of a name. What differs between names that mean the same
+votes for the steps worth trying.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from heapq import nlargest
+from itertools import islice
+from shlex import quote
+from typing import Final, NamedTuple, TypeVar
 
-from ...base.errors import RefusedError
-from .comparison import Score, Shape, score
-from .pairing import in_order, paired
-from .proposals import proposals
-from .steps import Step, cost, renaming
+from ...base.errors import RefusedError, TargetError
+from ...base.prefixes import common_prefix, unwrapping
+from ..keys import Rename, stripping
+from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
-#: Steps in a row; who needs more is better served by the names of the target.
+Key = TypeVar("Key")
+
+#: Options that change the place of the state dict, not its names.
+LAYOUT: Final = frozenset(("extract", "wrap", "drop"))
+#: The cost of a step: of those that reach the same the simpler is better.
+_COSTS: Final = {
+    "strip-module": 1.0,
+    "wrappers": 1.1,
+    "strip-prefix": 1.2,
+    "add-prefix": 1.2,
+    "rename": 1.5,
+    "rename-regex": 2.0,
+    "drop": 2.0,
+    "extract": 1.0,
+    "wrap": 1.0,
+    "like": 4.0,
+    "by-order": 5.0,
+}
+#: Options whose value is the target, which may have any length.
+FROM_TARGET: Final = frozenset(("like", "by-order"))
+
+
+class FixStep(NamedTuple):
+    """One step: ``option`` of ``ckptool edit``, ``value`` "" for a flag.
+
+    The options "like" and "by-order" take their names from the target. ``guess`` says that the order of the keys
+    decided which name is which, because the names themselves do not.
+    """
+
+    option: str
+    value: str = ""
+    guess: bool = False
+
+
+def cost(steps: Sequence[FixStep]) -> float:
+    """Return the cost of all steps: first their number, then their options, their length last."""
+    return sum(
+        _COSTS[step.option] + step.guess + (len(step.value) / 1000 if step.option not in FROM_TARGET else 0)
+        for step in steps
+    )
+
+
+def renaming(step: FixStep, names: Iterable[str]) -> Rename:
+    """Return the function of a name for a step, given all names of the state dict.
+
+    Raise TargetError for a step that does not rename.
+    """
+    if step.option == "strip-module":
+        return stripping("module.")
+    if step.option == "strip-prefix":
+        return stripping(step.value)
+    if step.option == "wrappers":
+        return unwrapping(names)
+    if step.option == "add-prefix":
+        return (step.value.rstrip(".") + ".").__add__
+    if step.option == "rename":
+        old, _, new = step.value.partition("=")
+        return _glob_rename(old, new)
+    if step.option == "rename-regex":
+        parts = step.value.split("/")
+        if len(parts) != 4 or parts[0] != "s" or parts[3]:
+            raise TargetError(f"{step.value!r} is not s/PATTERN/REPLACEMENT/")
+        return partial(re.compile(parts[1]).sub, parts[2], count=1)
+    raise TargetError(f"--{step.option} does not rename")
+
+
+def _glob_rename(old: str, new: str) -> Rename:
+    """Rename by a glob as it is made here: one star at the end of each, or none."""
+    head, star, _ = old.partition("*")
+    into = new.partition("*")[0]
+
+    def rename(name: str) -> str:
+        if star:
+            return into + name[len(head) :] if name.startswith(head) else name
+        return into if name == head else name
+
+    return rename
+
+
+def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
+    """Return (option, value) as ``ckptool edit`` and ``api.edit`` take them, True for a flag."""
+    options: list[tuple[str, str | bool]] = []
+    for step in steps:
+        if step.option == "by-order":
+            options += [("like", step.value), ("by-order", True)]
+        else:
+            options.append((step.option, step.value or True))
+    return options
+
+
+def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> str:
+    """Return the command line that does the steps, quoted for a shell."""
+    # --key holds for the edits after it.
+    words = ["ckptool edit", quote(path), *(() if key is None else ("--key", quote(key or ".")))]
+    for option, value in edit_options(steps):
+        words += [f"--{option}", quote(value)] if isinstance(value, str) else [f"--{option}"]
+    return " ".join([*words, "-o", quote(output)])
+
+
+# -- Proposals
+
+#: What other libraries call the same thing, so that its order among the keys does not matter.
+_SYNONYM_PAIRS: Final = (
+    ("gamma", "weight"),
+    ("beta", "bias"),
+    ("moving_mean", "running_mean"),
+    ("moving_variance", "running_var"),
+    ("moving_var", "running_var"),
+    ("kernel", "weight"),
+    ("scale", "weight"),
+)
+_SYNONYMS: Final = frozenset((*_SYNONYM_PAIRS, *((b, a) for a, b in _SYNONYM_PAIRS)))
+#: Partners that are tried for one name when nothing distinguishes them.
+_PARTNERS: Final = 3
+#: The weight of a vote by order; one by name counts 1.
+_UNSURE: Final = 0.25
+#: Of many pairs every n-th votes. Rare differences are heard once the common ones are settled. Primes, because names
+#: repeat from layer to layer.
+_VOTERS: Final = 1_000
+_STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
+#: A name with these cannot be spelled in a glob, or in s/.../.../.
+_NOT_IN_GLOBS: Final = frozenset("*?=[]\\")
+_NOT_IN_REGEX: Final = frozenset("/\\\n")
+_NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
+
+
+class NamePair(NamedTuple):
+    """Two names that may mean the same; ``sure`` when the names say so rather than their order, ``only`` when no other
+    name has that end and shape, whatever its numbers."""
+
+    own: str
+    other: str
+    sure: bool
+    only: bool = False
+
+
+def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], most: int) -> list[FixStep]:
+    """Return steps that may bring ``names`` nearer to ``wanted``, most votes first; up to ``most`` of each kind."""
+    settled = {name for name, shape in zip(names, shapes) if name in wanted and agrees(shape, wanted[name])}
+    free = [(name, shape) for name, shape in zip(names, shapes) if name not in settled]
+    left = {name: shape for name, shape in wanted.items() if name not in settled}
+    if not free or not left:
+        return []
+    votes = _Votes({}, {}, {}, {}, set())
+    stride = next((step for step in _STRIDES if len(free) <= step * _VOTERS), _STRIDES[-1])
+    for pair in islice(_likely_pairs(free, left), 0, None, stride):
+        votes.tally(pair)
+    steps = [*_for_all_names(names, votes, most), *_by_head(votes, most), *_by_middle(votes, most)]
+    return list({step[:2]: step for step in reversed(steps)}.values())[::-1]
+
+
+class _Votes(NamedTuple):
+    """Differences between names with the weight of the pairs that have them; ``sure`` holds those that names prove.
+
+    ``heads`` before the common end, ``longer`` the same with one segment more, ``names`` whole names without a common
+    end, ``middles`` what lies between the common beginning and end of two names.
+    """
+
+    heads: dict[tuple[str, str], float]
+    longer: dict[tuple[str, str], float]
+    names: dict[tuple[str, str], float]
+    middles: dict[tuple[str, str, bool], float]
+    sure: set[tuple[str, str]]
+
+    def tally(self, pair: NamePair) -> None:
+        """Count the votes of one pair."""
+        diff = name_difference(pair.own, pair.other)
+        weight = 1.0 if pair.sure else _UNSURE
+        differences = [diff.head]
+        _add(self.heads if diff.end else self.names, diff.head, weight)
+        if diff.longer is not None:
+            _add(self.longer, diff.longer, weight)
+            differences.append(diff.longer)
+        if diff.middle is not None:
+            _add(self.middles, (*diff.middle, not diff.end), weight)
+            differences.append(diff.middle)
+        # A single match of number and shape in one place may be chance.
+        sure = pair.sure and (pair.only or diff.end > 1 or diff.begin > 0) and not diff.moved
+        if sure or diff.middle in _SYNONYMS:
+            self.sure.update(differences)
+
+
+def _add(votes: dict[Key, float], key: Key, weight: float) -> None:
+    votes[key] = votes.get(key, 0) + weight
+
+
+def _top(votes: Mapping[Key, float], most: int) -> list[Key]:
+    """Return the keys with the most votes; of equal ones the first."""
+    return nlargest(most, votes, key=lambda key: votes[key])
+
+
+def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) -> Iterator[NamePair]:
+    """Yield pairs of names with the longest common end and the same shape; without a common end, in one module."""
+    ends: dict[tuple[str, Shape], list[str]] = {}
+    modules: dict[tuple[str, Shape], list[str]] = {}
+    for name, shape in left.items():
+        for end in suffixes(name):
+            ends.setdefault((end, shape), []).append(name)
+        modules.setdefault((name.rpartition(".")[0], shape), []).append(name)
+    groups: dict[tuple[str, Shape], list[str]] = {}
+    alone: dict[tuple[str, Shape], list[str]] = {}
+    for name, shape in free:
+        best = None
+        for end in suffixes(name):
+            if (end, shape) not in ends:
+                break  # without a short common end there is no long one
+            best = (end, shape)
+        if best is not None:
+            groups.setdefault(best, []).append(name)
+        else:
+            alone.setdefault((name.rpartition(".")[0], shape), []).append(name)
+    for signature, own in groups.items():
+        yield from _matched(own, ends[signature])
+    for signature, own in alone.items():
+        if signature in modules:
+            yield from _zipped(own, modules[signature])
+
+
+def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:
+    """Yield names of one group with those of the other: by the numbers in them, then by order."""
+    if len(own) == len(others) == 1:
+        yield NamePair(own[0], others[0], True, True)
+        return
+    groups, by_numbers = _by_numbers(own), _by_numbers(others)
+    rest: list[str] = []
+    for numbers, names in groups.items():
+        if numbers in by_numbers:
+            yield from _zipped(names, by_numbers[numbers])
+        else:
+            rest += names
+    if rest:
+        yield from _zipped(rest, others)
+
+
+def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(numbers_in(name), []).append(name)
+    return groups
+
+
+def _zipped(own: list[str], others: list[str]) -> Iterator[NamePair]:
+    if len(own) == len(others):
+        yield from (NamePair(a, b, len(own) == 1) for a, b in zip(own, others))
+    else:
+        yield from (NamePair(name, other, False) for name in own for other in others[:_PARTNERS])
+
+
+class NameDifference(NamedTuple):
+    """Where two names differ: ``head`` up to the common end of ``end`` segments, ``longer`` a segment further where
+    there is one, ``middle`` without the common beginning of ``begin`` segments; None where that is empty or only
+    numbers. ``moved`` says that they differ only in numbers: another place in a sequence, which may be chance."""
+
+    head: tuple[str, str]
+    longer: tuple[str, str] | None
+    middle: tuple[str, str] | None
+    begin: int
+    end: int
+    moved: bool
+
+
+def name_difference(own: str, other: str) -> NameDifference:
+    """Compare two names segment by segment, from the end and from the beginning."""
+    a, b = own.split("."), other.split(".")
+    shorter = min(len(a), len(b))
+    end = 0
+    while end < shorter and a[-1 - end] == b[-1 - end]:
+        end += 1
+    begin = 0
+    while begin < shorter - end and a[begin] == b[begin]:
+        begin += 1
+    to_a, to_b = len(a) - end, len(b) - end
+    longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
+    middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
+    plain = all(part.isdigit() for part in a[begin:to_a])
+    moved = plain and begin < to_a and all(part.isdigit() for part in b[begin:to_b])
+    head = (".".join(a[:to_a]), ".".join(b[:to_b]))
+    return NameDifference(head, longer, None if plain else middle, begin, end, moved)
+
+
+def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[FixStep]:
+    """Yield steps about all names: the wrappers, their common prefix, and what heads lack."""
+    if any(name.startswith("module.") for name in names):
+        yield FixStep("strip-module")
+    unwrapped = unwrapping(names)
+    if any(unwrapped(name) != name for name in names):
+        yield FixStep("wrappers")
+    shared = common_prefix(names)
+    if shared:
+        yield FixStep("strip-prefix", shared)
+    # Where one head ends with the other, something was put before all names, or stripped.
+    prefixes: dict[tuple[str, str], float] = {}
+    for (own, other), weight in votes.heads.items():
+        if own and other.endswith("." + own):
+            _add(prefixes, ("add-prefix", other[: -len(own)]), weight)
+        elif other and own.endswith("." + other):
+            _add(prefixes, ("strip-prefix", own[: -len(other)]), weight)
+    yield from (FixStep(*step) for step in _top(prefixes, most))
+
+
+def _by_head(votes: _Votes, most: int) -> Iterator[FixStep]:
+    for own, other in _top(votes.heads, most):
+        if own == "module" and not other:
+            yield FixStep("strip-module")
+        elif own and not other:
+            yield FixStep("strip-prefix", own + ".")
+        elif other and not own:
+            yield FixStep("add-prefix", other + ".")
+        elif own:
+            yield from _by_glob(votes, own, other, ".*")
+    for own, other in _top(votes.longer, most):
+        yield from _by_glob(votes, own, other, ".*")
+    for own, other in _top(votes.names, most):
+        yield from _by_glob(votes, own, other, "")
+
+
+def _by_glob(votes: _Votes, own: str, other: str, end: str) -> Iterator[FixStep]:
+    if not _NOT_IN_GLOBS & set(own + other):
+        yield FixStep("rename", f"{own}{end}={other}{end}", (own, other) not in votes.sure)
+
+
+def _by_middle(votes: _Votes, most: int) -> Iterator[FixStep]:
+    """Yield steps that rename segments wherever they occur; those with a number at their end together."""
+    numbered: dict[tuple[str, str, bool], float] = {}
+    sure: set[tuple[str, str]] = set()
+    for (own, other, last), weight in votes.middles.items():
+        a, b = _NUMBERED.match(own), _NUMBERED.match(other)
+        if a and b and a[2] == b[2]:
+            _add(numbered, (a[1], b[1], last), weight)
+            if (own, other) in votes.sure:
+                sure.add((a[1], b[1]))
+    for own, other, last in _top(numbered, most):
+        if not _NOT_IN_REGEX & set(own + other):
+            end, back = ("$", "") if last else (r"\.", ".")
+            text = rf"s/(^|\.){re.escape(own)}(\d+){end}/\1{other}\g<2>{back}/"
+            yield FixStep("rename-regex", text, (own, other) not in sure)
+    for own, other, last in _top(votes.middles, most):
+        if not _NOT_IN_REGEX & set(own + other) and (other or not last):
+            end, back = ("$", "") if last else (r"\.", "." if other else "")
+            # \1 before a digit would be another group.
+            group = r"\g<1>" if other[:1].isdigit() else r"\1"
+            text = rf"s/(^|\.){re.escape(own)}{end}/{group}{other}{back}/"
+            yield FixStep("rename-regex", text, (own, other) not in votes.sure)
+
+
+# -- The search
+
+#: Steps in a row; if more are needed, the names of the target are the better fix.
 _DEPTH: Final = 4
-#: Where no more than one in so many problems is mended by a step, a few steps lead nowhere.
+#: If a step solves no more than one in this many problems, a few steps lead nowhere.
 _HOPELESS: Final = 100
 #: Steps that are easier to read than "like TARGET".
 _FEW: Final = 2
-#: States that are followed at each depth, and steps of each kind tried on each, by the number of names.
+#: Candidates that are followed at each depth, and steps of each kind tried on each, by the number of names.
 _EFFORTS: Final = ((5_000, 4, 4), (50_000, 2, 3), (1 << 62, 1, 2))
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """Names after steps: ``names`` in the order of the checkpoint, and how well they fit."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[FixStep, ...]
     names: list[str]
     score: Score
 
@@ -33,135 +388,136 @@ class Found(NamedTuple):
         """Larger is better: more loads, fewer problems, cheaper steps."""
         return (*self.score.rank, -cost(self.steps))
 
+    @property
+    def guess(self) -> bool:
+        """Is one of its steps a guess?"""
+        return any(step.guess for step in self.steps)
+
 
 def search(
     names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], filled: frozenset[str], target: str
-) -> Found:
-    """The best that renaming can do; ``target`` is what "like" is to name, "" where nothing can be.
+) -> Candidate:
+    """Return the best that renaming can do, the names as they are if nothing is better.
 
-    The names as they are, where nothing is better. ``filled`` are keys that may be missing.
+    ``target`` is the name for "like" to take, "" if there is none; ``filled`` are keys that may be missing.
     """
-    space = _Space(shapes, wanted, filled)
-    start = Found((), list(names), score(names, shapes, wanted, filled))
-    best = _explicit(space, start)
-    doubtful = best.score.problems or len(best.steps) > _FEW or any(step.guess for step in best.steps)
+    space = _SearchSpace(shapes, wanted, filled)
+    start = Candidate((), list(names), score(names, shapes, wanted, filled))
+    best = _by_steps(space, start)
+    doubtful = best.score.problems or len(best.steps) > _FEW or best.guess
     if target and start.score.problems and doubtful:
-        best = _settled(best, _like(space, start, best, target))
+        best = _preferred(best, _by_target(space, start, best, target))
     return _trimmed(space, start, best)
 
 
-class _Space(NamedTuple):
+class _SearchSpace(NamedTuple):
     shapes: Sequence[Shape]
     wanted: Mapping[str, Shape]
     filled: frozenset[str]
 
-    def after(self, state: Found, step: Step) -> Found | None:
-        """The state after a step; None where it changes nothing, or two names would become one."""
-        rename = renaming(step, state.names)
-        names = [rename(name) for name in state.names]
-        if names == state.names or len(set(names)) < len(names) or "" in names:
+    def after(self, candidate: Candidate, step: FixStep) -> Candidate | None:
+        """Return the candidate after a step; None if it changes nothing, or two names would become one."""
+        names = list(map(renaming(step, candidate.names), candidate.names))
+        return None if "" in names else self.named(candidate, names, step)
+
+    def named(self, candidate: Candidate, names: list[str], step: FixStep) -> Candidate | None:
+        """Return the candidate with the names that a step gives it; None as for ``after``."""
+        if names == candidate.names or len(set(names)) < len(names):
             return None
-        return Found((*state.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
+        return Candidate((*candidate.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
 
-    def named(self, state: Found, names: list[str], step: Step) -> Found | None:
-        """The state with other names altogether."""
-        if names == state.names or len(set(names)) < len(names):
-            return None
-        return Found((*state.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
+    def plausible(self, candidate: Candidate) -> bool:
+        """Does enough load to be the same model? Two models have a few shapes in common by chance."""
+        return candidate.score.loads * 2 >= min(len(self.shapes), len(self.wanted))
 
 
-def _explicit(space: _Space, start: Found) -> Found:
-    """The best by steps that say themselves what they do."""
+def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
+    """Return the best candidate by steps that name no target."""
     best = start
     width, most = next((width, most) for limit, width, most in _EFFORTS if len(start.names) <= limit)
     frontier = [start]
-    # What wrappers add stands between the segments that would be recognised: both ways are followed.
-    plain = space.after(start, Step("wrappers"))
-    simpler = space.after(start, Step("strip-module"))
+    # Wrappers come between the segments that would be recognised: both ways are followed.
+    plain = space.after(start, FixStep("wrappers"))
+    simpler = space.after(start, FixStep("strip-module"))
     if plain is not None and simpler is not None and simpler.names == plain.names:
         plain = simpler
     if plain is not None and start.score.problems:
         frontier.append(plain)
-        best = max(best, plain, key=lambda found: found.rank)
+        best = max(best, plain, key=lambda one: one.rank)
     stalled = 0
     for depth in range(_DEPTH):
-        # The first round is gone through in any case: there may be a simpler step than that about wrappers.
+        # The first round runs in any case: there may be a simpler step than the one about wrappers.
         if not (best if depth else start).score.problems or stalled > 1:
             break
-        reached: dict[int, Found] = {}
-        for state in frontier:
-            for step in proposals(state.names, space.shapes, space.wanted, most):
-                found = space.after(state, step)
-                if found is not None:
-                    if not found.score.problems and len(found.steps) == 1 and not step.guess:
-                        # Proposals come with the simplest first: no other step is cheaper.
-                        return max(best, found, key=lambda one: one.rank)
-                    mark = hash(tuple(found.names))
-                    if mark not in reached or found.rank > reached[mark].rank:
-                        reached[mark] = found
-        frontier = sorted(reached.values(), key=lambda found: found.rank, reverse=True)[:width]
+        reached: dict[int, Candidate] = {}
+        for candidate in frontier:
+            for step in proposals(candidate.names, space.shapes, space.wanted, most):
+                new = space.after(candidate, step)
+                if new is None:
+                    continue
+                if not new.score.problems and len(new.steps) == 1 and not step.guess:
+                    # Proposals come with the simplest first: no other step is cheaper.
+                    return max(best, new, key=lambda one: one.rank)
+                signature = hash(tuple(new.names))
+                if signature not in reached or new.rank > reached[signature].rank:
+                    reached[signature] = new
+        frontier = sorted(reached.values(), key=lambda one: one.rank, reverse=True)[:width]
         if not frontier:
             break
         stalled = 0 if frontier[0].score.rank > best.score.rank else stalled + 1
-        best = max(best, frontier[0], key=lambda found: found.rank)
+        best = max(best, frontier[0], key=lambda one: one.rank)
         if (best.score.loads - start.score.loads) * _HOPELESS < start.score.problems:
             break
     return best
 
 
-def _like(space: _Space, start: Found, best: Found, target: str) -> list[Found]:
-    """The states in which the target gives the names: by what they have in common, then by their order."""
-    found = []
-    for state in (start, best) if best.steps else (start,):
-        pairs = paired(dict(zip(state.names, space.shapes)), space.wanted)
-        names = [pairs.get(name, name) for name in state.names]
-        found.append(space.named(state, names, Step("like", target)))
+def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: str) -> list[Candidate]:
+    """Return the candidates with the names of the target: by what they have in common, then by their order."""
+    candidates = []
+    for candidate in (start, best) if best.steps else (start,):
+        partners = pair_names(dict(zip(candidate.names, space.shapes)), space.wanted)
+        names = [partners.get(name, name) for name in candidate.names]
+        candidates.append(space.named(candidate, names, FixStep("like", target)))
     try:
-        ordered = in_order(dict(zip(start.names, space.shapes)), space.wanted)
+        ordered = pair_in_order(dict(zip(start.names, space.shapes)), space.wanted)
+        candidates.append(space.named(start, list(ordered.values()), FixStep("by-order", target, True)))
     except RefusedError:
         pass
-    else:
-        found.append(space.named(start, list(ordered.values()), Step("by-order", target, True)))
-    return [state for state in found if state is not None]
+    return [candidate for candidate in candidates if candidate is not None]
 
 
-def _settled(best: Found, others: Sequence[Found]) -> Found:
-    """The best by steps, or what the target's own names give: where that is better, or as good and no guess."""
-    better = [found for found in others if found.score.rank > best.score.rank]
+def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
+    """Choose the names of the target over the best by steps if they are better, or as good and not a guess."""
+    better = [other for other in others if other.score.rank > best.score.rank]
     if better:
-        return max(better, key=lambda found: found.rank)
-    if any(step.guess for step in best.steps):
-        for found in others:
-            if found.score != best.score:
-                continue
-            if found.names != best.names:
-                # Steps guess by the order of a few keys; the order of all at once is the better witness.
-                return found
-            if not any(step.guess for step in found.steps) and len(best.steps) <= _FEW:
-                return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
-    return max((best, *others), key=lambda found: found.rank)
+        return max(better, key=lambda one: one.rank)
+    for other in others if best.guess else ():
+        if other.score != best.score:
+            continue
+        if other.names != best.names:
+            # Steps guess by the order of a few keys; the order of all at once is better evidence.
+            return other
+        if not other.guess and len(best.steps) <= _FEW:
+            return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
+    return max((best, *others), key=lambda one: one.rank)
 
 
-def _trimmed(space: _Space, start: Found, best: Found) -> Found:
-    """A fix that is none, without the steps of which most names gain nothing: they fit something by chance."""
+def _trimmed(space: _SearchSpace, start: Candidate, best: Candidate) -> Candidate:
+    """Drop the last steps of an incomplete fix that rename many keys but gain few matches: those are chance."""
     if not best.score.problems or not best.steps:
         return best
-    if any(step.option in ("like", "by-order") for step in best.steps):
-        return best if _worth(space, best) else start
-    states = [start]
-    for step in best.steps:
-        found = space.after(states[-1], step)
-        states += [found] if found is not None else []
-    while len(states) > 1:
-        before, after = states[-2:]
-        changed = sum(a != b for a, b in zip(before.names, after.names))
-        gained = after.score.loads - before.score.loads
-        if gained * 2 >= changed and not (after.steps[-1].guess and changed <= 2):
-            break
-        states.pop()
-    return states[-1] if _worth(space, states[-1]) else start
-
-
-def _worth(space: _Space, found: Found) -> bool:
-    """Does it load enough to be the same model? Two models have a few shapes in common by chance."""
-    return found.score.loads * 2 >= min(len(space.shapes), len(space.wanted))
+    candidates = [start]
+    if any(step.option in FROM_TARGET for step in best.steps):
+        candidates.append(best)
+    else:
+        for step in best.steps:
+            new = space.after(candidates[-1], step)
+            candidates += [new] if new is not None else []
+        while len(candidates) > 1:
+            before, after = candidates[-2:]
+            changed = sum(a != b for a, b in zip(before.names, after.names))
+            gained = after.score.loads - before.score.loads
+            if gained * 2 >= changed and not (after.steps[-1].guess and changed <= 2):
+                break
+            candidates.pop()
+    return candidates[-1] if space.plausible(candidates[-1]) else start

@@ -1,37 +1,252 @@
-"""From what a caller names to what it wants: a file, a lock file, a model, a mapping."""
+"""What a checkpoint shall fit: names, shapes and dtypes of a checkpoint, a lock file, a model or a mapping.
+
+Only this module of ``like`` opens files, and builds the model that is named to it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from shlex import quote
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from ...base.errors import TargetError
+from ...base.errors import MalformedError, RefusedError, TargetError
+from ...base.globs import EVERY, Globs
+from ...base.limits import LIMITS
+from ...base.text import argument, listed, suggested_output
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.objects import class_name
+from ...checkpoint.selection import normal_path, selected
+from ...checkpoint.survey import StateDict
+from ...files.archives import open_any
 from ...formats.opening import open_checkpoint
 from ...values.torch.loads import model_state
-from .wanted import Wanted, is_lock, wanted_of_checkpoint, wanted_of_lock, wanted_of_names
+from ..keys import by_table
+from .names import Shape, Spec, pair_in_order, pair_names
+
+_SCHEMA = "ckptool.lock/1"
+#: Kinds of tensors whose shape torch does not take from the pickle.
+_SHAPELESS = frozenset(("opaque", "nested", "jagged"))
 
 
-def wanted_of(target: Any, model: str | None = None, key: str | None = None, *, same: str | None = None) -> Wanted:
-    """What a target wants: a path, a model, a mapping of names to tensors; or ``model``, which names a callable that
-    is imported and run.
+class MatchTarget(NamedTuple):
+    """A state dict that another is to fit: ``path`` is its place in its file ("" for the whole file).
 
-    ``key`` chooses among the state dicts of a file, ``same`` is the path of one that is preferred. Raises TargetError
-    where there is nothing to match with.
+    ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model" or "names"; ``others`` are the paths
+    of other state dicts in it, ``tied`` its tensors that are another one under a second name.
+    """
+
+    source: str
+    kind: str
+    path: str
+    tensors: Mapping[str, Spec]
+    others: tuple[str, ...] = ()
+    tied: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of its values by name."""
+        return {name: spec.shape for name, spec in self.tensors.items()}
+
+
+def match_target(
+    target: Any, model: str | None = None, key: str | None = None, *, preferred: str | None = None
+) -> MatchTarget:
+    """Return the target for a path, a model, or a mapping of names to tensors; or for ``model``, which names a
+    callable that is imported and run.
+
+    ``key`` chooses among the state dicts of a file, ``preferred`` is the path of one to take if it exists. Raise
+    TargetError when there is nothing to match with.
     """
     if (target is None) == (model is None):
         raise TargetError("match takes a target or a model, one of them", next="name a file, or --model")
-    if model is not None or not isinstance(target, str | os.PathLike):
-        if key is not None:
-            raise TargetError("--target-key goes with a file: a model has one state dict")
-        if model is not None:
-            return wanted_of_names(model_state(model), model, "model")
-        state = target.state_dict() if hasattr(target, "state_dict") else target
-        if not isinstance(state, Mapping):
-            raise TargetError(f"a {type(target).__name__} is no path, no model and no mapping")
-        return wanted_of_names(state, type(target).__name__)
-    name = os.fspath(target)
-    if is_lock(name):
-        return wanted_of_lock(name, key, same=same)
-    with open_checkpoint(name) as checkpoint:
-        return wanted_of_checkpoint(checkpoint, key, same=same)
+    if model is None and isinstance(target, str | os.PathLike):
+        name = os.fspath(target)
+        if _is_lock(name):
+            return _target_in_lock(name, key, preferred)
+        with open_checkpoint(name) as checkpoint:
+            return target_in_checkpoint(checkpoint, key, preferred=preferred)
+    if key is not None:
+        raise TargetError("--target-key goes with a file: a model has one state dict")
+    if model is not None:
+        return _target_of_names(model_state(model), model, "model")
+    state = target.state_dict() if hasattr(target, "state_dict") else target
+    if not isinstance(state, Mapping):
+        raise TargetError(f"a {type(target).__name__} is not a path, a model or a mapping")
+    return _target_of_names(state, type(target).__name__, "names")
+
+
+def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
+    """Return the state dicts that may be meant: the one at ``key``, else those of high confidence, else the others.
+
+    Raise TargetError if there is none.
+    """
+    candidates = selected(checkpoint, key) or checkpoint.state_dicts
+    if not candidates:
+        modules = checkpoint.survey.modules
+        if modules:
+            what = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
+            step = f"make it one: ckptool sanitize {argument(checkpoint.path)} --as-state-dict"
+            step += f" -o {argument(suggested_output(checkpoint.path, 'plain'))}"
+            raise TargetError(what, path=checkpoint.path, next=step)
+        step = f"ckptool inspect {quote(checkpoint.path)} --tree"
+        raise TargetError("there is no state dict in it", path=checkpoint.path, next=step)
+    return candidates
+
+
+def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
+    """Return the spec of every value in a state dict, tensor or not, in order."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    specs = {}
+    for key, value in state_dict.items:
+        tensor = reader.tensor(value)
+        if tensor is None:
+            spec = Spec(None, class_name(graph, value))
+        else:
+            spec = Spec(None if tensor.kind in _SHAPELESS else tensor.shape, tensor.dtype)
+        specs[str(graph.nodes[key])] = spec
+    return specs
+
+
+def _tied_names(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, str]:
+    """Return the second names of tensors, each with the first: the same elements of the same storage."""
+    reader, firsts, tied = checkpoint.survey.reader, dict[object, str](), {}
+    for key, value in state_dict.items:
+        tensor = reader.tensor(value)
+        if tensor is None or not tensor.storage or 0 in tensor.shape:
+            continue
+        name = str(checkpoint.graph.nodes[key])
+        first = firsts.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def target_in_checkpoint(
+    checkpoint: Checkpoint, key: str | None = None, *, preferred: str | None = None
+) -> MatchTarget:
+    """Return the state dict at ``key`` as a target; without a key the one at ``preferred``, else the largest one.
+
+    Raise TargetError if there is none.
+    """
+    candidates = candidate_dicts(checkpoint, key)
+    place = normal_path(preferred) if preferred is not None else None
+    best = max(candidates, key=lambda item: (item.path == place, len(item.items)))
+    others = tuple(item.path for item in candidates if item is not best)
+    tied = _tied_names(checkpoint, best)
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs_of(checkpoint, best), others, tied)
+
+
+def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:
+    """Return a mapping of names to tensors, or to specs, as a target; raise TargetError for another mapping."""
+    specs: dict[str, Spec] = {}
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise TargetError(f"its key {name!r} is not a string", path=source)
+        if isinstance(value, Spec):
+            specs[name] = value
+            continue
+        dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+        try:
+            shape: Shape = tuple(int(size) for size in value.shape)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            # Not a tensor, or a parameter of a lazy module, which has no shape yet.
+            shape = None
+        specs[name] = Spec(shape, dtype)
+    return MatchTarget(source, kind, "", specs)
+
+
+def _is_lock(path: str) -> bool:
+    """Does it begin like JSON, which no checkpoint does?"""
+    if os.path.isdir(path):
+        return False
+    source = open_any(path)
+    try:
+        return source.read(0, min(source.size, 256)).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    finally:
+        source.close()
+
+
+def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchTarget:
+    """Return a state dict in a lock file as a target, chosen as in ``target_in_checkpoint``.
+
+    Raise MalformedError if it is not a lock file as ``ckptool lock`` writes it, TargetError for an unknown key.
+    """
+    import json
+
+    source = open_any(path)
+    try:
+        if source.size > LIMITS.pickle_bytes:
+            raise MalformedError("it is too large for a lock file", path=path)
+        data = source.read(0, source.size)
+    finally:
+        source.close()
+    try:
+        document = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("it begins like JSON, but is not JSON", path=path) from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != _SCHEMA:
+        what = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
+        raise MalformedError(what, path=path, next="ckptool lock CHECKPOINT -o LOCK makes one")
+    dicts = document.get("state_dicts")
+    if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
+        raise MalformedError("it has no 'state_dicts'", path=path)
+    if not dicts:
+        raise TargetError("there is no state dict in it", path=path)
+    places = {"" if name == "." else name: value for name, value in dicts.items()}
+    if key is not None and normal_path(key) not in places:
+        known = listed([repr(name or ".") for name in places])
+        raise TargetError(f"no state dict at {key!r}; there is {known}", path=path)
+    place = normal_path(preferred) if preferred is not None else None
+    best = max(places, key=lambda name: (name == place, len(places[name]))) if key is None else normal_path(key)
+    specs = {name: _spec_in_lock(path, name, value) for name, value in places[best].items()}
+    others = tuple(name for name in places if name != best) if key is None else ()
+    return MatchTarget(path, "lock", best, specs, others)
+
+
+def _spec_in_lock(path: str, name: str, value: Any) -> Spec:
+    entry = value if isinstance(value, dict) else {}
+    if isinstance(entry.get("type"), str) and "shape" not in entry:
+        return Spec(None, entry["type"])
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not valid or not isinstance(shape, list) or not isinstance(dtype, str):
+        raise MalformedError(f"its entry for {name!r} is not a dtype with a shape", path=path)
+    return Spec(tuple(shape), dtype)
+
+
+def rename_like(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Shape],
+    source: str,
+    *,
+    by_order: bool = False,
+    key: str | None = None,
+    only: Globs = EVERY,
+) -> Checkpoint:
+    """Give a checkpoint the names of ``wanted``: those that surely mean the same, or ``by_order`` one by one.
+
+    ``source`` names where they come from.
+    Raise TargetError for several state dicts and no ``key``, RefusedError when no name has a certain partner, or when
+    the shapes do not agree by order.
+    """
+    candidates = candidate_dicts(checkpoint, key)
+    if len(candidates) > 1:
+        paths = listed([repr(item.path or ".") for item in candidates])
+        what = f"there are {len(candidates)} state dicts: {paths}"
+        raise TargetError(what, path=checkpoint.path, next="name one with --key")
+    have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
+    if by_order and None not in wanted.values():
+        # If only tensors are wanted, other values have no place in the order.
+        have = {name: shape for name, shape in have.items() if shape is not None}
+    try:
+        table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
+    except RefusedError as error:
+        step = f"ckptool match {quote(checkpoint.path)} {quote(source)}"
+        raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
+    if not table:
+        what = "no key has a certain partner by its name and shape"
+        raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
+    return by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")

@@ -1,5 +1,5 @@
-"""What an object that torch does not load by default becomes: the nearest plain thing, one module a family.
+"""Replace objects that torch does not load by default by the nearest plain thing.
 
-A rule takes a ``Case`` and gives the node to stand in its place, with a word for what it is now; or None, when it
-has nothing to say; or ``UNKNOWN``, when it knows that nothing plain carries this.
+A rule takes a ``Case`` and returns the node to put in its place, with the words for it; None when it does not apply;
+or ``UNKNOWN`` when nothing plain can hold the object.
 """

@@ -1,153 +1,251 @@
-"""One object to be made plain, and the few questions that rules ask about it."""
+"""One object to be made plain, what rules ask about it and build in its place, and whether keys can be hashed."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from ...base.text import counted
 from ...checkpoint.graph_editor import Rewrite
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
-from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, Node, Ref
+from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, Ref, Set
 
 
-class Plain(NamedTuple):
-    """The node that takes an object's place, and what it is now, in words: "dict, 41 entries"."""
+class Replacement(NamedTuple):
+    """The node that replaces an object, and what it is now, in words: "dict, 41 entries"."""
 
     node: Node
     words: str
 
 
-#: Nothing plain carries this object.
+#: Nothing plain can hold this object.
 UNKNOWN: Final = "unknown"
-Verdict: TypeAlias = "Plain | str | None"
+#: What a rule returns: None when it does not apply, ``UNKNOWN`` when nothing plain can hold the object.
+RuleResult: TypeAlias = "Replacement | str | None"
 
 
 class Case:
-    """A call and what surrounds it.
+    """A call and its context.
 
-    ``name`` is the mapped name of the class or function, ``args`` the references of its arguments; where the call
-    goes through ``copyreg`` both are those of the object that comes of it.
+    ``name`` is the mapped name of the class or function, ``args`` the references of its arguments; for a call through
+    ``copyreg`` both are those of the object that it creates.
     """
 
-    def __init__(self, rewrite: Rewrite, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
-        self.rewrite = rewrite
-        self.graph: Graph = rewrite.graph
+    def __init__(self, editor: Rewrite, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
+        self.editor = editor
+        self.graph: Graph = editor.graph
         self.ref = ref
         self.node = node
         #: Bytes of new storages by key; rules add to it.
         self.storages = storages
-        self.name = called(rewrite, node.func) or self._method(node.func)
+        self.name = called_name(editor, node.func) or self._method(node.func)
         args = self.current(node.args)
         self.args: tuple[Ref, ...] = args if type(args) is tuple else ()
-        #: What ``copyreg._reconstructor`` was given as the value of a builtin base, -1 for none.
+        #: The value of a builtin base that ``copyreg._reconstructor`` was given, -1 for none.
         self.base = -1
         #: The keyword arguments of NEWOBJ_EX, -1 for none.
         self.keywords = node.kwargs
         self.is_class = node.op != op.REDUCE
         if self.name == "copyreg._reconstructor" and len(self.args) == 3:
-            self.base = -1 if self.value(self.args[2]) is None else self.args[2]
-            self.name, self.args, self.is_class = called(rewrite, self.args[0]), (), True
+            self.base = -1 if self.current(self.args[2]) is None else self.args[2]
+            self._is_class(self.args[0], ())
         elif self.name in ("copyreg.__newobj__", "copyreg.__newobj_ex__") and self.args:
-            inner = self.value(self.args[1]) if self.name.endswith("_ex__") and len(self.args) > 1 else None
+            inner = self.current(self.args[1]) if self.name.endswith("_ex__") and len(self.args) > 1 else None
             self.keywords = self.args[2] if type(inner) is tuple and len(self.args) > 2 else -1
-            rest = inner if type(inner) is tuple else self.args[1:]
-            self.name, self.args, self.is_class = called(rewrite, self.args[0]), rest, True
+            self._is_class(self.args[0], inner if type(inner) is tuple else self.args[1:])
         elif self.name == "" and not self.args:
             self._partial(self.current(node.func))
 
+    def _is_class(self, cls: Ref, args: tuple[Ref, ...]) -> None:
+        self.name, self.args, self.is_class = called_name(self.editor, cls), args, True
+
     def _method(self, func: Ref) -> str:
-        """The dotted name of ``getattr(cls, name)``, which protocol 2 has for a method; "" for something else."""
+        """Return the dotted name of ``getattr(cls, name)``, as protocol 2 writes a method; "" for anything else."""
         node = self.current(func)
         args = self.current(node.args) if isinstance(node, Call) else ()
         if not isinstance(node, Call) or type(args) is not tuple or len(args) != 2:
             return ""
-        owner, name = called(self.rewrite, args[0]), self.current(args[1])
-        if called(self.rewrite, node.func) != "builtins.getattr" or not owner or not isinstance(name, str):
+        owner, name = called_name(self.editor, args[0]), self.current(args[1])
+        if called_name(self.editor, node.func) != "builtins.getattr" or not owner or not isinstance(name, str):
             return ""
         return f"{owner}.{name}"
 
     def _partial(self, func: Node) -> None:
-        """``functools.partial(cls.__new__, cls, ...)()``: how protocol 2 gives keyword arguments to ``__new__``."""
-        if not isinstance(func, Call) or called(self.rewrite, func.func) != "functools.partial" or not func.states:
+        """Follow ``functools.partial(cls.__new__, cls, ...)()``: keyword arguments of ``__new__`` in protocol 2."""
+        if not isinstance(func, Call) or called_name(self.editor, func.func) != "functools.partial" or not func.states:
             return
         state = self.current(func.states[-1])
         args = self.current(state[1]) if type(state) is tuple and len(state) > 2 else ()
         if type(state) is tuple and type(args) is tuple and args and self._method(state[0]).endswith(".__new__"):
-            self.name, self.args, self.is_class = called(self.rewrite, args[0]), args[1:], True
+            self._is_class(args[0], args[1:])
             self.keywords = state[2]
 
-    def current(self, ref: Ref) -> Node:
-        """The node of a reference, as changed so far."""
-        return self.rewrite.node(ref)
+    def inner(self, ref: Ref, node: Call) -> Case:
+        """Return the case of another call in the same graph."""
+        return Case(self.editor, ref, node, self.storages)
 
-    def value(self, ref: Ref) -> object:
-        """A constant, string, bytes or the tuple of references; the node itself for everything else."""
-        return self.current(ref)
+    def current(self, ref: Ref) -> Node:
+        """Return the node of a reference, as changed so far."""
+        return self.editor.node(ref)
 
     def text(self, index: int) -> str | None:
-        """The argument of this number if it is a string."""
-        found = self.current(self.args[index]) if index < len(self.args) else None
-        return found if type(found) is str else None
+        """Return the argument at this index if it is a string."""
+        node = self.current(self.args[index]) if index < len(self.args) else None
+        return node if type(node) is str else None
 
     def state(self) -> list[tuple[Ref, Ref]] | None:
-        """The (name, value) references of the attributes that BUILD sets; None when a state is no mapping."""
+        """Return the (name, value) references of the attributes that BUILD sets; None when a state is not a mapping."""
         for ref in self.node.states:
             if ref >= len(self.graph.nodes):
-                return None  # made by a rule: a state dict, which torch takes
+                return None  # made by a rule: a state dict, which torch accepts
             value = self.graph.nodes[ref]
             parts = value if type(value) is tuple and len(value) == 2 else (ref,)
             if any(self.graph.nodes[part] is not None and mapping(self.graph, part) is None for part in parts):
                 return None
         return attributes(self.graph, self.node)
 
+    def last_state(self) -> tuple[Ref, ...]:
+        """Return the references in the last state if it is a tuple, else nothing."""
+        state = self.current(self.node.states[-1]) if self.node.states else ()
+        return state if type(state) is tuple else ()
+
     def attribute(self, name: str) -> Ref:
-        """The reference of one attribute, -1 for none."""
-        found = [value for key, value in self.state() or () if self.graph.nodes[key] == name]
-        return found[-1] if found else -1
+        """Return the reference of one attribute, -1 for none."""
+        return next((value for key, value in reversed(self.state() or ()) if self.graph.nodes[key] == name), -1)
 
-    def call(self, module: str, name: str, *args: Ref) -> Call:
-        """A call of a global that torch allows."""
-        func = self.rewrite.named(module, name)
-        return Call(op.REDUCE, func, self.rewrite.add(tuple(args)) if args else self.rewrite.constant(()))
-
-    def dict_of(self, pairs: list[tuple[Ref, Ref]]) -> Dict:
-        return Dict([part for pair in pairs for part in pair])
+    def strings(self, pairs: Sequence[tuple[Ref, Ref]] | None) -> dict[str, Ref]:
+        """Return the values of a mapping by the keys that are strings."""
+        return {name: value for key, value in pairs or () if isinstance(name := self.graph.nodes[key], str)}
 
 
-def raw_bytes(rewrite: Rewrite, ref: Ref) -> bytes | None:
-    """The bytes in a node: of bytes or bytearray, of ``_codecs.encode(text, 'latin1')``, of a Python 2 string."""
-    node = rewrite.node(ref)
+def new_call(editor: Rewrite, module: str, name: str, *args: Ref) -> Call:
+    """Return a call of ``module.name``."""
+    func = editor.named(module, name)
+    return Call(op.REDUCE, func, editor.add(tuple(args)) if args else editor.constant(()))
+
+
+def new_bytes(editor: Rewrite, text: Ref) -> Call:
+    """Return bytes as torch accepts them: ``_codecs.encode(text, 'latin1')``."""
+    return new_call(editor, "_codecs", "encode", text, editor.constant("latin1"))
+
+
+def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
+    """Return a dict of (key, value) references."""
+    return Dict([part for pair in pairs for part in pair])
+
+
+def as_dict(pairs: Sequence[tuple[Ref, Ref]], note: str = "") -> Replacement:
+    """Replace an object by a dict of these entries."""
+    return Replacement(dict_of(pairs), f"dict, {counted(len(pairs), 'entry')}{note}")
+
+
+def as_list(items: Sequence[Ref], note: str = "") -> Replacement:
+    """Replace an object by a list of these elements."""
+    return Replacement(List(list(items)), f"list, {counted(len(items), 'element')}{note}")
+
+
+def as_tuple(items: Sequence[Ref]) -> Replacement:
+    """Replace an object by a tuple of these elements."""
+    return Replacement(tuple(items), f"tuple, {counted(len(items), 'element')}")
+
+
+def raw_bytes(editor: Rewrite, ref: Ref) -> bytes | None:
+    """Return the bytes in a node: bytes, bytearray, ``_codecs.encode(text, 'latin1')``, a Python 2 string."""
+    node = editor.node(ref)
     if isinstance(node, bytes):
         return node
     if isinstance(node, ByteArray):
         return node.data
-    if isinstance(node, str):
-        # As the machine reads the str of Python 2; other surrogates are no bytes.
-        try:
+    try:
+        if isinstance(node, str):
+            # As the decoder reads the str of Python 2; other surrogates are not bytes.
             return node.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:
+        args = editor.node(node.args) if isinstance(node, Call) else None
+        if not isinstance(node, Call) or type(args) is not tuple:
             return None
-    if isinstance(node, Call):
-        name = called(rewrite, node.func)
-        args = rewrite.node(node.args)
-        if type(args) is not tuple:
-            return None
+        name = called_name(editor, node.func)
         if name in ("builtins.bytes", "builtins.bytearray") and not args:
             return b""
         if name == "builtins.bytearray" and len(args) == 1:
-            return raw_bytes(rewrite, args[0])
-        if name == "_codecs.encode" and args:
-            text = rewrite.node(args[0])
-            try:
-                return text.encode("latin-1") if isinstance(text, str) else None
-            except UnicodeEncodeError:
-                return None
-    return None
+            return raw_bytes(editor, args[0])
+        text = editor.node(args[0]) if name == "_codecs.encode" and args else None
+        return text.encode("latin-1") if isinstance(text, str) else None
+    except UnicodeEncodeError:
+        return None
 
 
-def called(rewrite: Rewrite, func: Ref) -> str:
-    """The mapped name of what a call calls, as it is by now; "" when it is no global."""
-    node = rewrite.node(func)
+def called_name(editor: Rewrite, func: Ref) -> str:
+    """Return the current mapped name of what a call calls; "" when it is not a global."""
+    node = editor.node(func)
     if isinstance(node, Global):
         return mapped_name(node)
-    return callable_name(rewrite.graph, func) if func < len(rewrite.graph.nodes) else ""
+    return callable_name(editor.graph, func) if func < len(editor.graph.nodes) else ""
+
+
+#: What torch accepts and Python cannot hash.
+_UNHASHABLE: Final = frozenset(("collections.OrderedDict", "collections.Counter", "builtins.set", "builtins.bytearray"))
+#: Levels of nested tuples that are compared, and elements of all of them: a key has a few.
+_DEPTH: Final = 8
+_ELEMENTS: Final = 200
+
+
+class Keys:
+    """Tell whether keys can be hashed and still differ. Each tuple is examined once: it may be in a million keys."""
+
+    def __init__(self, editor: Rewrite) -> None:
+        self.editor = editor
+        self._hashable: dict[Ref, bool] = {}
+
+    def hashable(self, ref: Ref) -> bool:
+        """Can it be the key of a dict by now? Not recursive: tuples may be nested without end."""
+        known = self._hashable
+        path: list[tuple[Ref, Iterator[Ref]]] = [(-1, iter((ref,)))]
+        while path:
+            for part in path[-1][1]:
+                node = self.editor.node(part)
+                if part in known:
+                    good = known[part]
+                elif type(node) is tuple:
+                    path.append((part, iter(node)))
+                    break
+                elif isinstance(node, Call):
+                    good = called_name(self.editor, node.func) not in _UNHASHABLE
+                else:
+                    good = not isinstance(node, List | Dict | Set | ByteArray)
+                if not good:
+                    known.update((tuple_ref, False) for tuple_ref, _ in path)
+                    return False
+            else:
+                known[path.pop()[0]] = True
+        return True
+
+    def duplicates(self, refs: Sequence[Ref]) -> list[int]:
+        """Return the indices of those that equal an earlier one because one of the two was made plain."""
+        if not any(self._replaced(ref) for ref in refs):
+            return []
+        first: dict[Hashable, Ref] = {}
+        indices = []
+        for index, ref in enumerate(refs):
+            other = first.setdefault(self._value(ref, _DEPTH, [_ELEMENTS]), ref)
+            if other != ref and (self._replaced(ref) or self._replaced(other)):
+                indices.append(index)
+        return indices
+
+    def _replaced(self, ref: Ref) -> bool:
+        """Was it made plain, or an element of it?"""
+        node, changed = self.editor.node(ref), self.editor.changed
+        return ref in changed or (type(node) is tuple and any(part in changed for part in node[:_ELEMENTS]))
+
+    def _value(self, ref: Ref, depth: int, budget: list[int]) -> Hashable:
+        """Return what Python compares: values by value, everything else by identity."""
+        budget[0] -= 1
+        node = self.editor.node(ref)
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if type(node) is tuple and depth and len(node) <= budget[0]:
+            return tuple(self._value(part, depth - 1, budget) for part in node)
+        if isinstance(node, Global):
+            return (Global, node.module, node.name)
+        data = raw_bytes(self.editor, ref) if isinstance(node, bytes | Call) else None
+        return data if data is not None else (Ref, ref)

@@ -6,15 +6,19 @@ Sources: numpy's ``multiarray`` pickling (``scalar``, ``_reconstruct``, ``_fromb
 from __future__ import annotations
 
 import struct
-from array import array as machine_numbers
+from array import array as machine_array
+from collections.abc import Sequence
 from math import prod
 from typing import Final, NamedTuple
 
 from ...base.text import counted, cut
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_editor import Rewrite
-from ...checkpoint.objects import mapping
+from ...checkpoint.objects import callable_name, mapping
+from ...checkpoint.tensors import TensorReader
 from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
-from .case import UNKNOWN, Case, Plain, Verdict, called, raw_bytes
+from ...values.elements import added_storages
+from .case import UNKNOWN, Case, Replacement, RuleResult, called_name, new_bytes, new_call, raw_bytes
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
@@ -37,14 +41,15 @@ _TYPES: Final = {
     "c16": ("complex128", "ComplexDoubleStorage", "2d"),
     "c8": ("complex64", "ComplexFloatStorage", "2f"),
 }
-
+#: Dates and durations are stored as int64.
+_TIMES: Final = {"M8": "datetime64", "m8": "timedelta64"}
 
 #: Elements without bytes, and lists without elements, that an array may ask for.
 _EMPTY: Final = 100_000
 
 
 class _Dtype(NamedTuple):
-    """A numpy dtype: its code ("f8", "U5", "O8"), bytes an element, and whether the bytes are big-endian.
+    """A numpy dtype: its code ("f8", "U5", "O8"), bytes per element, and whether the bytes are big-endian.
 
     ``unit`` is that of a date or duration: "ns", "25s".
     """
@@ -54,252 +59,270 @@ class _Dtype(NamedTuple):
     big: bool
     unit: str = ""
 
+    @property
+    def family(self) -> str:
+        """The letter of its code: "U" and "S" are strings, "O" objects."""
+        return self.code[:1]
 
-def numpy_scalar(case: Case) -> Verdict:
-    """``scalar(dtype, bytes)`` as a Python number or string."""
+    @property
+    def number_code(self) -> str:
+        """The code of its elements in ``_TYPES``."""
+        return "i8" if self.code in _TIMES else self.code
+
+    @property
+    def time_note(self) -> str:
+        """The words for a date or duration, "" for anything else."""
+        return f", a {_TIMES[self.code]}[{self.unit}]" if self.code in _TIMES else ""
+
+
+def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with NumPy's values made plain in place, for readers: every reference stays the same.
+
+    What has no plain form (arrays of structures) stays as it is. The result must not be saved: its changes do not
+    mention this.
+    """
+    # Searching the bytes of the pickle takes no time, searching its nodes does.
+    if not any(word in checkpoint.container.pickle for word in (b"multiarray", b"_frombuffer")):
+        return checkpoint
+    graph = checkpoint.graph
+    editor = Rewrite(graph)
+    storages: dict[str, bytes] = {}
+    for ref, node in enumerate(graph.nodes):
+        if type(node) is not Call or callable_name(graph, node.func) not in (*SCALARS, *ARRAYS, *BUFFERS):
+            continue
+        case = Case(editor, ref, node, storages)
+        result = numpy_scalar(case) or numpy_array(case)
+        if isinstance(result, Replacement):
+            editor.changed[ref] = result.node
+    if not editor.changed or checkpoint.survey.reader.storages.keys() & storages.keys():
+        return checkpoint
+    edited = editor.done()
+    return checkpoint.changed(edited, (), added_storages(checkpoint, storages, TensorReader(edited).storages))
+
+
+def numpy_scalar(case: Case) -> RuleResult:
+    """Replace ``scalar(dtype, bytes)`` by a Python number or string."""
     if case.name not in SCALARS:
         return None
     dtype = _dtype(case, case.args[0]) if len(case.args) == 2 else None
-    if dtype is not None and dtype.code[:1] == "O":
+    if dtype is None or dtype.family == "O":
         return UNKNOWN
-    raw = raw_bytes(case.rewrite, case.args[1]) if len(case.args) == 2 else None
-    value = _values(dtype, raw, 1) if dtype is not None and raw is not None else None
-    if dtype is None or not value or len(value) != 1:
+    raw = raw_bytes(case.editor, case.args[1])
+    values = _values(dtype, raw, 1) if raw is not None else None
+    if not values or len(values) != 1:
         return UNKNOWN
-    made = _number(case, value[0])
-    return made._replace(words=f"{made.words}{_unit(dtype)}")
-
-
-def _number(case: Case, value: object) -> Plain:
+    value, editor = values[0], case.editor
     if isinstance(value, complex):
-        parts = (case.rewrite.constant(value.real), case.rewrite.constant(value.imag))
-        return Plain(case.call("__builtin__", "complex", *parts), "complex")
+        parts = (editor.constant(value.real), editor.constant(value.imag))
+        return Replacement(new_call(editor, "__builtin__", "complex", *parts), f"complex{dtype.time_note}")
+    return Replacement(_plain_node(case, value), f"{type(value).__name__}{dtype.time_note}")
+
+
+def _plain_node(case: Case, value: object) -> Node:
     assert isinstance(value, bool | int | float | str | bytes)
-    if isinstance(value, bytes):
-        text, latin = case.rewrite.constant(value.decode("latin-1")), case.rewrite.constant("latin1")
-        return Plain(case.call("_codecs", "encode", text, latin), "bytes")
-    return Plain(value, type(value).__name__)
+    return new_bytes(case.editor, case.editor.constant(value.decode("latin-1"))) if isinstance(value, bytes) else value
 
 
-def array(case: Case) -> Verdict:
-    """An array as a tensor; one of strings or objects as lists."""
+def numpy_array(case: Case) -> RuleResult:
+    """Replace an array by a tensor; one of strings or objects by lists."""
     axes: Ref | None = None
     if case.name in BUFFERS and len(case.args) in (4, 5):
         shape, data = _shape(case, case.args[2]), case.args[0]
-        dtype, fortran = _dtype(case, case.args[1]), case.value(case.args[3]) == "F"
-        axes = case.args[4] if len(case.args) == 5 and case.value(case.args[3]) == "K" else None
+        dtype, order = _dtype(case, case.args[1]), case.current(case.args[3])
+        fortran = order == "F"
+        axes = case.args[4] if len(case.args) == 5 and order == "K" else None
     elif case.name in ARRAYS:
-        state = case.value(case.node.states[-1]) if case.node.states else ()
-        if type(state) is not tuple or len(state) not in (4, 5):
+        state = case.last_state()
+        if len(state) not in (4, 5):
             return UNKNOWN
         shape, dtype = _shape(case, state[-4]), _dtype(case, state[-3])
-        fortran, data = case.value(state[-2]) is True, state[-1]
+        fortran, data = case.current(state[-2]) is True, state[-1]
     else:
         return None
     if shape is None or dtype is None:
         return UNKNOWN
-    if dtype.code[:1] == "O":
-        held = case.current(data)
+    if dtype.family == "O":
+        objects = case.current(data)
         # Objects are pickled in the order of their indices, however the array lies in memory.
-        return _nested(case, list(held.items), shape) if isinstance(held, List) else UNKNOWN
-    raw, steps = raw_bytes(case.rewrite, data), _steps(shape, fortran)
-    if axes is not None and case.value(axes) is not None:
-        # NumPy 2.4: the shape is that of the memory, and its axes were exchanged.
-        order = _shape(case, axes)
-        if order is None or sorted(order) != list(range(len(shape))):
+        return _nested(case, list(objects.items), shape) if isinstance(objects, List) else UNKNOWN
+    raw, strides = raw_bytes(case.editor, data), _strides(shape, fortran)
+    if axes is not None and case.current(axes) is not None:
+        # NumPy 2.4: the shape is that of the memory, its axes are permuted.
+        permutation = _shape(case, axes)
+        if permutation is None or sorted(permutation) != list(range(len(shape))):
             return UNKNOWN
-        shape, steps = tuple(shape[axis] for axis in order), [steps[axis] for axis in order]
+        shape, strides = tuple(shape[axis] for axis in permutation), [strides[axis] for axis in permutation]
     if raw is None or len(raw) != prod(shape) * dtype.width:
         return UNKNOWN
-    if dtype.code[:1] in "US":
+    if dtype.family in "US":
         if prod(shape) > max(len(raw), _EMPTY):
             return UNKNOWN
-        texts = _values(dtype, raw, prod(shape)) or []
-        refs = [_text(case, text) for text in texts]
-        return _nested(case, _ordered(refs, shape, steps), shape)
-    code = "i8" if dtype.code in ("M8", "m8") else dtype.code
-    if code not in _TYPES:
-        return UNKNOWN
-    if prod(max(size, 1) for size in shape) >= 1 << 62:
-        return UNKNOWN  # an empty array whose strides torch cannot count
-    made = _tensor(case, dtype._replace(code=code), shape, steps, raw)
-    return made._replace(words=f"{made.words}{_unit(dtype)}")
+        strings = _values(dtype, raw, prod(shape)) or []
+        refs = [case.editor.add(_plain_node(case, value)) for value in strings]
+        return _nested(case, _in_index_order(refs, shape, strides), shape)
+    if dtype.number_code not in _TYPES or prod(max(size, 1) for size in shape) >= 1 << 62:
+        return UNKNOWN  # also an empty array whose strides torch cannot count
+    return _tensor(case, dtype, shape, strides, raw)
 
 
-def _steps(shape: tuple[int, ...], fortran: bool) -> list[int]:
-    """The strides in elements; an axis without elements counts as one."""
-    steps: list[int] = []
+def _strides(shape: tuple[int, ...], fortran: bool) -> list[int]:
+    """Return the strides in elements; an axis without elements counts as one."""
+    strides: list[int] = []
     size = 1
     for length in shape if fortran else reversed(shape):
-        steps.append(size)
+        strides.append(size)
         size *= max(length, 1)
-    return steps if fortran else steps[::-1]
+    return strides if fortran else strides[::-1]
 
 
-def numpy_object(case: Case) -> Verdict:
-    """Dtypes by their name; generators of random numbers by their state."""
+def numpy_object(case: Case) -> RuleResult:
+    """Replace dtypes by their names, random generators by their state."""
     if case.name == "numpy.dtype":
-        dtype = _dtype_of(case.rewrite, case.node)
+        dtype = _dtype_of(case.editor, case.node)
         if dtype is None:
             return UNKNOWN
         name = _TYPES[dtype.code][0] if dtype.code in _TYPES and not dtype.big else f"{'<>'[dtype.big]}{dtype.code}"
-        return Plain(name, f"str {name!r}")
+        return Replacement(name, f"str {name!r}")
     if not case.name.startswith("numpy.random."):
         return None
-    # A generator without a state is no more than its bit generator; that has (state, seed sequence).
-    state = case.node.states[-1] if case.node.states else case.args[0] if case.args else -1
-    held = case.current(state) if state >= 0 else None
-    if type(held) is tuple and held and mapping(case.graph, held[0]) is not None:
-        state, held = held[0], case.current(held[0])
-    if isinstance(held, Dict):
-        return Plain(held, f"its state, a dict of {counted(len(held.pairs) // 2, 'entry')}")
-    if type(held) is tuple and held and isinstance(case.current(held[0]), str):
-        return Plain(held, f"its state, a tuple of {counted(len(held), 'element')}")  # as get_state gives it
-    if case.node.states or not isinstance(held, Call) or not held.states:
+    # A generator without a state is just its bit generator, which has (state, seed sequence).
+    ref = case.node.states[-1] if case.node.states else case.args[0] if case.args else -1
+    state = case.current(ref) if ref >= 0 else None
+    if type(state) is tuple and state and mapping(case.graph, state[0]) is not None:
+        ref, state = state[0], case.current(state[0])
+    if isinstance(state, Dict):
+        return Replacement(state, f"its state, a dict of {counted(len(state.pairs) // 2, 'entry')}")
+    if type(state) is tuple and state and isinstance(case.current(state[0]), str):
+        # As get_state returns it.
+        return Replacement(state, f"its state, a tuple of {counted(len(state), 'element')}")
+    if case.node.states or not isinstance(state, Call) or not state.states:
         return UNKNOWN
-    return numpy_object(Case(case.rewrite, state, held, case.storages))
+    return numpy_object(case.inner(ref, state))
 
 
-def _unit(dtype: _Dtype) -> str:
-    names = {"M8": "datetime64", "m8": "timedelta64"}
-    return f", a {names[dtype.code]}[{dtype.unit}]" if dtype.code in names else ""
+def _in_index_order(refs: list[Ref], shape: tuple[int, ...], strides: list[int]) -> list[Ref]:
+    places = [0]
+    for size, stride in zip(shape, strides) if refs else ():
+        places = [before + index * stride for before in places for index in range(size)]
+    return [refs[place] for place in places] if refs else []
 
 
-def _ordered(refs: list[Ref], shape: tuple[int, ...], steps: list[int]) -> list[Ref]:
-    """The elements in the order of their indices."""
-    order = [0]
-    for size, step in zip(shape, steps) if refs else ():
-        order = [before + index * step for before in order for index in range(size)]
-    return [refs[place] for place in order] if refs else []
-
-
-def _text(case: Case, value: object) -> Ref:
-    made = _number(case, value).node
-    return case.rewrite.add(made)
-
-
-def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> Verdict:
-    """Lists in lists, the last dimension innermost."""
+def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> RuleResult:
+    """Return nested lists, the last dimension innermost; the element itself without dimensions, as ``tolist`` does."""
     if len(items) != prod(shape):
         return UNKNOWN
     words = f"list, {'x'.join(map(str, shape))} {'element' if len(items) == 1 else 'elements'}"
     if not shape:
-        # As ``tolist`` has it: no list, but the element.
-        return Plain(case.current(items[0]), "the element in it")
-    for place in range(len(shape) - 1, 0, -1):
-        size, count = shape[place], prod(shape[:place])
+        return Replacement(case.current(items[0]), "the element in it")
+    for axis in range(len(shape) - 1, 0, -1):
+        size, count = shape[axis], prod(shape[:axis])
         if count > max(len(items), _EMPTY):
             return UNKNOWN
-        items = [case.rewrite.add(List(items[at * size : (at + 1) * size])) for at in range(count)]
-    return Plain(List(items), words)
+        items = [case.editor.add(List(items[at * size : (at + 1) * size])) for at in range(count)]
+    return Replacement(List(items), words)
 
 
-def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], steps: list[int], raw: bytes) -> Plain:
-    name, storage, _ = _TYPES[dtype.code]
-    rewrite = case.rewrite
+def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], strides: list[int], raw: bytes) -> Replacement:
+    name, storage, _ = _TYPES[dtype.number_code]
+    editor = case.editor
     if dtype.big:
-        raw = _swapped(raw, dtype)
+        raw = _little_endian(raw, dtype)
     key = f"array-{len(case.storages)}"
     case.storages[key] = raw
-    module = "torch" if storage else "torch.storage"
-    count = prod(shape) if storage else len(raw)
-    parts = (
-        rewrite.constant("storage"),
-        rewrite.named(module, storage or "UntypedStorage"),
-        rewrite.add(key),
-        rewrite.constant("cpu"),
-        rewrite.constant(count),
+    pid = (
+        editor.constant("storage"),
+        editor.named("torch", storage) if storage else editor.named("torch.storage", "UntypedStorage"),
+        editor.add(key),
+        editor.constant("cpu"),
+        editor.constant(prod(shape) if storage else len(raw)),
     )
     args = [
-        rewrite.add(Persistent(rewrite.add(parts))),
-        rewrite.constant(0),
-        _numbers(case, shape),
-        _numbers(case, steps),
-        rewrite.constant(False),
-        rewrite.add(case.call("collections", "OrderedDict")),
+        editor.add(Persistent(editor.add(pid))),
+        editor.constant(0),
+        _integers(editor, shape),
+        _integers(editor, strides),
+        editor.constant(False),
+        editor.add(new_call(editor, "collections", "OrderedDict")),
     ]
-    function = "_rebuild_tensor_v2"
     if not storage:
-        function = "_rebuild_tensor_v3"
-        args.append(rewrite.named("torch", name))
-    words = f"tensor, {name} {'x'.join(map(str, shape)) or 'scalar'}"
-    return Plain(case.call("torch._utils", function, *args), words)
+        args.append(editor.named("torch", name))
+    function = "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"
+    words = f"tensor, {name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
+    return Replacement(new_call(editor, "torch._utils", function, *args), words)
 
 
-def _numbers(case: Case, values: tuple[int, ...] | list[int]) -> Ref:
-    refs = tuple(case.rewrite.constant(value) for value in values)
-    return case.rewrite.add(refs) if refs else case.rewrite.constant(())
+def _integers(editor: Rewrite, values: Sequence[int]) -> Ref:
+    refs = tuple(editor.constant(value) for value in values)
+    return editor.add(refs) if refs else editor.constant(())
 
 
-def _swapped(raw: bytes, dtype: _Dtype) -> bytes:
-    width = dtype.width // 2 if dtype.code[:1] == "c" else dtype.width
+def _little_endian(raw: bytes, dtype: _Dtype) -> bytes:
+    width = dtype.width // 2 if dtype.family == "c" else dtype.width
     if width == 1:
         return raw
-    swapped = machine_numbers({2: "H", 4: "I", 8: "Q"}[width], raw)
-    swapped.byteswap()
-    return swapped.tobytes()
+    numbers = machine_array({2: "H", 4: "I", 8: "Q"}[width], raw)
+    numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:
     refs = case.current(ref)
     if type(refs) is not tuple:
         return None
-    values = [case.current(part) for part in refs]
-    sizes = tuple(value for value in values if type(value) is int and 0 <= value < 1 << 48)
-    return sizes if len(sizes) == len(values) <= 64 and prod(sizes) < 1 << 48 else None
+    sizes = tuple(size for part in refs if type(size := case.current(part)) is int and 0 <= size < 1 << 48)
+    return sizes if len(sizes) == len(refs) <= 64 and prod(sizes) < 1 << 48 else None
 
 
 def _dtype(case: Case, ref: Ref) -> _Dtype | None:
-    """``dtype(code, align, copy)`` and the byte order in its state."""
-    # One dtype is in many arrays, and may have been made plain at another place: what it was counts.
+    """Read ``dtype(code, align, copy)`` and the byte order in its state."""
+    # One dtype is in many arrays, and may have been made plain at another place: the original node counts.
     node: Node = case.graph.nodes[ref] if ref < len(case.graph.nodes) else None
-    if not isinstance(node, Call) or called(case.rewrite, node.func) != "numpy.dtype":
+    if not isinstance(node, Call) or called_name(case.editor, node.func) != "numpy.dtype":
         return None
-    return _dtype_of(case.rewrite, node)
+    return _dtype_of(case.editor, node)
 
 
-def _dtype_of(rewrite: Rewrite, node: Call) -> _Dtype | None:
-    args = rewrite.node(node.args)
-    code = rewrite.node(args[0]) if type(args) is tuple and args else None
-    state = rewrite.node(node.states[-1]) if node.states else ()
-    parts = [rewrite.node(part) for part in state] if type(state) is tuple else []
+def _dtype_of(editor: Rewrite, node: Call) -> _Dtype | None:
+    args = editor.node(node.args)
+    code = editor.node(args[0]) if type(args) is tuple and args else None
+    state = editor.node(node.states[-1]) if node.states else ()
+    parts = [editor.node(part) for part in state] if type(state) is tuple else []
     digits = code[1:] if type(code) is str else ""
-    # What follows the byte order are a shape within the element, and the names of its fields.
+    # After the byte order come a shape within the element, and the names of its fields.
     if type(code) is not str or any(part is not None for part in parts[2:4]):
         return None
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
         return None
     size = int(digits)
     big = bool(parts[1:]) and parts[1] in (">", b">")
-    return _Dtype(code, size * 4 if code[0] == "U" else size, big, _unit_of(rewrite, parts[8:9]))
+    return _Dtype(code, size * 4 if code[0] == "U" else size, big, _unit(editor, parts[8:9]))
 
 
-def _unit_of(rewrite: Rewrite, metadata: list[Node]) -> str:
-    """The unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
+def _unit(editor: Rewrite, metadata: list[Node]) -> str:
+    """Return the unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
     pair = metadata[0] if metadata else ()
-    unit = rewrite.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()
-    raw = raw_bytes(rewrite, unit[0]) if type(unit) is tuple and len(unit) > 1 else None
-    number = rewrite.node(unit[1]) if type(unit) is tuple and len(unit) > 1 else None
+    unit = editor.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()
+    if type(unit) is not tuple or len(unit) < 2:
+        return "?"
+    raw, number = raw_bytes(editor, unit[0]), editor.node(unit[1])
     if raw is None or type(number) is not int:
         return "?"
     return f"{number if 1 < number < 1 << 31 else ''}{cut(raw.decode('latin-1'))}"
 
 
 def _values(dtype: _Dtype, raw: bytes, count: int) -> list[object] | None:
-    """The elements as Python numbers or strings; None for a dtype that has none."""
-    if len(raw) != dtype.width * count:
+    """Return the elements as Python numbers or strings; None for a dtype without such."""
+    width = dtype.width
+    if len(raw) != width * count:
         return None
-    if dtype.code[0] in "US":
-        order = "utf-32-be" if dtype.big else "utf-32-le"
-        pieces = (
-            [raw[at : at + dtype.width] for at in range(0, len(raw), dtype.width)] if dtype.width else [b""] * count
-        )
-        if dtype.code[0] == "S":
+    if dtype.family in "US":
+        pieces = [raw[at : at + width] for at in range(0, len(raw), width)] if width else [b""] * count
+        if dtype.family == "S":
             return [piece.rstrip(b"\0") for piece in pieces]
-        return [piece.decode(order, "replace").rstrip("\0") for piece in pieces]
-    code = "i8" if dtype.code in ("M8", "m8") else dtype.code
-    if code not in _TYPES:
+        encoding = "utf-32-be" if dtype.big else "utf-32-le"
+        return [piece.decode(encoding, "replace").rstrip("\0") for piece in pieces]
+    if dtype.number_code not in _TYPES:
         return None
-    kind = _TYPES[code][2]
-    values = struct.unpack(f"{'>' if dtype.big else '<'}{count * (len(kind))}{kind[-1]}", raw)
-    return [complex(*values[at : at + 2]) for at in range(0, len(values), 2)] if len(kind) == 2 else list(values)
+    form = _TYPES[dtype.number_code][2]
+    values = struct.unpack(f"{'>' if dtype.big else '<'}{count * len(form)}{form[-1]}", raw)
+    return [complex(*values[at : at + 2]) for at in range(0, len(values), 2)] if len(form) == 2 else list(values)

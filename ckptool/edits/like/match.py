@@ -1,0 +1,377 @@
+"""A complete match: which state dict is meant, what fits as it is, and the fix. Schema ``ckptool.match/1``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from shlex import quote
+from typing import Any, Final, NamedTuple
+
+from ...base.errors import TargetError
+from ...base.globs import Globs
+from ...base.text import counted, listed
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.objects import mapping
+from ...checkpoint.paths import parse_path
+from ...checkpoint.sharding import is_sharded, spread
+from ...checkpoint.survey import StateDict
+from .names import Comparison, Spec, compare, fillable
+from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, command_words, cost, edit_options, search
+from .targets import MatchTarget, candidate_dicts, specs_of
+
+#: State dicts for which a fix is searched; the others are judged by their shapes.
+_TRIED: Final = 4
+#: Patterns by which a fix may drop keys.
+_DROPS: Final = 4
+#: Modules in the table, and segments of their names.
+_GROUPS: Final = 12
+_DEEPEST: Final = 6
+
+
+class Match(NamedTuple):
+    """``report`` is what ``ckptool match --format json`` prints; ``steps`` make it fit as far as possible, on the state
+    dict at ``key``; None if nothing does."""
+
+    report: dict[str, Any]
+    steps: tuple[FixStep, ...] | None
+    key: str | None
+
+
+class _Attempt(NamedTuple):
+    """One state dict of ours against the target; ``before`` and ``after`` are the steps that move it to its place."""
+
+    state_dict: StateDict
+    specs: dict[str, Spec]
+    filled: frozenset[str]
+    before: tuple[FixStep, ...]
+    after: tuple[FixStep, ...]
+    best: Candidate
+
+    @property
+    def rank(self) -> tuple[bool, int, int, float]:
+        """Larger is better; of two that fit equally well the one with fewer steps."""
+        steps = (*self.before, *self.best.steps, *self.after)
+        return (not self.best.score.problems, *self.best.score.rank, -cost(steps))
+
+    @property
+    def renamed(self) -> dict[str, Spec]:
+        """The values under the names that the best steps give them."""
+        return dict(zip(self.best.names, self.specs.values()))
+
+
+def match_checkpoint(
+    checkpoint: Checkpoint, target: MatchTarget, *, key: str | None = None, anywhere: bool = False, strict: bool = True
+) -> Match:
+    """Match a checkpoint with a target.
+
+    ``key`` is the path of the state dict that is meant (default: the one that fits best). With ``anywhere`` its place
+    in the file does not matter, without ``strict`` neither do missing and unexpected keys.
+    Raise TargetError if there is no state dict.
+    """
+    attempts = [_attempt(checkpoint, item, target, anywhere) for item in _likely_dicts(checkpoint, key, target)]
+    best = max(attempts, key=lambda one: one.rank)
+    placed = not best.before and not best.after
+    now = compare(best.specs, target.tensors, best.filled)
+    steps, fix = _fix(checkpoint, target, best, strict)
+    fits = placed and _is_good(now, strict)
+    edited = _edited_key(checkpoint, best, steps)
+    if fix is not None:
+        fix["command"] = _command(checkpoint, target, steps, edited, key)
+    next_step = ("", "") if fits else _next(checkpoint, target, best, steps, now, fix)
+    report = {
+        "schema": "ckptool.match/1",
+        "path": checkpoint.path,
+        "target": target.source,
+        "target_kind": target.kind,
+        "state_dict": best.state_dict.path,
+        "target_state_dict": target.path,
+        "strict": strict,
+        "fits": fits,
+        "placed": placed,
+        "keys": len(best.specs),
+        "wanted": len(target.tensors),
+        "loads": len(now.loads),
+        **_report(now),
+        "modules": _modules(now),
+        "fix": fix,
+        "next": next_step[0],
+        "next_command": next_step[1],
+        "notes": _notes(checkpoint, target, best, attempts, key),
+    }
+    return Match(report, None if fix is None and not fits else steps, edited)
+
+
+def _likely_dicts(checkpoint: Checkpoint, key: str | None, target: MatchTarget) -> list[StateDict]:
+    """Return the state dicts that may be meant; of many those that share most shapes with the target."""
+    candidates = candidate_dicts(checkpoint, key)
+    if len(candidates) <= _TRIED:
+        return candidates
+
+    def rank(item: StateDict) -> tuple[bool, int]:
+        return item.path == target.path, _shared_shapes(specs_of(checkpoint, item), target)
+
+    return sorted(candidates, key=rank, reverse=True)[:_TRIED]
+
+
+def _shared_shapes(specs: Mapping[str, Spec], target: MatchTarget) -> int:
+    """Return how many values have a shape that the target wants."""
+    return (Counter(spec.shape for spec in specs.values()) & Counter(target.shapes.values())).total()
+
+
+def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywhere: bool) -> _Attempt:
+    specs = specs_of(checkpoint, item)
+    filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
+    before, after = ((), ()) if anywhere else _layout(item.path, target.path)
+    shapes = [spec.shape for spec in specs.values()]
+    best = search(list(specs), shapes, target.shapes, filled, target.source)
+    return _Attempt(item, specs, filled, before, after, best)
+
+
+def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
+    """Were the modules that wrote it of a version, if any, from before the counters of batch norms?"""
+    graph = checkpoint.graph
+    entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
+    for _, value in entries or ():
+        for name, version in mapping(graph, value) or ():
+            number = graph.nodes[version]
+            if graph.nodes[name] == "version" and type(number) is int and number >= 2:
+                return False
+    return True
+
+
+def _layout(have: str, wanted: str) -> tuple[tuple[FixStep, ...], tuple[FixStep, ...]]:
+    """Return the steps that extract a state dict at one path, and those that put it at the other."""
+    keys = _string_keys(wanted)
+    if have == wanted or keys is None:
+        # Nothing is wrapped into a list: then only names count, and a note says so.
+        return (), ()
+    return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
+
+
+def _string_keys(path: str) -> list[str] | None:
+    """Return the keys of a path, None if not all of them are strings."""
+    try:
+        steps = parse_path(path)
+    except TargetError:
+        return None  # a path that is too long to be spelled, or has a key without a text
+    keys = [step for step in steps if isinstance(step, str)]
+    return keys if len(keys) == len(steps) else None
+
+
+def _fix(
+    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool
+) -> tuple[tuple[FixStep, ...], dict[str, Any] | None]:
+    """Return the steps and their result; None if there is nothing to do, or nothing helps."""
+    after = compare(best.renamed, target.tensors, best.filled)
+    drops: tuple[FixStep, ...] = ()
+    dropped: list[str] = []
+    if strict and after.unexpected and not after.missing and not after.sizes and after.loads:
+        drops = _drops(best.renamed, after.unexpected)
+        if drops:
+            dropped = after.unexpected
+            after = after._replace(unexpected=[])
+    steps = (*best.before, *best.best.steps, *drops, *best.after)
+    if not steps or _is_other_model(after, best, target) or (not after.loads and not after.complete):
+        return (), None
+    left_out = _left_out(checkpoint, best) if best.before else []
+    guess = any(step.guess for step in steps)
+    notes = []
+    if left_out:
+        notes.append(f"leaves out the entries beside it: {listed(left_out)}")
+    if dropped:
+        notes.append(f"drops {counted(len(dropped), 'key')} that the target does not have: {listed(dropped, most=3)}")
+    if guess:
+        notes.append("the order of the keys says which is which, their names do not: check a value or two")
+    return steps, {
+        "complete": _is_good(after, strict),
+        "steps": [{"option": option, "value": value} for option, value in edit_options(steps)],
+        "loads": len(after.loads),
+        **_report(after),
+        "dropped": dropped,
+        "left_out": left_out,
+        "guess": guess,
+        "notes": notes,
+    }
+
+
+def _is_good(comparison: Comparison, strict: bool) -> bool:
+    if strict:
+        return comparison.complete
+    return bool(comparison.loads or not comparison.missing) and not comparison.sizes
+
+
+def _is_other_model(comparison: Comparison, best: _Attempt, target: MatchTarget) -> bool:
+    """Does too little load for the same model?"""
+    return len(comparison.loads) * 2 < min(len(best.specs), len(target.tensors))
+
+
+def _drops(names: Collection[str], unexpected: Sequence[str]) -> tuple[FixStep, ...]:
+    """Return steps that drop exactly the unexpected keys; none if a few patterns cannot."""
+    bad = set(unexpected)
+    wanted = {name[:at] for name in names if name not in bad for at, char in enumerate(name) if char == "."}
+    patterns: dict[str, None] = {}
+    for name in unexpected:
+        # The shortest beginning that no wanted key has; for a name alone in its module the whole name.
+        ends = (at for at, char in enumerate(name) if char == ".")
+        head = next((name[:at] for at in ends if name[:at] not in wanted), None)
+        patterns[name if head is None else head + ".*"] = None
+        if len(patterns) > _DROPS:
+            return ()
+    match = Globs(list(patterns))
+    if {name for name in names if match.match(name)} != bad:
+        return ()
+    return tuple(FixStep("drop", pattern) for pattern in patterns)
+
+
+def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
+    """Return the top-level entries that extracting the state dict leaves behind."""
+    path = best.state_dict.path
+    return [
+        entry.key
+        for entry in checkpoint.survey.entries
+        if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
+    ]
+
+
+def _edited_key(checkpoint: Checkpoint, best: _Attempt, steps: Sequence[FixStep]) -> str | None:
+    """Return the state dict that the steps must name: because there are others, it is not certainly one, or entries
+    beside it could have the names of keys that are dropped."""
+    renames = any(step.option not in LAYOUT for step in steps)
+    drops = any(step.option == "drop" for step in steps)
+    if best.before or not (renames or drops):
+        return None
+    sure = [item for item in checkpoint.state_dicts if item.confidence == "high"]
+    path = best.state_dict.path
+    return None if sure == [best.state_dict] and not (drops and path) else path or "."
+
+
+def _command(
+    checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
+) -> str:
+    """Return the command line of a fix; "" if there is none, because the target is not a file and has no name."""
+    output = _output(checkpoint.path)
+    from_target = any(step.option in FROM_TARGET for step in steps)
+    if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
+        return command_words(checkpoint.path, steps, output, edited)
+    if target.kind == "names":
+        return ""
+    # ``edit --like`` takes a file with one state dict; only ``match`` knows names from elsewhere.
+    words = ["ckptool match", quote(checkpoint.path)]
+    words += [f"--model {quote(target.source)}"] if target.kind == "model" else [quote(target.source)]
+    words += [f"--key {quote(key)}"] if key is not None else []
+    words += [f"--target-key {quote(target.path or '.')}"] if target.others else []
+    return " ".join([*words, "--apply", "-o", quote(output)])
+
+
+def _output(path: str) -> str:
+    stem, suffix = os.path.splitext(os.path.basename(path))
+    return f"{stem}.fits{suffix}"
+
+
+def _report(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": [mismatch._asdict() for mismatch in comparison.sizes],
+        "dtype_differences": [mismatch._asdict() for mismatch in comparison.dtypes],
+        "filled_in": comparison.filled,
+    }
+
+
+def _modules(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the counts by module: by as many segments of names as give a dozen groups at most, at least one."""
+    outcomes = {
+        "loads": comparison.loads,
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": [mismatch.key for mismatch in comparison.sizes],
+    }
+    modules = {name: name.split(".")[:-1] for names in outcomes.values() for name in names}
+    depth = 1
+    while depth < _DEEPEST and len({tuple(parts[: depth + 1]) for parts in modules.values()}) <= _GROUPS:
+        depth += 1
+    groups: dict[str, Counter[str]] = {}
+    for outcome, names in outcomes.items():
+        for name in names:
+            groups.setdefault(".".join(modules[name][:depth]), Counter())[outcome] += 1
+    return [
+        {"module": module} | {outcome: counts[outcome] for outcome in outcomes} for module, counts in groups.items()
+    ]
+
+
+def _next(
+    checkpoint: Checkpoint,
+    target: MatchTarget,
+    best: _Attempt,
+    steps: tuple[FixStep, ...],
+    now: Comparison,
+    fix: dict[str, Any] | None,
+) -> tuple[str, str]:
+    """Return what the user can do about what no edit solves, and the command for it; "" if the fix is complete."""
+    if fix is not None and fix["complete"]:
+        return "", ""
+    if fix is None and _is_other_model(now, best, target):
+        count = counted(len(best.specs), "value")
+        most = f"{_shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
+        return f"it is probably another model: by shape alone, {most}", ""
+    renamed = best.renamed if fix is not None else best.specs
+    after = compare(renamed, target.tensors, best.filled)
+    if not after.sizes:
+        return f"load_state_dict(..., strict=False) takes it so; {_not_strict(after, target)}", ""
+    bad = [mismatch.key for mismatch in after.sizes]
+    drops = _drops(renamed, bad)
+    what = f"without the {counted(len(bad), 'key')} of another size load_state_dict(..., strict=False) takes the others"
+    if not drops:
+        return what, ""
+    last = best.after if fix is not None else ()
+    edited = _edited_key(checkpoint, best, (*steps, *drops))
+    words = (*steps[: len(steps) - len(last)], *drops, *last)
+    return what, command_words(checkpoint.path, words, _output(checkpoint.path), edited)
+
+
+def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
+    """Describe what happens to missing or unexpected keys when the model is not strict."""
+    if not comparison.missing:
+        return f"{counted(len(comparison.unexpected), 'key')} would be ignored"
+    loaded = {*comparison.loads}
+    tied = [name for name in comparison.missing if target.tied.get(name) in loaded]
+    kept = len(comparison.missing) - len(tied)
+    parts = []
+    if kept:
+        parts.append(f"{counted(kept, 'key')} of the model would keep {'its' if kept == 1 else 'their'} values")
+    if tied:
+        pairs = listed([f"{name} is {target.tied[name]} under another name" for name in tied], most=3)
+        parts.append(f"{pairs}: it loads with that where the model ties them")
+    return "; ".join(parts)
+
+
+def _notes(
+    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, attempts: Sequence[_Attempt], key: str | None
+) -> list[str]:
+    notes = []
+    path = best.state_dict.path
+    if key is None and len(attempts) > 1:
+        others = [
+            repr(one.state_dict.path or ".") + (" (fits as well)" if one.best.score == best.best.score else "")
+            for one in attempts
+            if one is not best
+        ]
+        number = counted(len(checkpoint.state_dicts), "state dict")
+        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {listed(others)}")
+    if target.others:
+        others = [repr(other or ".") for other in target.others]
+        notes.append(f"of the target {target.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
+    survey = checkpoint.survey
+    places = [item.path for item in survey.state_dicts]
+    ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == path]
+    shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
+    if shards is not None:
+        tensors = counted(shards.tensors, "tensor")
+        where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
+        notes.append(f"{where} ({listed(list(shards.kinds))}): load_state_dict takes them only into a model spread so")
+    if best.state_dict.confidence == "low":
+        notes.append(f"{path or '.'!r} may not be a state dict")
+    if _string_keys(target.path) is None and path != target.path:
+        notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
+    return notes

@@ -1,0 +1,274 @@
+"""Names with shapes against names with shapes: what ``load_state_dict`` would say, and which name means which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Final, NamedTuple, TypeAlias
+
+from ...base.errors import RefusedError
+from ...base.prefixes import unwrapping
+from ...base.text import counted, shown
+
+#: Sizes in elements; None for what is not a tensor, and for a parameter that gets its shape when it is first used.
+Shape: TypeAlias = tuple[int, ...] | None
+
+#: The last segments of a name that are looked at; no model nests its names this deep.
+_DEEPEST: Final = 24
+_COUNTER: Final = "num_batches_tracked"
+
+
+class Spec(NamedTuple):
+    """The shape and dtype of a value in a state dict; without a shape ``dtype`` is the type of what is not a tensor."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def words(self) -> str:
+        """``64x3``, ``scalar``, or the type of what is not a tensor."""
+        return self.dtype if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
+
+
+class Mismatch(NamedTuple):
+    """A key that both have, and how it differs, in words: "64x3" and "10x3", "float16" and "float32"."""
+
+    key: str
+    have: str
+    wanted: str
+
+
+class Score(NamedTuple):
+    """How well names fit: more keys that load, then fewer ``problems`` (missing, unexpected, of another size)."""
+
+    loads: int
+    problems: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Larger is better."""
+        return self.loads, -self.problems
+
+
+class Comparison(NamedTuple):
+    """Keys by what becomes of them. ``filled`` are missing ones that torch fills in itself."""
+
+    loads: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    sizes: list[Mismatch]
+    dtypes: list[Mismatch]
+    filled: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Would ``load_state_dict(strict=True)`` accept it?"""
+        return not (self.missing or self.unexpected or self.sizes)
+
+
+def agrees(have: Shape, wanted: Shape) -> bool:
+    """Does a value of one shape load where the other is wanted?
+
+    Torch accepts one element for a scalar, because torch 0.3 had no scalars (Module._load_from_state_dict).
+    """
+    return wanted is None or have == wanted or (wanted == () and have == (1,))
+
+
+def fillable(wanted: Collection[str]) -> frozenset[str]:
+    """Return the counters of batch norms, which torch fills in for files from before 0.4.1 (_NormBase, version 2)."""
+    return frozenset(name for name in wanted if name.rpartition(".")[2] == _COUNTER and _mean_of(name) in wanted)
+
+
+def _mean_of(counter: str) -> str:
+    return counter.removesuffix(_COUNTER) + "running_mean"
+
+
+def score(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], filled: frozenset[str]) -> Score:
+    """Return the score of ``names`` with ``shapes`` against ``wanted``; ``filled`` are keys that may be missing."""
+    loads = wrong = unexpected = present = 0
+    for name, shape in zip(names, shapes):
+        if name not in wanted:
+            unexpected += 1
+        elif agrees(shape, wanted[name]):
+            loads += 1
+        else:
+            wrong += 1
+        if name in filled:
+            present += 1
+    missing = len(wanted) - loads - wrong - (len(filled) - present)
+    return Score(loads, missing + unexpected + wrong)
+
+
+def compare(have: Mapping[str, Spec], wanted: Mapping[str, Spec], filled: frozenset[str]) -> Comparison:
+    """Compare every key of both, in the order of the target, then of the checkpoint."""
+    keys = Comparison([], [], [name for name in have if name not in wanted], [], [], [])
+    for name, want in wanted.items():
+        own = have.get(name)
+        if own is None:
+            # Where the whole module is missing, its counter is missing as well.
+            (keys.filled if name in filled and _mean_of(name) in have else keys.missing).append(name)
+        elif agrees(own.shape, want.shape):
+            keys.loads.append(name)
+            if own.shape is not None and want.shape is not None and own.dtype != want.dtype:
+                keys.dtypes.append(Mismatch(name, own.dtype, want.dtype))
+        else:
+            keys.sizes.append(Mismatch(name, own.words, want.words))
+    return keys
+
+
+def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
+    """Return our names with the name that each has in ``wanted``, without names that have no certain partner.
+
+    In this order: equal names; names that are equal without the segments of wrappers; then, the longest common end
+    first, families of names that differ only in their numbers and have the same shapes number by number, and single
+    names of the same shape, in each case if they are the only ones on either side; at last the other parameters of
+    modules that were paired. No two names get one partner.
+    """
+    equal = {name: name for name in have if name in wanted}
+    own_names = _by_unwrapped_name(name for name in have if name not in equal)
+    other_names = _by_unwrapped_name(name for name in wanted if name not in equal)
+    ours = {plain: have[name] for plain, name in own_names.items()}
+    theirs = {plain: wanted[name] for plain, name in other_names.items()}
+    partners: dict[str, str] = {}
+
+    def settle(pairs: Iterable[tuple[str, str]]) -> int:
+        before = len(partners)
+        for own, other in pairs:
+            if own in ours and other in theirs:
+                partners[own] = other
+                del ours[own], theirs[other]
+        return len(partners) - before
+
+    settle([(name, name) for name in ours if name in theirs])
+    deepest = min(max((min(name.count(".") + 1, _DEEPEST) for name in side), default=0) for side in (ours, theirs))
+    for depth in range(deepest, 0, -1):
+        if not ours or not theirs:
+            break
+        settle(_family_pairs(ours, theirs, depth))
+        pairs = _pair_unique(_by_end(ours, depth), _by_end(theirs, depth))
+        # Names that differ only in their numbers are other places in one sequence: which is which is unknown.
+        settle([(own, other) for own, other in pairs if _family(own) != _family(other)])
+    while ours and theirs and settle(_sibling_pairs({**equal, **partners}, ours, theirs)):
+        pass
+    return equal | {own_names[own]: other_names[other] for own, other in partners.items()}
+
+
+def _by_unwrapped_name(names: Iterable[str]) -> dict[str, str]:
+    """Return names by their form without the segments of wrappers; those that would become one stay as they are."""
+    groups: dict[str, list[str]] = {}
+    originals = list(names)
+    for plain, name in zip(map(unwrapping(originals), originals), originals):
+        groups.setdefault(plain, []).append(name)
+    return {plain if len(same) == 1 else name: name for plain, same in groups.items() for name in same}
+
+
+def pair_in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
+    """Return our names with theirs by position: the first is the first.
+
+    Raise RefusedError at the first disagreement when the numbers of keys or two shapes differ.
+    """
+    step = "names can be taken by order only where the shapes agree one by one"
+    for number, (own, other) in enumerate(zip_longest(have, wanted)):
+        if own is None or other is None:
+            sides = f"{counted(len(have), 'key')} here, {len(wanted):,} there"
+            raise RefusedError(f"{sides}; the first without a partner is {shown(own or other or '')}", next=step)
+        if have[own] != wanted[other]:
+            here, there = f"{shown(own)} {_shape_words(have[own])}", f"{shown(other)} {_shape_words(wanted[other])}"
+            raise RefusedError(f"key {number + 1:,} is {here} here, {there} there", next=step)
+    return dict(zip(have, wanted))
+
+
+def _shape_words(shape: Shape) -> str:
+    return "without a shape" if shape is None else f"of shape {Spec(shape, '').words}"
+
+
+def suffixes(name: str) -> list[str]:
+    """Return the ends of a name in whole segments, the shortest first: ``weight``, ``conv.weight``, ..."""
+    ends = []
+    at = len(name)
+    for _ in range(_DEEPEST):
+        at = name.rfind(".", 0, at)
+        ends.append(name[at + 1 :])
+        if at < 0:
+            break
+    return ends
+
+
+def numbers_in(name: str) -> tuple[str, ...]:
+    """Return the segments that are numbers: of layers, of blocks."""
+    return tuple(part for part in name.split(".") if part.isdigit())
+
+
+def _by_end(side: Mapping[str, Shape], depth: int) -> Iterator[tuple[Hashable, str]]:
+    """Yield names by their end of ``depth`` segments and their shape."""
+    for name, shape in side.items():
+        ends = suffixes(name)
+        if len(ends) >= depth:
+            yield (ends[depth - 1], shape), name
+
+
+def _pair_unique(*sides: Iterable[tuple[Hashable, str]]) -> list[tuple[str, str]]:
+    """Pair the items whose signature occurs exactly once on either side; the sides are (signature, item)."""
+    items: list[dict[Hashable, str | None]] = []
+    for side in sides:
+        unique: dict[Hashable, str | None] = {}
+        for signature, item in side:
+            unique[signature] = None if signature in unique else item
+        items.append(unique)
+    return [(own, other) for signature, own in items[0].items() if own and (other := items[1].get(signature))]
+
+
+def _family(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tuple[Shape, str]]]:
+    """Return (shape, name) by family, the name without its numbers such as ``layers.#.weight``, and by the numbers."""
+    families: dict[str, dict[tuple[str, ...], tuple[Shape, str]]] = {}
+    for name, shape in side.items():
+        numbers = numbers_in(name)
+        if numbers:
+            families.setdefault(_family(name), {})[numbers] = (shape, name)
+    return families
+
+
+def _family_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], depth: int) -> Iterator[tuple[str, str]]:
+    """Yield the pairs in families with a common end of ``depth`` segments and equal shapes at equal numbers.
+
+    That one name has the same number and shape as another says little: layer 1 of one model may be layer 3 of the
+    other. That a whole family has says that it is the same.
+    """
+    here, there = _families(ours), _families(theirs)
+
+    def signatures(families: Mapping[str, dict[tuple[str, ...], tuple[Shape, str]]]) -> Iterator[tuple[Hashable, str]]:
+        for family, members in families.items():
+            ends = suffixes(family)
+            if len(ends) >= depth:
+                shapes = frozenset((numbers, shape) for numbers, (shape, _) in members.items())
+                yield (ends[depth - 1], shapes), family
+
+    for own, other in _pair_unique(signatures(here), signatures(there)):
+        yield from ((name, there[other][numbers][1]) for numbers, (_, name) in here[own].items())
+
+
+def _sibling_pairs(
+    paired: Mapping[str, str], ours: Mapping[str, Shape], theirs: Mapping[str, Shape]
+) -> list[tuple[str, str]]:
+    """Return the pairs of equal last segment and shape in modules that were paired one to one."""
+    forth: dict[str, set[str]] = {}
+    back: dict[str, set[str]] = {}
+    for own, other in paired.items():
+        (a, _, end), (b, _, other_end) = own.rpartition("."), other.rpartition(".")
+        if end == other_end:
+            forth.setdefault(a, set()).add(b)
+            back.setdefault(b, set()).add(a)
+    pairs = []
+    for name, shape in ours.items():
+        module, dot, end = name.rpartition(".")
+        others = forth.get(module, set())
+        if dot and len(others) == 1:
+            (there,) = others
+            other = f"{there}.{end}" if there else end
+            if len(back[there]) == 1 and other in theirs and theirs[other] == shape:
+                pairs.append((name, other))
+    return pairs

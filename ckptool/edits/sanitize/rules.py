@@ -1,0 +1,490 @@
+"""The plain forms of Python's own types, of objects of any class, and of pickled modules.
+
+A rule takes a ``Case`` and returns a ``RuleResult``. The state dict of a module is the one that ``module.state_dict()``
+would return. Sources: ``torch/nn/modules/module.py`` (``state_dict``, ``_save_to_state_dict``), the ``_version`` of
+torch's modules.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Final
+
+from ...base.text import counted, listed, shown
+from ...checkpoint.objects import elements, listed_pairs, mapped_name, mapping
+from ...checkpoint.tensors import TensorReader
+from ...pickles import opcodes as op
+from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
+from .case import (
+    UNKNOWN,
+    Case,
+    Replacement,
+    RuleResult,
+    as_dict,
+    as_list,
+    as_tuple,
+    dict_of,
+    new_bytes,
+    new_call,
+    raw_bytes,
+)
+
+#: The flags of a text pattern without flags: re.UNICODE.
+_NO_FLAGS: Final = 32
+#: A range of up to so many numbers is written out.
+_RANGE: Final = 100_000
+_SCALARS: Final = (bool, int, float, str)
+
+
+def _path(case: Case) -> RuleResult:
+    """Replace ``PosixPath('a', 'b')`` by its text; in Python 3.13 it comes from ``pathlib._local``."""
+    module, _, name = case.name.rpartition(".")
+    if module not in ("pathlib", "pathlib._local") or not name.endswith("Path"):
+        return None
+    parts = [case.text(number) for number in range(len(case.args))]
+    if None in parts or case.node.states:
+        return UNKNOWN
+    cls = PureWindowsPath if "Windows" in name else PurePosixPath
+    return _string(str(cls(*(part for part in parts if part is not None))))
+
+
+def _string(text: str | None, note: str = "") -> RuleResult:
+    return UNKNOWN if text is None else Replacement(text, f"str {shown(text)}{note}")
+
+
+def _date(case: Case) -> RuleResult:
+    """Replace dates, whose fields are in a few bytes (CPython, Lib/_pydatetime.py), by their ISO form."""
+    if case.name == "datetime.timedelta":
+        duration = _duration(case)
+        if duration is None:
+            return UNKNOWN
+        total = duration.total_seconds()
+        return Replacement(total, f"float {total}, in seconds")
+    if case.name == "datetime.timezone":
+        offset = _offset(case)
+        return Replacement(offset, f"str {offset!r}") if offset else UNKNOWN
+    if case.name == "zoneinfo.ZoneInfo._unpickle":
+        return _string(case.text(0))
+    if case.name not in ("datetime.datetime", "datetime.date", "datetime.time"):
+        return None
+    raw = raw_bytes(case.editor, case.args[0]) if case.args else None
+    text = _iso(case.name, raw) if raw is not None else None
+    zone = _zone(case, case.args[1]) if len(case.args) > 1 else ""
+    if text is None or zone is None:
+        return UNKNOWN
+    return Replacement(text + zone, f"str {text + zone!r}")
+
+
+def _iso(name: str, raw: bytes) -> str | None:
+    try:
+        if name == "datetime.date" and len(raw) == 4:
+            return datetime.date(raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3]).isoformat()
+        if name == "datetime.time" and len(raw) == 6:
+            return datetime.time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:6], "big")).isoformat()
+        if name == "datetime.datetime" and len(raw) == 10:
+            year, micro = raw[0] << 8 | raw[1], int.from_bytes(raw[7:10], "big")
+            return datetime.datetime(year, raw[2] & 0x7F, raw[3], raw[4], raw[5], raw[6], micro).isoformat()
+    except ValueError:
+        pass
+    return None
+
+
+def _zone(case: Case, ref: Ref) -> str | None:
+    """Return the zone of a date: "+02:00", "[Europe/Berlin]" as in RFC 9557; None when it is unknown.
+
+    The zone may already have been made plain at another place that holds it.
+    """
+    node = case.current(ref)
+    if isinstance(node, str):
+        return node if node[:1] in ("+", "-") else f"[{node}]"
+    if not isinstance(node, Call):
+        return "" if node is None else None
+    inner = case.inner(ref, node)
+    if inner.name == "datetime.timezone":
+        return _offset(inner) or None
+    if inner.name in ("pytz._UTC", "dateutil.tz.tz.tzutc"):
+        return "+00:00"
+    if inner.name in ("zoneinfo.ZoneInfo._unpickle", "pytz._p") and inner.text(0) is not None:
+        return f"[{inner.text(0)}]"
+    return None
+
+
+def _offset(case: Case) -> str:
+    """Return the offset of ``timezone(timedelta(...))`` as "+02:00", "" for an invalid one."""
+    node = case.current(case.args[0]) if case.args else None
+    duration = None
+    if isinstance(node, Call):
+        duration = _duration(case.inner(case.args[0], node))
+    elif type(node) is float and abs(node) < 1e9:
+        duration = datetime.timedelta(seconds=node)  # already made plain
+    try:
+        return "" if duration is None else datetime.time(tzinfo=datetime.timezone(duration)).isoformat()[8:]
+    except ValueError:
+        return ""
+
+
+def _duration(case: Case) -> datetime.timedelta | None:
+    """Return ``timedelta(days, seconds, microseconds)``, None for anything else."""
+    numbers = [value for ref in case.args if type(value := case.current(ref)) is int]
+    if case.name != "datetime.timedelta" or not len(case.args) == len(numbers) == 3:
+        return None
+    try:
+        return datetime.timedelta(*numbers)
+    except OverflowError:
+        return None
+
+
+def _collection(case: Case) -> RuleResult:
+    """Replace defaultdict, deque, frozenset, range, slice and the calls that make builtin containers."""
+    name, args = case.name, case.args
+    first = elements(case.graph.nodes[args[0]]) if args and args[0] < len(case.graph.nodes) else ()
+    if name == "collections.defaultdict":
+        return as_dict(_set_pairs(case.node), "; its default is left out")
+    if name == "collections.deque":
+        return as_list([*first, *case.node.items], "; its bound is left out" if len(args) > 1 else "")
+    if name == "builtins.dict" and len(args) <= 1:
+        given = listed_pairs(case.graph, case.node) if args else []
+        if given is None:
+            return UNKNOWN
+        parts = [part for pair in given for part in elements(case.graph.nodes[pair])] + list(case.node.pairs)
+        return as_dict(list(zip(parts[::2], parts[1::2])))
+    if name == "builtins.bytes" and not args:
+        # How protocol 2 writes empty bytes.
+        return Replacement(new_bytes(case.editor, case.editor.constant("")), "bytes, in the form that torch takes")
+    if name in ("builtins.frozenset", "builtins.list", "builtins.tuple") and len(args) <= 1:
+        items = [*first, *case.node.items]
+        if name == "builtins.tuple":
+            return as_tuple(items)
+        if name == "builtins.list":
+            return as_list(items)
+        members = case.editor.add(List(items))
+        return Replacement(
+            new_call(case.editor, "__builtin__", "set", members), f"set, {counted(len(items), 'element')}"
+        )
+    if name in ("builtins.range", "builtins.slice"):
+        return _range(case)
+    return None
+
+
+def _set_pairs(node: Call) -> list[tuple[Ref, Ref]]:
+    return list(zip(node.pairs[::2], node.pairs[1::2]))
+
+
+def _range(case: Case) -> Replacement:
+    """Write out a range as its numbers; keep the bounds of a very long one, and of a slice."""
+    bounds = [value for ref in case.args if type(value := case.current(ref)) is int and abs(value) < 1 << 62]
+    if case.name == "builtins.range" and len(bounds) == len(case.args) == 3 and bounds[2]:
+        numbers = range(*bounds)
+        if numbers[:1] == numbers or abs((bounds[1] - bounds[0]) // bounds[2]) <= _RANGE:
+            return as_list([case.editor.constant(number) for number in numbers])
+    return Replacement(tuple(case.args), "tuple of start, stop and step")
+
+
+def _text(case: Case) -> RuleResult:
+    """Replace what a string can express as well: UUIDs, decimals, fractions, patterns."""
+    if case.name in ("decimal.Decimal", "fractions.Fraction", "re._compile") and case.args:
+        text = case.text(0)
+        if case.name == "fractions.Fraction" and len(case.args) == 2:
+            parts = [case.current(ref) for ref in case.args]
+            if all(type(part) is int and abs(part) < 1 << 1024 for part in parts):
+                text = "/".join(map(str, parts))
+        lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != _NO_FLAGS
+        return _string(text, "; its flags are left out" * lost)
+    if case.name == "uuid.UUID":
+        ref = case.attribute("int")
+        value = case.current(ref) if ref >= 0 else None
+        if type(value) is int and 0 <= value < 1 << 128:
+            digits = f"{value:032x}"
+            text = "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+            return Replacement(text, f"str {text!r}")
+        return UNKNOWN
+    if case.name == "builtins.getattr" and len(case.args) == 2:
+        # An Enum member by its name, as Python 3.11 pickles some.
+        owner, member = case.current(case.args[0]), case.text(1)
+        if member is None or not isinstance(owner, Global):
+            return UNKNOWN
+        return _string(f"{mapped_name(owner)}.{member}")
+    return None
+
+
+def _partial(case: Case) -> RuleResult:
+    """Replace ``functools.partial`` by its state: (function, arguments, keywords, attributes)."""
+    if case.name != "functools.partial":
+        return None
+    state = case.last_state()
+    if len(state) < 3:
+        return UNKNOWN
+    names = [case.editor.constant(name) for name in ("func", "args", "keywords")]
+    return Replacement(dict_of(list(zip(names, state[:3]))), "dict of func, args and keywords")
+
+
+def _generator(case: Case) -> RuleResult:
+    """Replace ``torch.Generator``, (seed, offset, state as a ByteTensor), by its state."""
+    if case.name != "torch._C.Generator":
+        return None
+    state = case.last_state()
+    return Replacement(case.current(state[2]), "its state, a ByteTensor for set_state") if len(state) == 3 else UNKNOWN
+
+
+def _omegaconf(case: Case) -> RuleResult:
+    """Replace DictConfig and ListConfig by their ``_content``, and the nodes of its values by their ``_val``."""
+    if not case.name.startswith("omegaconf."):
+        return None
+    content, value = case.attribute("_content"), case.attribute("_val")
+    if content >= 0:
+        node, items = case.current(content), mapping(case.graph, content)
+        if items is not None:
+            return as_dict(items)
+        if isinstance(node, List):
+            return as_list(node.items)
+        return Replacement(node, type(node).__name__) if node is None or isinstance(node, str) else UNKNOWN
+    if value >= 0:
+        node = case.current(value)
+        return Replacement(node.filled(node.items, node.pairs, node.states) if isinstance(node, Call) else node, "")
+    return None
+
+
+OBJECT_RULES: Final = (_path, _date, _collection, _text, _partial, _generator, _omegaconf)
+
+# -- Objects of any class
+
+#: Placeholders without a value, which nothing plain can express.
+_UNINITIALIZED: Final = frozenset(
+    f"torch.nn.parameter.Uninitialized{name}" for name in ("Parameter", "Buffer", "TensorMixin")
+)
+_SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
+
+
+def any_class(case: Case) -> RuleResult:
+    """Replace an object of an unknown class by the mapping, list or scalar that it is, or a dict of its attributes."""
+    node, nodes = case.node, case.graph.nodes
+    if case.name in _UNINITIALIZED:
+        return UNKNOWN
+    if case.base >= 0:
+        return _with_base(case)
+    state = case.state()
+    if state is None:
+        return _slot_values(case)
+    given = mapping(case.graph, case.keywords) if 0 <= case.keywords < len(nodes) else None
+    if given:
+        present = case.strings(state)
+        state = [(key, value) for key, value in given if nodes[key] not in present] + state
+    if node.pairs:
+        return _dict_subclass(case, _set_pairs(node), state)
+    if node.items:
+        return as_list(node.items, f"; its attributes are left out: {len(state)}" if state else "")
+    if case.args:
+        return _with_arguments(case, state)
+    # A function without arguments: its result is not in the file.
+    return as_dict(state) if case.is_class or node.states else UNKNOWN
+
+
+def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence[tuple[Ref, Ref]]) -> Replacement:
+    """Replace a dict of another class. Many keep their entries as attributes as well; other attributes are added."""
+    nodes = case.graph.nodes
+    present = case.strings(pairs)
+    extra = [(key, value) for key, value in state if nodes[key] not in present]
+    # yacs keeps its own state in ``__immutable__`` and the like, addict in ``__frozen``.
+    internal = [str(nodes[key]) for key, _ in extra if _is_internal(nodes[key])]
+    more = [(key, value) for key, value in extra if not _is_internal(nodes[key])]
+    note = f", {len(more):,} of them attributes" if more else ""
+    return as_dict([*pairs, *more], note + (f"; left out: {listed(internal)}" if internal else ""))
+
+
+def _is_internal(name: Node) -> bool:
+    return isinstance(name, str) and name.startswith("__")
+
+
+def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
+    """Replace a named tuple, an enumeration member or a subclass of a builtin type by its arguments."""
+    last = case.name.rpartition(".")[2]
+    sequence = case.name.startswith(_SEQUENCES)
+    if not (case.is_class or last[:1].isupper() or sequence):
+        return UNKNOWN  # a function: its result is not in the file
+    if state:
+        words = f"dict, {counted(len(state), 'entry')}"
+        if any(case.graph.nodes[key] == "args" for key, _ in state):
+            return Replacement(dict_of(state), f"{words}; its arguments are left out")
+        args = (case.editor.constant("args"), case.editor.add(tuple(case.args)))
+        return Replacement(dict_of([*state, args]), f"{words}, and its arguments as args")
+    first = case.current(case.args[0])
+    if len(case.args) == 1 and type(first) in _SCALARS:
+        return Replacement(first, type(first).__name__)
+    # A single tuple is the value of a subclass of tuple. A class that is called is an enumeration, an exception, a
+    # subclass of set: its argument is the value. Named tuples come with their fields as arguments.
+    # torch.return_types.max and time.struct_time have (values, values without an index).
+    if len(case.args) == 1 or (len(case.args) == 2 and sequence):
+        if type(first) is tuple:
+            return as_tuple(first)
+        if isinstance(first, List) and case.node.op == op.REDUCE:
+            return Replacement(first, f"list, {counted(len(first.items), 'element')}")
+        if isinstance(first, Dict) and case.node.op == op.REDUCE:
+            return Replacement(first, f"dict, {counted(len(first.pairs) // 2, 'entry')}")
+    return as_tuple(case.args)
+
+
+def _slot_values(case: Case) -> RuleResult:
+    """Replace an object whose state is not a mapping: it holds the values of slots, in order."""
+    called_class = case.name.rpartition(".")[2][:1].isupper()
+    if len(case.node.states) > 1 or case.args or not (case.is_class or called_class):
+        return UNKNOWN
+    items = elements(case.current(case.node.states[-1]))
+    # A tuple, because frozen dataclasses are members of sets and keys.
+    return as_tuple(items) if items else UNKNOWN
+
+
+def _with_base(case: Case) -> RuleResult:
+    """Replace ``copyreg._reconstructor(cls, dict, {...})`` by the value of the builtin base."""
+    state = case.state()
+    base = case.current(case.base)
+    items = mapping(case.graph, case.base) if case.base < len(case.graph.nodes) else None
+    if state is None:
+        return UNKNOWN
+    if items is not None:
+        return _dict_subclass(case, items, state)
+    if isinstance(base, List):
+        return as_list(base.items)
+    return Replacement(base, type(base).__name__) if type(base) in (*_SCALARS, tuple) else UNKNOWN
+
+
+# -- Modules
+
+_MODULE_DEPTH: Final = 200
+_MODULE_DICTS: Final = frozenset(("_parameters", "_buffers", "_modules"))
+#: The buffers of norm modules: version 2 since they count batches.
+_NORM: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+#: Torch's own modules with a version other than 1, by the beginning of their names.
+_VERSIONS: Final = (
+    (("torch.nn.modules.batchnorm.", "torch.nn.modules.instancenorm."), 2),
+    (tuple(f"torch.ao.nn.intrinsic.qat.modules.conv_fused.ConvBn{end}" for end in ("1d", "2d", "3d", "ReLU")), 2),
+    (
+        tuple(
+            f"{module}.observer.{name}"
+            for module in ("torch.ao.quantization", "torch.quantization")
+            for name in ("MinMax", "MovingAverage", "PerChannelMinMax", "Histogram")
+        ),
+        3,
+    ),
+)
+#: Modules whose state dict also has packed weights, which no tensor holds.
+_PACKED: Final = (
+    *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."),
+    *("torch.nn.quantized.", "torch.nn.intrinsic.quantized."),
+)
+_SPECTRAL: Final = "torch.nn.utils.spectral_norm.SpectralNormStateDictHook"
+
+
+def is_module(case: Case) -> bool:
+    """Does it have the attributes of every nn.Module?"""
+    return bool(case.node.states) and case.strings(case.state()).keys() >= _MODULE_DICTS
+
+
+def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
+    """Replace a module by its parameters and persistent buffers under their dotted names, with ``_metadata``."""
+    builder = _StateDictBuilder(reader)
+    if not builder.add(case, ""):
+        return UNKNOWN
+    editor = case.editor
+    pairs = [part for name, ref in builder.entries for part in (editor.add(name), ref)]
+    metadata_pairs = [
+        part for path, facts in builder.metadata for part in (editor.add(path), editor.add(dict_of(facts)))
+    ]
+    metadata = new_call(editor, "collections", "OrderedDict").filled((), metadata_pairs, ())
+    attributes = Dict([editor.constant("_metadata"), editor.add(metadata)])
+    state_dict = new_call(editor, "collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
+    words = f"state dict, {counted(len(builder.entries), 'tensor')}; other attributes of the module are left out"
+    if builder.hooks:
+        words += f", {counted(builder.hooks, 'hook')} of it not run"
+    return Replacement(state_dict, words)
+
+
+class _StateDictBuilder:
+    """Collects the entries of a state dict, the metadata of each module, and the number of hooks that are not run."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self.reader = reader
+        self.entries: list[tuple[str, Ref]] = []
+        self.metadata: list[tuple[str, list[tuple[Ref, Ref]]]] = []
+        self.hooks = 0
+        #: Modules being collected: a shared one is entered once for each name, but not within itself.
+        self._open: set[Ref] = set()
+
+    def add(self, case: Case, prefix: str) -> bool:
+        """Add the content of a module and of those in it; return False for endless nesting or another structure."""
+        nodes, constant = case.graph.nodes, case.editor.constant
+        parts = case.strings(case.state())
+        if case.ref in self._open or len(self._open) > _MODULE_DEPTH or not parts.keys() >= _MODULE_DICTS:
+            return False
+        if case.name.startswith(_PACKED):
+            return False
+        parameters, buffers, modules = (
+            [
+                (name, value)
+                for key, value in mapping(case.graph, parts[part]) or ()
+                if isinstance(name := nodes[key], str)
+            ]
+            for part in ("_parameters", "_buffers", "_modules")
+        )
+        facts = [(constant("version"), constant(_version(case.name, {name for name, _ in buffers})))]
+        skipped = {nodes[ref] for ref in _members(case, parts.get("_non_persistent_buffers_set", -1))}
+        self.entries += ((prefix + name, self._data(case, ref)) for name, ref in parameters if nodes[ref] is not None)
+        self.entries += (
+            (prefix + name, ref) for name, ref in buffers if nodes[ref] is not None and name not in skipped
+        )
+        self.metadata.append((prefix.removesuffix("."), facts))
+        self._add_hooks(case, parts.get("_state_dict_hooks", -1), facts)
+        self._open.add(case.ref)
+        for name, ref in modules:
+            node = nodes[ref]
+            if node is None:
+                continue
+            if not isinstance(node, Call) or not self.add(case.inner(ref, node), f"{prefix}{name}."):
+                return False
+        self._open.discard(case.ref)
+        return True
+
+    def _add_hooks(self, case: Case, ref: Ref, facts: list[tuple[Ref, Ref]]) -> None:
+        """Add what state dict hooks add: known for spectral_norm, which records its version."""
+        versions = []
+        for _, hook in (mapping(case.graph, ref) or ()) if ref >= 0 else ():
+            node = case.graph.nodes[hook]
+            name = _spectral_name(case.inner(hook, node)) if isinstance(node, Call) else None
+            if name is None:
+                self.hooks += 1
+            else:
+                versions.append((case.editor.add(f"{name}.version"), case.editor.constant(1)))
+        if versions:
+            facts.append((case.editor.constant("spectral_norm"), case.editor.add(dict_of(versions))))
+
+    def _data(self, case: Case, ref: Ref) -> Ref:
+        """Return the tensor in a Parameter: a state dict holds it detached."""
+        node = case.graph.nodes[ref]
+        args = case.graph.nodes[node.args] if isinstance(node, Call) else ()
+        return args[0] if type(args) is tuple and args and self.reader.tensor(args[0]) is not None else ref
+
+
+def _spectral_name(hook: Case) -> str | None:
+    fn = hook.attribute("fn") if hook.name == _SPECTRAL else -1
+    node = hook.graph.nodes[fn] if fn >= 0 else None
+    name = hook.inner(fn, node).attribute("name") if isinstance(node, Call) else -1
+    text = hook.graph.nodes[name] if name >= 0 else None
+    return text if isinstance(text, str) else None
+
+
+def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
+    """Return the members of a set, in either form."""
+    node = case.graph.nodes[ref] if ref >= 0 else None
+    if isinstance(node, Set):
+        return tuple(node.items)
+    args = case.graph.nodes[node.args] if isinstance(node, Call) else ()
+    return elements(case.graph.nodes[args[0]]) if type(args) is tuple and args else ()
+
+
+def _version(name: str, buffers: set[str]) -> int:
+    """Return the ``_version`` of a class, which is not in the file: known for torch's own, 2 if it counts batches."""
+    if name.startswith("torch."):
+        version = next((number for names, number in _VERSIONS if name.startswith(names)), 1)
+        return version if version != 2 or "num_batches_tracked" in buffers or not buffers & _NORM else 1
+    return 2 if buffers >= _NORM else 1

@@ -1,0 +1,526 @@
+"""Make a checkpoint loadable by plain ``torch.load(path)``: replace what torch does not load by default.
+
+The graph is walked from its root; each object that is not on torch's list is replaced, in its own slot, by the nearest
+plain thing, so that what was shared stays shared. Nothing is executed to find out what that is. The result is checked
+as ``torch.load`` would read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_STORAGE
+from ...base.errors import MalformedError, RefusedError
+from ...base.limits import LIMITS
+from ...base.text import argument, counted, listed, salvage_step
+from ...checkpoint.changes import Change
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.container import CUT, DAMAGED, DEFLATED
+from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
+from ...checkpoint.objects import callable_name, elements, listed_pairs, mapped_name
+from ...checkpoint.paths import key_text, spell_key
+from ...checkpoint.sharding import is_sharded
+from ...checkpoint.tensors import Storage
+from ...pickles import opcodes as op
+from ...pickles.cycles import knots
+from ...pickles.decode import decode
+from ...pickles.encode import encode
+from ...pickles.nodes import (
+    Buffer,
+    ByteArray,
+    Call,
+    Dict,
+    Extension,
+    FrozenSet,
+    Global,
+    Graph,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+    Style,
+)
+from ...pickles.uncommon_opcodes import PYTHON2, not_utf8
+from ...safety.storages import storage_flaws
+from ...safety.torch_lists import NEWEST, allowed, registered
+from ...safety.weights_only import WRONG_SUFFIX, weights_only
+from ...values.elements import added_storages
+from ..sharded import local_parts as parts_of
+from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes, new_call
+from .numpy_values import ARRAYS, BUFFERS, SCALARS, numpy_array, numpy_object, numpy_scalar
+from .rules import OBJECT_RULES, any_class, is_module, state_dict_of
+
+#: Problems that make a file unloadable whatever its pickle says.
+_BROKEN: Final = frozenset((CUT, DAMAGED))
+#: A replacement may be something that torch fails at: another round finds it.
+_ROUNDS: Final = 3
+#: Replacements in one slot, such as an enumeration within a config.
+_REPLACEMENTS: Final = 8
+#: Names in older and newer torch for what is on the list under another name; the arguments are the same.
+_RENAMED: Final = {
+    "torch.UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch.storage._UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch._UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch.nn.Parameter": ("torch.nn.parameter", "Parameter"),
+    "torch.tensor._rebuild_from_type_v2": ("torch._tensor", "_rebuild_from_type_v2"),
+    "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
+    "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
+    "torch._utils._rebuild_xla_tensor": ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
+}
+#: Largest integer that torch reads: it refuses LONG4.
+_LARGEST: Final = 1 << 2000
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+#: Modules whose functions act on the machine: their results cannot be expressed.
+_ACTING: Final = frozenset(
+    ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
+)
+_RULES: Final = (numpy_scalar, numpy_array, numpy_object, *OBJECT_RULES)
+
+
+def sanitize(
+    checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False, local_parts: bool = False
+) -> Checkpoint:
+    """Make everything plain that ``torch.load(path)`` of torch 2.6 and later does not load by default.
+
+    ``as_state_dict`` turns pickled modules into their state dicts; ``drop_unknown`` leaves out what cannot be made
+    plain (the entry of a mapping is dropped, in a list None takes its place); ``local_parts`` replaces tensors that
+    are spread over ranks by what one rank had. Each change is in ``changes`` with its path.
+    Raises RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
+    MalformedError for a damaged file.
+    """
+    # The dtypes that newer versions list cannot be changed into others; what they register did not exist before.
+    names = allowed(NEWEST) | registered("2.6")
+    if local_parts:
+        checkpoint = parts_of(checkpoint)
+    edited = checkpoint.tolerating()
+    for _ in range(_ROUNDS if drop_unknown else 1):
+        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drop_unknown).tolerating()
+        if not _unloadable(edited):
+            break
+    return _checked(edited)
+
+
+def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
+    """Return what no other form makes loadable: calls that torch fails at, and what is not followed."""
+    flaws = (flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused)
+    return {*checkpoint.survey.unfollowed, *(flaw.ref for flaw in flaws)}
+
+
+def _checked(edited: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as it would be read back; raise RefusedError if ``validate`` would refuse it."""
+    written = edited.regraphed(decode(encode(edited.graph)).graph) if edited.edited else edited
+    flaws = storage_flaws(written)
+    blockers = weights_only(written, flaws).blockers
+    left = [blocker.name or blocker.rule for blocker in blockers if blocker.rule != WRONG_SUFFIX]
+    left += dict.fromkeys(written.survey.unfollowed.values())
+    if left:
+        step = salvage_step(edited.path) if flaws else f"ckptool validate {argument(edited.path)} says where"
+        raise RefusedError(f"torch.load would still refuse it: {listed(left)}", path=edited.path, next=step)
+    return written
+
+
+def _make_plain(
+    checkpoint: Checkpoint,
+    allowed_names: frozenset[str],
+    unloadable: Collection[Ref],
+    as_state_dict: bool,
+    drop_unknown: bool,
+) -> Checkpoint:
+    """Make everything plain that is not among the globals that torch allows ("module.name")."""
+    container, path = checkpoint.container, checkpoint.path
+    for problem in container.problems:
+        if problem.code in _BROKEN:
+            raise MalformedError(problem.message, path=path, next=salvage_step(path))
+    sanitizer = _Sanitizer(checkpoint, allowed_names, unloadable, as_state_dict)
+    sanitizer.run()
+    unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
+    root_unknown = checkpoint.graph.root in unknown
+    if root_unknown or ((unknown or sanitizer.bad_keys) and not drop_unknown):
+        raise _refusal(checkpoint, sanitizer, root_unknown)
+    graph = _plain_style(_without_cycles(checkpoint, sanitizer))
+    if unknown:
+        gone = fallen(graph, unknown.keys())
+        if graph.root in gone:
+            raise _refusal(checkpoint, sanitizer, True)
+        others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
+        editor = Rewrite(graph)
+        prune(editor, gone)
+        graph = editor.done()
+        changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in unknown.values()]
+        changes += [Change("drop", path, 1, 0, f"{name}: dropped with a part of it") for path, name in others]
+    changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in sanitizer.bad_keys]
+    before, after = used_storages(checkpoint.graph, path), used_storages(graph, path)
+    if before.keys() & storages.keys():
+        raise MalformedError("it has storages under names that no torch writes", path=path)
+    _check_bytes(checkpoint, [storage for key, storage in after.items() if key not in storages])
+    refused = checkpoint.graph.refused
+    relayout = (
+        bool(storages)
+        # A plain torch.load accepts deflated storages; one that maps the file does not.
+        or any(item.refused or (item.code == DEFLATED and item.level == "error") for item in container.problems)
+        # Dropped bytes must not stay behind unused.
+        or bool(before.keys() - after.keys())
+        # The layout contract of .format_version wants storages in the order in which a reader meets them.
+        or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])
+    )
+    if checkpoint.traits.in_a_row:
+        # Five pickles of one protocol, and storages that they cannot hold: all of it is laid out anew.
+        untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
+        relayout = bool(relayout or untyped or refused)
+    if not (changes or sanitizer.editor.changed or refused or relayout):
+        return checkpoint
+    if refused:
+        protocol = checkpoint.graph.style.protocol
+        what = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
+        changes.insert(0, Change("protocol", "", 1, 0, what))
+    if relayout and not changes and checkpoint.format == "torch-zip":
+        changes = [Change("repack", "", 1, 0, "laid out anew, as torch.save does")]
+    return checkpoint.changed(graph, changes, added_storages(checkpoint, storages, after), needs_relayout=relayout)
+
+
+def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
+    """Raise MalformedError if the bytes of a storage are missing, or torch refuses their number."""
+    for storage in storages:
+        if storage.location == "meta" or not storage.nbytes or storage.dtype.name == "unknown":
+            continue
+        stored = checkpoint.body(storage.key)
+        if stored is None:
+            what = f"the bytes of storage {storage.key!r} are not in the file"
+        elif checkpoint.format == "torch-zip" and stored.size != storage.nbytes:
+            what = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
+        else:
+            continue
+        raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+
+
+def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
+    """Return the edited graph; objects that became tuples and contain themselves become lists instead.
+
+    An object can be among its own attributes, but a tuple not among its elements: it is made of them.
+    """
+    editor, tuples = sanitizer.editor, sanitizer.tuples
+    graph = editor.done()
+    may_cycle = tuples or (checkpoint.graph.refused and editor.changed)
+    cyclic = [ref for cycle in knots(graph) for ref in cycle.made] if may_cycle else []
+    for ref in cyclic:
+        if ref in tuples:
+            editor.changed[ref] = List(list(elements(graph.nodes[ref])))
+            sanitizer.note(tuples[ref], "tuple", "list, because it contains itself")
+    left = [ref for ref in cyclic if ref not in tuples and type(graph.nodes[ref]) is Call]
+    if len(left) < len(cyclic):
+        # One of its members may break a cycle.
+        graph = editor.done()
+        left = [ref for cycle in knots(graph) for ref in cycle.made]
+    for ref in left:
+        node = graph.nodes[ref]
+        if type(node) is Call and callable_name(graph, node.func) == "builtins.set":
+            raise RefusedError("a set contains itself, which has no plain form", path=checkpoint.path)
+    return graph
+
+
+def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> RefusedError:
+    """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it."""
+    path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
+    if rooted:
+        what = f"it holds a pickled module at {listed(rooted)}"
+        return RefusedError(what, path=path, next="--as-state-dict makes it its state dict")
+    places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
+    what = f"{counted(len(places), 'object')} cannot be made plain: {listed(places)}"
+    if sanitizer.packed:
+        what += "; only the class of such a module can make its state dict"
+    if root_goes:
+        step = "load it where its classes are, if you trust it, and save module.state_dict()"
+        return RefusedError(
+            f"{what}; nothing would be left without it", path=path, next=step if sanitizer.packed else ""
+        )
+    step = "--drop-unknown leaves them out"
+    if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+        step = f"--local-parts makes plain tensors of what one rank had, {step}"
+    return RefusedError(what, path=path, next=step)
+
+
+def _plain_style(graph: Graph) -> Graph:
+    """Return the graph in the protocol that torch reads, written as CPython would."""
+    # The two strings of a STACK_GLOBAL are not needed there.
+    nodes = [Global(n.module, n.name) if type(n) is Global and n.parts is not None else n for n in graph.nodes]
+    return Graph(nodes, graph.root, Style(2), None, ())
+
+
+class _Visit(NamedTuple):
+    """A slot and its path."""
+
+    ref: Ref
+    path: str
+
+
+class _Sanitizer:
+    """Visits everything that the root leads to: makes a slot plain first, then goes on to what it contains now."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.names = names
+        self.as_state_dict = as_state_dict
+        self.reader = checkpoint.survey.reader
+        self.unloadable = unloadable
+        self.editor = Rewrite(checkpoint.graph)
+        self.storages: dict[str, bytes] = {}
+        self.not_utf8 = frozenset(not_utf8(checkpoint.graph))
+        self.changes: list[Change] = []
+        #: What cannot be made plain: its path and name, by reference.
+        self.unknown: dict[Ref, tuple[str, str]] = {}
+        #: Paths of modules that were not to become state dicts.
+        self.modules: list[str] = []
+        #: Paths of modules whose state dict only their classes can make.
+        self.packed: list[str] = []
+        #: Entries of mappings whose key cannot stay: the path of the mapping, and the reason.
+        self.bad_keys: list[tuple[str, str]] = []
+        #: Paths of objects that became tuples: an object can contain itself, a tuple cannot.
+        self.tuples: dict[Ref, str] = {}
+        #: Mappings and sets, whose keys and members must be hashable in the end.
+        self._hashed: list[_Visit] = []
+
+    def run(self) -> None:
+        """Make everything plain."""
+        self._rename_storage_classes()
+        for visit in self._visits():
+            self._make_plain(visit)
+        keys = Keys(self.editor)
+        for visit in self._hashed:
+            self._check_keys(visit, keys)
+
+    def _visits(self) -> Iterator[_Visit]:
+        """Yield every slot with its path, parents before children; the caller may change a slot when it gets it."""
+        seen: set[Ref] = set()
+        work = [_Visit(self.checkpoint.graph.root, "")]
+        while work:
+            visit = work.pop()
+            if visit.ref not in seen:
+                seen.add(visit.ref)
+                yield visit
+                if visit.ref not in self.unknown:
+                    work += reversed(self._below(visit))
+
+    def places(self, refs: Collection[Ref]) -> list[tuple[str, str]]:
+        """Return the path and current name of each of these references."""
+        return [(visit.path, self._name(self.editor.node(visit.ref))) for visit in self._visits() if visit.ref in refs]
+
+    def note(self, path: str, name: str, words: str) -> None:
+        """Record that the object called ``name`` became what ``words`` say."""
+        self.changes.append(Change("sanitize", path, 1, 0, f"{name} -> {words}"))
+
+    def _make_plain(self, visit: _Visit) -> None:
+        """Make one slot plain; a replacement may need another one."""
+        for _ in range(_REPLACEMENTS if visit.ref not in self.unloadable else 0):
+            node = self.editor.node(visit.ref)
+            result = self._call(visit, node) if type(node) is Call else self._value(visit, node)
+            if result is None:
+                return
+            if isinstance(result, str):
+                break
+            if result.words:
+                self.note(visit.path, self._name(node), result.words)
+            if type(result.node) is tuple and type(node) is Call:
+                self.tuples[visit.ref] = visit.path
+            self.editor.changed[visit.ref] = result.node
+        else:
+            node = self.editor.node(visit.ref)
+        self.unknown[visit.ref] = (visit.path, self._name(node))
+
+    def _name(self, node: Node) -> str:
+        """Return the name of an object: its class or function."""
+        if isinstance(node, Call):
+            case = Case(self.editor, -1, node, self.storages)
+            cls = self.editor.node(case.args[1]) if case.name == _FROM_TYPE and len(case.args) > 1 else None
+            if case.name in (*SCALARS, *ARRAYS, *BUFFERS):
+                return "numpy scalar" if case.name in SCALARS else "numpy array"
+            return mapped_name(cls) if isinstance(cls, Global) else case.name or "a call"
+        if isinstance(node, Global):
+            return mapped_name(node)
+        if isinstance(node, Persistent):
+            return "an object outside of the pickle"
+        return f"extension {node.code}" if isinstance(node, Extension) else type(node).__name__.lower()
+
+    def _value(self, visit: _Visit, node: Node) -> RuleResult:
+        """Make anything but a call plain."""
+        editor, ref = self.editor, visit.ref
+        if isinstance(node, Global):
+            name = mapped_name(node)
+            return None if name in self.names and not node.states else Replacement(name, "its name")
+        if isinstance(node, FrozenSet | Set):
+            # Sets are calls in protocol 2; a frozen one has no form that torch accepts.
+            if isinstance(node, FrozenSet):
+                self.note(visit.path, "frozenset", f"set, {counted(len(node.items), 'element')}")
+            editor.changed[ref] = new_call(editor, "__builtin__", "set", editor.add(List(list(node.items))))
+        elif isinstance(node, bytes | ByteArray):
+            data = node if isinstance(node, bytes) else node.data
+            encoded = new_bytes(editor, editor.add(data.decode("latin-1")))
+            if isinstance(node, ByteArray):
+                encoded = new_call(editor, "builtins", "bytearray", editor.add(encoded))
+            editor.changed[ref] = encoded
+        elif isinstance(node, str):
+            if ref in self.not_utf8 and ref not in editor.changed:
+                text = node.encode("utf-8", "surrogateescape").decode("latin-1")
+                return Replacement(text, "str, read as Latin-1")
+        elif type(node) is int and abs(node) >= _LARGEST:
+            return Replacement(hex(node), f"str, an integer of {node.bit_length():,} bits in hexadecimal")
+        elif isinstance(node, Persistent):
+            is_new = ref >= len(self.checkpoint.graph.nodes)
+            return None if is_new or self.reader.storage(ref) is not None else UNKNOWN
+        elif isinstance(node, Buffer | Extension):
+            return UNKNOWN
+        return None
+
+    def _call(self, visit: _Visit, node: Call) -> RuleResult:
+        """Make an object plain: one that torch accepts stays, else the first rule that applies decides."""
+        editor = self.editor
+        function = called_name(editor, node.func)
+        if function in _RENAMED:
+            module, name = _RENAMED[function]
+            node = Call(op.REDUCE, editor.named(module, name), node.args).filled(node.items, node.pairs, node.states)
+            if f"{module}.{name}" != function:
+                self.note(visit.path, function, f"{module}.{name}")
+            editor.changed[visit.ref] = node
+            function = f"{module}.{name}"
+        case = Case(editor, visit.ref, node, self.storages)
+        if function == _FROM_TYPE:
+            return self._from_type(visit, case)
+        if function in self.names and type(editor.node(node.func)) is Global:
+            return self._allowed(case, node)
+        if is_module(case):
+            state_dict = state_dict_of(case, self.reader)
+            if self.as_state_dict and not isinstance(state_dict, str):
+                return state_dict
+            (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
+            return UNKNOWN
+        if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
+            # A wrapper in old files: Variable(data), Parameter(data).
+            return Replacement(editor.node(case.args[0]), "the tensor in it")
+        for rule in _RULES:
+            result = rule(case)
+            if result is not None:
+                return result
+        module, _, last = case.name.partition(".")
+        if case.name == "" or (module in _ACTING and not (module == "builtins" and last[:1].isupper())):
+            return UNKNOWN  # among the builtins exceptions are just data
+        # No rule knows what a function of numpy makes of its arguments.
+        return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
+
+    def _is_tensor(self, ref: Ref) -> bool:
+        return ref < len(self.checkpoint.graph.nodes) and self.reader.tensor(ref) is not None
+
+    def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
+        """Make a plain tensor of one of a subclass that torch does not know; its attributes are lost."""
+        if len(case.args) < 4:
+            return UNKNOWN
+        func, cls = self.editor.node(case.args[0]), self.editor.node(case.args[1])
+        if not isinstance(func, Global) or mapped_name(func) not in self.names:
+            return UNKNOWN
+        if isinstance(cls, Global) and mapped_name(cls) in self.names:
+            return None
+        if mapped_name(func) == "torch._utils._rebuild_wrapper_subclass":
+            return UNKNOWN
+        name = mapped_name(cls) if isinstance(cls, Global) else "a subclass"
+        self.note(visit.path, name, "plain tensor; its attributes are left out")
+        return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
+
+    def _allowed(self, case: Case, node: Call) -> RuleResult:
+        """Put a call that torch allows into a form that it accepts."""
+        if node.op not in (op.REDUCE, op.NEWOBJ):
+            if node.kwargs >= 0 and self.editor.node(node.kwargs) is not None:
+                return UNKNOWN
+            reduced = Call(op.REDUCE, node.func, node.args).filled(node.items, node.pairs, node.states)
+            self.editor.changed[case.ref] = reduced
+        if node.items or (node.pairs and case.name not in ("collections.OrderedDict", "collections.Counter")):
+            return UNKNOWN
+        return None
+
+    def _rename_storage_classes(self) -> None:
+        """Rename storage classes that torch does not list: only the name of the class matters to it."""
+        graph = self.checkpoint.graph
+        for ref, node in enumerate(graph.nodes):
+            if type(node) is not Persistent or self.reader.storage(ref) is None:
+                continue
+            pid = graph.nodes[node.pid]
+            cls = graph.nodes[pid[1]] if type(pid) is tuple else None
+            if type(pid) is not tuple or not isinstance(cls, Global) or mapped_name(cls) in self.names:
+                continue
+            name = mapped_name(cls)
+            new = _RENAMED.get(name) or (("torch", cls.name) if cls.name in BY_STORAGE else None)
+            if new is not None:
+                self.editor.changed[node.pid] = (pid[0], self.editor.named(*new), *pid[2:])
+                self.note("", name, ".".join(new))
+
+    def _check_keys(self, visit: _Visit, keys: Keys) -> None:
+        """Drop keys that became a dict or list, which cannot be hashed; a set of such becomes a list.
+
+        The same for two that have become equal: torch would keep one of them.
+        """
+        node = self.editor.node(visit.ref)
+        if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":
+            args = self.editor.node(node.args)
+            members = elements(self.editor.node(args[0])) if type(args) is tuple and args else ()
+            hashable = all(keys.hashable(member) for member in members)
+            if not hashable or keys.duplicates(members):
+                self.editor.changed[visit.ref] = List(list(members))
+                why = "some of its members are equal now" if hashable else "its members can no longer be hashed"
+                self.note(visit.path, "set", f"list, {why}")
+            return
+        if not isinstance(node, Dict | Call):
+            return
+        names, values = node.pairs[::2], node.pairs[1::2]
+        bad = {index: "a key that cannot be hashed" for index, key in enumerate(names) if not keys.hashable(key)}
+        bad = bad or dict.fromkeys(keys.duplicates(names), "a key that equals another one now")
+        if bad:
+            pairs = [part for index, pair in enumerate(zip(names, values)) if index not in bad for part in pair]
+            kept = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
+            self.editor.changed[visit.ref] = kept
+            self.bad_keys += ((visit.path, why) for why in bad.values())
+
+    def _below(self, visit: _Visit) -> list[_Visit]:
+        """Return the current content of a slot: references with their paths."""
+        node = self.editor.node(visit.ref)
+        path = visit.path if len(visit.path) <= LIMITS.path_chars else visit.path[: LIMITS.path_chars] + "..."
+        if isinstance(node, tuple | List | Set | FrozenSet):
+            items = node if isinstance(node, tuple) else node.items
+            return [_Visit(ref, f"{path}[{number}]") for number, ref in enumerate(items)]
+        if isinstance(node, Dict):
+            self._hashed.append(visit)
+            return self._entries(path, node.pairs)
+        if isinstance(node, Call):
+            if node.pairs or called_name(self.editor, node.func) == "builtins.set":
+                self._hashed.append(visit)
+            return self._in_call(node, path)
+        return [_Visit(ref, path) for ref in node.states] if isinstance(node, Instance) else []
+
+    def _in_call(self, node: Call, path: str) -> list[_Visit]:
+        nodes = self.checkpoint.graph.nodes
+        states = [_Visit(state, path) for state in node.states]
+        given = listed_pairs(self.checkpoint.graph, node) if max(node.args, node.func) < len(nodes) else None
+        if given:
+            # OrderedDict([[key, value], ...]): the lists are only notation, and have no path.
+            pairs = [part for pair in given for part in elements(nodes[pair])]
+            return self._entries(path, [*pairs, *node.pairs]) + states
+        args = self.editor.node(node.args)
+        # The function and the class of a tensor are names that torch checks, not objects.
+        skip = 2 if called_name(self.editor, node.func) == _FROM_TYPE else 0
+        visits = [_Visit(ref, path) for ref in args[skip:]] if type(args) is tuple else []
+        return visits + self._entries(path, node.pairs) + states
+
+    def _entries(self, path: str, pairs: Sequence[Ref]) -> list[_Visit]:
+        visits = []
+        graph = self.checkpoint.graph
+        for number, (key, value) in enumerate(zip(pairs[::2], pairs[1::2])):
+            name = self.editor.node(key)
+            if type(name) is not str or graph.style.forms.get(key) in PYTHON2:
+                visits.append(_Visit(key, path))
+            if type(name) is str:
+                visits.append(_Visit(value, spell_key(path, name)))
+            else:
+                text = key_text(graph, key) if key < len(graph.nodes) else ""
+                visits.append(_Visit(value, f"{path}[{text or f'#{number}'}]"))
+        return visits
