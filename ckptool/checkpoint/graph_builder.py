@@ -10,9 +10,8 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..base.dtypes import Dtype
-from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children
+from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children, relocated
 from ..pickles.opcodes import REDUCE
-from ..pickles.relocate import moved
 
 
 class PlainTensor(NamedTuple):
@@ -123,7 +122,7 @@ class Builder:
                 known[ref] = places[ref] = self.add(None)
                 work.extend(reversed(children(graph.nodes[ref])))
         for ref, place in places.items():
-            self.nodes[place] = moved(graph.nodes[ref], known)
+            self.nodes[place] = relocated(graph.nodes[ref], known)
         return known[root]
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:

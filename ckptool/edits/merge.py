@@ -18,8 +18,7 @@ from ..checkpoint.paths import literal, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
-from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children
-from ..pickles.relocate import moved
+from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children, relocated
 from ..values.elements import number_width, stored_bytes, swapped, whole_chunks
 from .lookup import lookup
 from .storages import with_plain_ids
@@ -222,7 +221,7 @@ class _Graft:
         ):
             what = f"it is written in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
             raise RefusedError(what, path=self.foreign.path, next=f"ckptool sanitize {quote(self.foreign.path)} first")
-        return moved(node, self._copies)
+        return relocated(node, self._copies)
 
     def _key(self, key: str) -> str:
         """A key of ours for a storage of theirs."""

@@ -18,7 +18,7 @@ from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
 from ...checkpoint.objects import callable_name, elements
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
-from ...pickles.cycles import knots
+from ...pickles.cycles import cycles
 from ...pickles.decode import decode
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Global, Graph, List, Ref, Style
@@ -123,7 +123,7 @@ def _untied(checkpoint: Checkpoint, walk: Walk) -> Graph:
     """
     graph = walk.rewrite.done()
     made_sets = checkpoint.graph.refused and walk.rewrite.changed
-    tied = [ref for knot in knots(graph) for ref in knot.made] if walk.tuples or made_sets else []
+    tied = [ref for cycle in cycles(graph) for ref in cycle.dependent] if walk.tuples or made_sets else []
     for ref in tied:
         if ref in walk.tuples:
             items = elements(graph.nodes[ref])
@@ -133,7 +133,7 @@ def _untied(checkpoint: Checkpoint, walk: Walk) -> Graph:
     if len(left) < len(tied):
         # A knot may be untied by one of its members.
         graph = walk.rewrite.done()
-        left = [ref for knot in knots(graph) for ref in knot.made if type(graph.nodes[ref]) is Call]
+        left = [ref for cycle in cycles(graph) for ref in cycle.dependent if type(graph.nodes[ref]) is Call]
     sets = [ref for ref in left if callable_name(graph, _function(graph, ref)) == "builtins.set"]
     if sets:
         raise RefusedError("a set leads to itself, for which there is no plain form", path=checkpoint.path)

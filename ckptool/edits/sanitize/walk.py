@@ -28,8 +28,8 @@ from ...pickles.nodes import (
     Persistent,
     Ref,
     Set,
+    non_utf8_strings,
 )
-from ...pickles.uncommon_opcodes import PYTHON2, not_utf8
 from .case import UNKNOWN, Case, Plain, Verdict, called
 from .classes import CLASS_RULES, of_class
 from .hashing import Keys
@@ -78,7 +78,7 @@ class Walk:
         self.unfit = unfit
         self.rewrite = Rewrite(checkpoint.graph)
         self.storages: dict[str, bytes] = {}
-        self.stray = frozenset(not_utf8(checkpoint.graph))
+        self.stray = frozenset(non_utf8_strings(checkpoint.graph))
         self.changes: list[Change] = []
         #: What cannot be carried: its path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
@@ -351,7 +351,7 @@ class Walk:
         graph = self.checkpoint.graph
         for number, (key, value) in enumerate(zip(pairs[::2], pairs[1::2])):
             name = self.rewrite.node(key)
-            if type(name) is not str or self.checkpoint.graph.style.forms.get(key) in PYTHON2:
+            if type(name) is not str or self.checkpoint.graph.style.forms.get(key) in op.PYTHON2_STRINGS:
                 found.append(_Step(key, path))
             if type(name) is str:
                 found.append(_Step(value, spell_key(path, name)))
