@@ -12,7 +12,7 @@ from ..base.text import counted, human_bytes, listed
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
 from ..checkpoint.selection import selected
@@ -90,7 +90,7 @@ def cast(
     leaves = {
         part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
     }
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     tally = _Tally(checkpoint, strict)
     before = after = tensors = tied = 0
@@ -257,7 +257,7 @@ def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
     return ""
 
 
-def _unfit(rewrite: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
+def _unfit(rewrite: GraphEditor, use: Use, source: Dtype, target: Dtype) -> str:
     """Why torch could not load this tensor in another dtype, "" if it can."""
     args = rewrite.graph.nodes[use.args]
     signed = target.storage and _complex(source) == _complex(target) and (target.floating or _complex(target))
@@ -273,7 +273,7 @@ def _complex(dtype: Dtype) -> bool:
     return dtype.name.startswith("complex")
 
 
-def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
+def _recast(rewrite: GraphEditor, use: Use, key: str, numel: int, target: Dtype) -> None:
     """The use with the storage class of another dtype, or without one: as ``Tensor._reduce_ex_internal`` writes it."""
     graph = rewrite.graph
     cls = rewrite.named("torch", target.storage) if target.storage else rewrite.named("torch.storage", "UntypedStorage")
@@ -296,7 +296,7 @@ def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> 
     rewrite.changed[use.args] = args
 
 
-def _recast_meta(rewrite: Rewrite, ref: Ref, target: Dtype) -> bool:
+def _recast_meta(rewrite: GraphEditor, ref: Ref, target: Dtype) -> bool:
     """A tensor without a storage: ``_rebuild_meta_tensor_no_storage(dtype, ...)``, a parameter around it or not."""
     nodes = rewrite.graph.nodes
     while isinstance(node := nodes[ref], Call):
@@ -310,7 +310,7 @@ def _recast_meta(rewrite: Rewrite, ref: Ref, target: Dtype) -> bool:
     return False
 
 
-def _rename(rewrite: Rewrite, use: Use, func: Ref) -> None:
+def _rename(rewrite: GraphEditor, use: Use, func: Ref) -> None:
     """Let another function rebuild the tensor."""
     holder = rewrite.node(use.holder)
     if isinstance(holder, Call):
@@ -322,5 +322,5 @@ def _rename(rewrite: Rewrite, use: Use, func: Ref) -> None:
         rewrite.changed[use.holder] = (func, *holder[1:])
 
 
-def _no_hooks(rewrite: Rewrite) -> Ref:
+def _no_hooks(rewrite: GraphEditor) -> Ref:
     return rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))

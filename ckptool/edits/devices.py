@@ -12,7 +12,7 @@ from ..base.map_location import check_target
 from ..base.text import counted, listed
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import NamedDevice, program_of
 from ..checkpoint.selection import selected
@@ -118,7 +118,7 @@ def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str] | 
 
 def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen: set[str] | None) -> Checkpoint:
     graph = checkpoint.graph
-    rewrite = Rewrite(graph)
+    rewrite = GraphEditor(graph)
     moved: Counter[tuple[str, str]] = Counter()
     kept: Counter[str] = Counter()
     keys: set[str] = set()
@@ -174,7 +174,7 @@ def _times(item: NamedDevice) -> str:
     return counted(item.number, "time")
 
 
-def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
+def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: GraphEditor | None) -> list[Change]:
     """Plain strings that name a device: changed on request, else only listed."""
     changes = []
     program = program_of(checkpoint)
@@ -200,7 +200,7 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None
     return changes
 
 
-def _keep_names(rewrite: Rewrite, strings: set[Ref]) -> None:
+def _keep_names(rewrite: GraphEditor, strings: set[Ref]) -> None:
     """Leave the keys and the names of attributes as they are that are one object with a string that changes."""
     for ref, old in enumerate(rewrite.graph.nodes):
         if not isinstance(old, Dict | Call):
@@ -217,7 +217,7 @@ def _keep_names(rewrite: Rewrite, strings: set[Ref]) -> None:
         rewrite.changed[ref] = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
 
 
-def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None) -> list[Change]:
+def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: GraphEditor | None) -> list[Change]:
     """The kinds of devices that the meshes of DTensors name: changed on request, else only told."""
     found: dict[tuple[str, str], list[Ref]] = {}
     for ref, kind in mesh_devices(checkpoint).items():
@@ -238,7 +238,7 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, rewrite: Rewrite | None)
     return changes
 
 
-def _retag(rewrite: Rewrite, ref: Ref, new: str) -> None:
+def _retag(rewrite: GraphEditor, ref: Ref, new: str) -> None:
     """Replace the location in one persistent id; ids that were one tuple stay one."""
     node = rewrite.graph.nodes[ref]
     assert isinstance(node, Persistent)
@@ -247,7 +247,7 @@ def _retag(rewrite: Rewrite, ref: Ref, new: str) -> None:
     rewrite.changed[node.pid] = (*pid[:3], rewrite.text(pid[3], new), *pid[4:])
 
 
-def _device_objects(rewrite: Rewrite, devices: DeviceMap) -> int:
+def _device_objects(rewrite: GraphEditor, devices: DeviceMap) -> int:
     """Move ``torch.device(...)`` calls and the device arguments of ``_rebuild_device_tensor_from_*``."""
     nodes = rewrite.graph.nodes
     kinds = {}
@@ -266,7 +266,7 @@ def _device_objects(rewrite: Rewrite, devices: DeviceMap) -> int:
     return count
 
 
-def _move_object(rewrite: Rewrite, ref: Ref, node: Call, devices: DeviceMap) -> int:
+def _move_object(rewrite: GraphEditor, ref: Ref, node: Call, devices: DeviceMap) -> int:
     graph = rewrite.graph
     old = device_text(graph, ref)
     new = devices(old) if old else old
@@ -287,7 +287,7 @@ def _move_object(rewrite: Rewrite, ref: Ref, node: Call, devices: DeviceMap) -> 
     return 1
 
 
-def _move_argument(rewrite: Rewrite, node: Call, devices: DeviceMap) -> int:
+def _move_argument(rewrite: GraphEditor, node: Call, devices: DeviceMap) -> int:
     args = rewrite.graph.nodes[node.args]
     old = rewrite.graph.nodes[args[2]] if type(args) is tuple and len(args) > 2 else None
     if type(args) is not tuple or type(old) is not str or devices(old) == old:

@@ -13,7 +13,7 @@ from ..base.globs import EVERY, Globs
 from ..base.text import counted, cut, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite, used_storages
+from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
@@ -43,7 +43,7 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
     if not key:
         raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     root = rewrite.add(Dict([rewrite.add(key), checkpoint.graph.root]))
     graph = rewrite.done(root)
     return checkpoint.changed(graph, [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
@@ -141,7 +141,7 @@ def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequenc
 
     By their keys: two entries may hold one object, such as None.
     """
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     nodes = checkpoint.graph.nodes
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
     rewrite.refill(
@@ -179,7 +179,7 @@ def _filtered(
 ) -> Checkpoint:
     """Take entries out of the root and keys out of the state dicts; ``inside`` only the state dicts at these paths."""
     graph, survey = checkpoint.graph, checkpoint.survey
-    rewrite = Rewrite(graph)
+    rewrite = GraphEditor(graph)
     changes = []
     numbers = {item.ref: number for number, item in enumerate(survey.state_dicts)}
     refs = {item.ref: item.path for item in survey.state_dicts if inside is None or item.path in inside}
@@ -236,7 +236,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     found = slot(checkpoint, key)
     if found is None:
         raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     new = rewrite.add(value)
     if found.number < 0:
         items = [*found.items, (new_key(checkpoint, rewrite, key, found.key), new)]
@@ -280,7 +280,7 @@ def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     there = slot(checkpoint, found.path) if found.path else None
     if there is None or there.number < 0:
         raise TargetError(f"{key!r} is no entry of a mapping", path=checkpoint.path)
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     rewrite.refill(there.holder, [item for number, item in enumerate(there.items) if number != there.number])
     change = Change("unset", key, 1, 0, f"dropped, {_kind(checkpoint, found.ref)}")
     return _slimmer(checkpoint, rewrite.done(), [change])

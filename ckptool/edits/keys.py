@@ -12,7 +12,7 @@ from ..base.prefixes import common_prefix, unwrapping, wrapper_counts
 from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
@@ -130,7 +130,7 @@ def rename_keys(
     keys of the module itself go, to several places if need be. So do the names of parameters in the states of
     optimizers. Raises RefusedError when two keys would become one.
     """
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     changes = []
     known: dict[str, str] = {}
     chosen_dicts = selected(checkpoint, key)
@@ -179,7 +179,7 @@ def _of_modules(rename: Rename, only: Globs, names: Sequence[str], chosen: Colle
     return lambda path: rename(path) if has(moving, path) and not has(staying, path) else path
 
 
-def _follow(rewrite: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
+def _follow(rewrite: GraphEditor, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
     """Rename the module paths of ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
     items = mapping(rewrite.graph, metadata) or []
     paths = [rewrite.graph.nodes[ref] for ref, _ in items]

@@ -12,7 +12,7 @@ from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal, spell_key
 from ..checkpoint.selection import new_key, selected, slot
@@ -173,7 +173,7 @@ class _Graft:
     def __init__(self, checkpoint: Checkpoint, foreign: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.foreign = foreign
-        self.rewrite = Rewrite(checkpoint.graph)
+        self.rewrite = GraphEditor(checkpoint.graph)
         #: Mappings with entries that came: all of their items, and the numbers of the new ones by their keys.
         self.filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
         self.keys: dict[Ref, dict[Hashable, int]] = {}

@@ -16,7 +16,7 @@ from ..base.prefixes import unwrapping
 from ..base.text import counted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined
 from ..checkpoint.survey import StateDict
@@ -99,7 +99,7 @@ def _optimizer(graph: Graph, ref: Ref, path: str, named: Mapping[str, Ref]) -> O
 
 
 def renamed_parameters(
-    checkpoint: Checkpoint, rewrite: Rewrite, known: Mapping[str, str], others: Sequence[StateDict] = ()
+    checkpoint: Checkpoint, rewrite: GraphEditor, known: Mapping[str, str], others: Sequence[StateDict] = ()
 ) -> list[Change]:
     """Let the names in the states of optimizers follow; ``known`` are the keys of the state dicts, old to new.
 
@@ -138,12 +138,12 @@ def renamed_parameters(
     return changes
 
 
-def _renamed(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> Ref:
+def _renamed(rewrite: GraphEditor, ref: Ref, known: Mapping[str, str]) -> Ref:
     text = rewrite.graph.nodes[ref]
     return rewrite.text(ref, known[text]) if type(text) is str and text in known else ref
 
 
-def _renamed_list(rewrite: Rewrite, ref: Ref, known: Mapping[str, str]) -> None:
+def _renamed_list(rewrite: GraphEditor, ref: Ref, known: Mapping[str, str]) -> None:
     node = rewrite.graph.nodes[ref]
     parts = tuple(_renamed(rewrite, part, known) for part in elements(node))
     if parts != elements(node):
@@ -162,7 +162,9 @@ class Owner(NamedTuple):
     sure: bool
 
 
-def prune_optimizers(checkpoint: Checkpoint, rewrite: Rewrite, dropped: Mapping[int, Collection[str]]) -> list[Change]:
+def prune_optimizers(
+    checkpoint: Checkpoint, rewrite: GraphEditor, dropped: Mapping[int, Collection[str]]
+) -> list[Change]:
     """Take the states of dropped parameters out of the optimizers, and number the others anew.
 
     ``dropped`` are names by the number of the state dict; what ``rewrite`` drops as a whole is left alone, and so is
@@ -282,7 +284,7 @@ def _factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
     return any(isinstance(name, str) and {"row", "col"} & set(name.split("_")) for name in names)
 
 
-def _pruned(graph: Graph, rewrite: Rewrite, optimizer: Optimizer, gone: Collection[Node]) -> list[Change]:
+def _pruned(graph: Graph, rewrite: GraphEditor, optimizer: Optimizer, gone: Collection[Node]) -> list[Change]:
     numbers: dict[Node, Node] = {}
     for group in optimizer.groups:
         parts = elements(graph.nodes[group.params])
@@ -310,12 +312,12 @@ def _pruned(graph: Graph, rewrite: Rewrite, optimizer: Optimizer, gone: Collecti
     return [Change("prune-optimizer", optimizer.path, len(gone), len(numbers), what, notes)]
 
 
-def _numbered(rewrite: Rewrite, ref: Ref, numbers: Mapping[Node, Node]) -> Ref:
+def _numbered(rewrite: GraphEditor, ref: Ref, numbers: Mapping[Node, Node]) -> Ref:
     mark = rewrite.graph.nodes[ref]
     new = numbers.get(mark, mark)
     return rewrite.constant(new) if type(new) is int and new != mark else ref
 
 
-def _relist(rewrite: Rewrite, ref: Ref, parts: list[Ref]) -> None:
+def _relist(rewrite: GraphEditor, ref: Ref, parts: list[Ref]) -> None:
     old = rewrite.graph.nodes[ref]
     rewrite.changed[ref] = List(parts) if isinstance(old, List) else tuple(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import callable_name
 from ..checkpoint.tensors import TensorReader
 from ..pickles.nodes import Call
@@ -22,7 +22,7 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
     if not any(word in checkpoint.container.pickle for word in (b"multiarray", b"_frombuffer")):
         return checkpoint
     graph = checkpoint.graph
-    rewrite = Rewrite(graph)
+    rewrite = GraphEditor(graph)
     storages: dict[str, bytes] = {}
     for ref, node in enumerate(graph.nodes):
         if type(node) is not Call or callable_name(graph, node.func) not in (*SCALARS, *ARRAYS, *BUFFERS):

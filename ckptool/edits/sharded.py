@@ -9,7 +9,7 @@ from ..base.errors import RefusedError
 from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
 from ..pickles.nodes import Call, Dict, List, Node, Ref
@@ -26,7 +26,7 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     Raises RefusedError where such a name is taken.
     """
     survey = checkpoint.survey
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     several: dict[Ref, Sharding] = {}
     spread_entries = []
     for entry in survey.tensors:
@@ -64,7 +64,7 @@ def _twin(node: Node) -> Node:
     return Call(node.op, node.func, node.args, node.kwargs).filled(node.items, node.pairs, node.states)
 
 
-def _parameter(rewrite: Rewrite, part: Ref, requires_grad: bool) -> Node:
+def _parameter(rewrite: GraphEditor, part: Ref, requires_grad: bool) -> Node:
     """``_rebuild_parameter(data, requires_grad, hooks)``, as ``Parameter.__reduce_ex__`` has it."""
     hooks = rewrite.add(Call(REDUCE, rewrite.named("collections", "OrderedDict"), rewrite.constant(())))
     args = rewrite.add((part, rewrite.constant(requires_grad), hooks))
@@ -82,7 +82,7 @@ def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
         ref = elements(nodes[node.args])[0]
 
 
-def _expand(checkpoint: Checkpoint, rewrite: Rewrite, several: Mapping[Ref, Sharding]) -> None:
+def _expand(checkpoint: Checkpoint, rewrite: GraphEditor, several: Mapping[Ref, Sharding]) -> None:
     """Entries of mappings: one for each part."""
     graph = checkpoint.graph
     for ref in list(graph.reachable()):
@@ -105,7 +105,7 @@ def _expand(checkpoint: Checkpoint, rewrite: Rewrite, several: Mapping[Ref, Shar
         rewrite.refill(ref, fresh)
 
 
-def recast_spread(checkpoint: Checkpoint, rewrite: Rewrite, ref: Ref, dtype: str) -> None:
+def recast_spread(checkpoint: Checkpoint, rewrite: GraphEditor, ref: Ref, dtype: str) -> None:
     """Let a spread tensor say another dtype, wherever it says one: its parts were cast."""
     graph = checkpoint.graph
     node = graph.nodes[_innermost(checkpoint, ref)]
@@ -124,7 +124,7 @@ def recast_spread(checkpoint: Checkpoint, rewrite: Rewrite, ref: Ref, dtype: str
             _recast_properties(rewrite, properties["tensor_properties"], named)
 
 
-def _recast_spec(rewrite: Rewrite, spec: Ref, named: Ref) -> None:
+def _recast_spec(rewrite: GraphEditor, spec: Ref, named: Ref) -> None:
     """``TensorMeta(shape, stride, dtype)`` of a DTensorSpec, and the hash that torch keeps of all this."""
     graph = rewrite.graph
     meta = named_attributes(graph, spec).get("tensor_meta", -1)
@@ -135,7 +135,7 @@ def _recast_spec(rewrite: Rewrite, spec: Ref, named: Ref) -> None:
     _reset(rewrite, spec, "_hash", rewrite.constant(None))
 
 
-def _recast_properties(rewrite: Rewrite, ref: Ref, named: Ref) -> None:
+def _recast_properties(rewrite: GraphEditor, ref: Ref, named: Ref) -> None:
     """The dtype comes first in the state of TensorProperties (torch/distributed/_shard/sharded_tensor/metadata.py)."""
     node = rewrite.graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
@@ -158,7 +158,7 @@ def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
     return found
 
 
-def _reset(rewrite: Rewrite, ref: Ref, name: str, value: Ref) -> None:
+def _reset(rewrite: GraphEditor, ref: Ref, name: str, value: Ref) -> None:
     """Give an attribute of an object another value, where its state is a dict."""
     graph = rewrite.graph
     node = graph.nodes[ref]
@@ -170,7 +170,7 @@ def _reset(rewrite: Rewrite, ref: Ref, name: str, value: Ref) -> None:
                 rewrite.refill(part, [(key, value if graph.nodes[key] == name else old) for key, old in items])
 
 
-def reset_meshes(rewrite: Rewrite, meshes: Sequence[Ref], kind: str) -> None:
+def reset_meshes(rewrite: GraphEditor, meshes: Sequence[Ref], kind: str) -> None:
     """Let meshes name another kind of device."""
     for ref in meshes:
         _reset(rewrite, ref, "_device_type", rewrite.constant(kind))

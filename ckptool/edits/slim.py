@@ -14,7 +14,7 @@ from ..checkpoint.accounting import account
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, extent
 from ..files.sources import Computed, Span
@@ -79,7 +79,7 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     reader = survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     wanted = _wanted(checkpoint, only)
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     before = after = cut = made_dense = 0
     for key, users in uses.tensors.items():
@@ -176,7 +176,7 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
     return Body(Computed(size, chunks), size)
 
 
-def _repoint(rewrite: Rewrite, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
+def _repoint(rewrite: GraphEditor, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
     dtype = dtype_of(use.tensor)
     assert isinstance(dtype, Dtype)
     empty = 0 in use.tensor.shape
@@ -218,7 +218,7 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     same = dict(_twins(checkpoint, list(_candidates(alike.values()))))
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
     for key, first in same.items():
         for use in uses.tensors[key]:

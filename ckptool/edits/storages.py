@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..checkpoint.views import without_views
@@ -88,7 +88,7 @@ def is_marked(graph: Graph, use: Use) -> bool:
 
 
 def repointed(
-    rewrite: Rewrite,
+    rewrite: GraphEditor,
     use: Use,
     key: str,
     numel: int,
@@ -116,5 +116,5 @@ def repointed(
     return (twin, at, args[2], steps, *args[4:])
 
 
-def _number(rewrite: Rewrite, ref: Ref, value: int) -> Ref:
+def _number(rewrite: GraphEditor, ref: Ref, value: int) -> Ref:
     return ref if rewrite.node(ref) == value else rewrite.constant(value)

@@ -19,14 +19,8 @@ Batch: TypeAlias = tuple[int, int]
 BATCH_SIZE: Final = 1000
 
 #: The attribute of a Filling that holds what an opcode adds.
-_ATTRIBUTES: Final = {
-    op.APPEND: "items",
-    op.APPENDS: "items",
-    op.ADDITEMS: "items",
-    op.SETITEM: "pairs",
-    op.SETITEMS: "pairs",
-    op.BUILD: "states",
-}
+_ATTRIBUTES: Final = dict.fromkeys((op.APPEND, op.APPENDS, op.ADDITEMS), "items")
+_ATTRIBUTES.update({op.SETITEM: "pairs", op.SETITEMS: "pairs", op.BUILD: "states"})
 
 
 def _filling(node: Node) -> Filling:
@@ -101,12 +95,12 @@ def batched(node: Node, recorded: Sequence[Batch] | None, protocol: int) -> Iter
     filling, batches = _filling(node), default_batches(node, protocol)
     if recorded is not None and _totals(recorded) == _totals(batches):
         batches = list(recorded)
-    position: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
     for code, count in batches:
         attribute = _ATTRIBUTES[code]
-        begin = position[attribute]
-        end = position[attribute] = begin + (2 * count if attribute == "pairs" else count)
-        yield code, getattr(filling, attribute)[begin:end]
+        begin = ends[attribute]
+        ends[attribute] += 2 * count if attribute == "pairs" else count
+        yield code, getattr(filling, attribute)[begin : ends[attribute]]
 
 
 def _totals(batches: Sequence[Batch]) -> Counter[str]:

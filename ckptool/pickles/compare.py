@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, not_
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from . import opcodes as op
 from .nodes import (
@@ -31,6 +31,16 @@ CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
 #: Types of nodes whose references ``_unchanged`` looks at all together, or that have none.
 _GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
+#: What a node of each type is besides its children.
+_OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
+    bytes: bytes,
+    ByteArray: attrgetter("data"),
+    Buffer: lambda node: node.inner < 0,
+    Global: attrgetter("module", "name"),
+    Call: lambda node: (node.op, node.kwargs < 0),
+    Persistent: attrgetter("text"),
+    Extension: attrgetter("code"),
+}
 #: Nodes of the pattern before its call: see ``_pair_patterns``.
 _BEFORE: Final = 6
 _UNPAIRED: Final = [-1] * _BEFORE
@@ -77,8 +87,7 @@ def _difference(
         if kind is not type(twin):
             return f"{_name(node)} became {_name(twin)}"
         if kind in constants or node == ():
-            same = _float_bytes(node) == _float_bytes(twin) if kind is float else node == twin
-            if not same:
+            if not (struct.pack(">d", node) == struct.pack(">d", twin) if kind is float else node == twin):
                 return f"{_shown(node)} became {_shown(twin)}"
             forward[left] = right
             continue
@@ -156,30 +165,10 @@ def _unchanged(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref],
     return pairs[: len(ours)], pairs[: len(theirs)]
 
 
-def _float_bytes(value: Node) -> bytes:
-    return struct.pack(">d", value)
-
-
 def _own_value(node: Node) -> object:
     """Return what a node is besides its children, without its type."""
-    if isinstance(node, bytes):
-        return node
-    if isinstance(node, ByteArray):
-        return node.data
-    if isinstance(node, Buffer):
-        return node.inner < 0
-    if not isinstance(node, Instance):
-        return None
-    own: object = None
-    if isinstance(node, Global):
-        own = node.module, node.name
-    elif isinstance(node, Call):
-        own = node.op, node.kwargs < 0
-    elif isinstance(node, Persistent):
-        own = node.text
-    elif isinstance(node, Extension):
-        own = node.code
-    return own, len(node.items), len(node.pairs), len(node.states)
+    value = _OWN_VALUES[type(node)](node) if type(node) in _OWN_VALUES else None
+    return (value, len(node.items), len(node.pairs), len(node.states)) if isinstance(node, Instance) else value
 
 
 def _compared(node: Node) -> Sequence[Ref]:

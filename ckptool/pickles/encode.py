@@ -54,14 +54,7 @@ _NO_NODE: Final = -1
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
 _MANY: Final = frozenset((op.APPENDS, op.SETITEMS, op.ADDITEMS))
-_CONSTRUCTORS: Final[dict[type, bytes]] = {
-    Persistent: b"Q",
-    Global: b"\x93",
-    Buffer: b"\x98",
-    FrozenSet: b"\x91",
-    List: b"l",
-    Dict: b"d",
-}
+_CONSTRUCTORS: Final = {Persistent: b"Q", Global: b"\x93", Buffer: b"\x98", FrozenSet: b"\x91", List: b"l", Dict: b"d"}
 
 
 class _ReusedError(Exception):
@@ -111,8 +104,8 @@ class _Writer:
         # In protocols 2 and 3, which torch.save writes, the frequent types need no call.
         plain, binary = dialect in (2, 3) and not framed, dialect >= 2
         patterns = PatternWriter(nodes, memo, codes)
-        no_exceptions = not (forms or unmemoized or memoized or style.batches or discarded or self.written_first)
-        use_patterns = plain and no_exceptions
+        exceptions = forms.keys() | unmemoized
+        use_patterns = plain and not (exceptions or memoized or style.batches or discarded or self.written_first)
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -135,12 +128,7 @@ class _Writer:
                 if memo[ref] != UNSEEN:
                     self.check_repeated(ref)
                 node = nodes[ref]
-                if (
-                    type(node) is str
-                    and plain
-                    and not (forms and ref in forms)
-                    and not (unmemoized and ref in unmemoized)
-                ):
+                if type(node) is str and plain and ref not in exceptions:
                     raw = node.encode("utf-8", "surrogatepass")
                     memo[ref] = index = self.next_index
                     self.next_index += 1
@@ -338,8 +326,6 @@ class _Writer:
             if not isinstance(cls, Global):
                 raise ValueError("INST names a class")
             return emit.name(cls, op.INST)
-        if type(node) not in _CONSTRUCTORS:
-            raise TypeError(f"not a pickle node: {type(node).__name__}")
         return _CONSTRUCTORS[type(node)]
 
     def drop(self, ref: Ref, node: Node) -> None:

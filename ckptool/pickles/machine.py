@@ -40,14 +40,8 @@ _HASHABLE = frozenset(
 )
 _UNHASHABLE = (List, Dict, Set, ByteArray)
 
-#: What each opcode adds to, and the container that it takes besides an Instance.
-_FILLED: Final[dict[int, tuple[str, type]]] = {
-    op.APPEND: ("items", List),
-    op.APPENDS: ("items", List),
-    op.ADDITEMS: ("items", Set),
-    op.SETITEM: ("pairs", Dict),
-    op.SETITEMS: ("pairs", Dict),
-}
+#: The container that each opcode fills; it may be an Instance, too.
+_CONTAINERS: Final = {op.APPEND: List, op.APPENDS: List, op.ADDITEMS: Set, op.SETITEM: Dict, op.SETITEMS: Dict}
 #: The value in ``filled_at`` of a container that was filled after it had become part of a state: after every call.
 _AFTER_EVERY_CALL: Final = 1 << 62
 
@@ -302,15 +296,14 @@ class Machine:
         """Execute APPEND, APPENDS, ADDITEMS, SETITEM or SETITEMS."""
         node: Any = self.nodes[ref]
         self.filled_at[ref] = len(self.nodes) if ref not in self.state_parts else _AFTER_EVERY_CALL
-        attribute, container = _FILLED[code]
-        count = len(refs)
-        if container is Dict:
-            if count & 1:
-                self.fail(f"{op.NAMES[code]} with a key that has no value")
-            count >>= 1
+        container = _CONTAINERS[code]
+        count, attribute = (len(refs) >> 1, "pairs") if container is Dict else (len(refs), "items")
+        if container is Dict and len(refs) & 1:
+            self.fail(f"{op.NAMES[code]} with a key that has no value")
         if type(node) is container:
-            if self.style.forms:
-                self.forget_whole(ref)
+            if self.style.forms.get(ref) in (op.LIST, op.DICT):
+                # It may hold itself by now, so it is written empty and then filled.
+                del self.style.forms[ref]
             if container is not List:
                 self.check_keys(refs[::2] if container is Dict else refs)
             present = getattr(node, attribute)
@@ -324,22 +317,14 @@ class Machine:
             self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
         default = code == 0x73 or code == 0x61 or (2 <= count < BATCH_SIZE and code != 0x90)
         if not (first and default) or ref in self.batches:
-            self.record_batch(ref, code, count)
+            # From its first unusual batch on; what it holds came in default ones.
+            if ref not in self.batches:
+                self.batches[ref] = batches_so_far(node)
+            self.batches[ref].append((code, count))
         if isinstance(present, list):
             present += refs
         elif refs:
             setattr(target, attribute, refs)
-
-    def forget_whole(self, ref: Ref) -> None:
-        """Let a list or dict that LIST or DICT made be written empty and then filled: it may hold itself by now."""
-        if self.style.forms.get(ref) in (op.LIST, op.DICT):
-            del self.style.forms[ref]
-
-    def record_batch(self, ref: Ref, code: int, count: int) -> None:
-        """Record how a container is filled from its first unusual batch on; what it holds came in default ones."""
-        if ref not in self.batches:
-            self.batches[ref] = batches_so_far(self.nodes[ref])
-        self.batches[ref].append((code, count))
 
     def build(self, ref: Ref, state: Ref) -> None:
         """Execute BUILD."""

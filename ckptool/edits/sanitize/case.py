@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, TypeAlias
 
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
 from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, Node, Ref
@@ -29,7 +29,7 @@ class Case:
     goes through ``copyreg`` both are those of the object that comes of it.
     """
 
-    def __init__(self, rewrite: Rewrite, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
+    def __init__(self, rewrite: GraphEditor, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
         self.rewrite = rewrite
         self.graph: Graph = rewrite.graph
         self.ref = ref
@@ -114,7 +114,7 @@ class Case:
         return Dict([part for pair in pairs for part in pair])
 
 
-def raw_bytes(rewrite: Rewrite, ref: Ref) -> bytes | None:
+def raw_bytes(rewrite: GraphEditor, ref: Ref) -> bytes | None:
     """The bytes in a node: of bytes or bytearray, of ``_codecs.encode(text, 'latin1')``, of a Python 2 string."""
     node = rewrite.node(ref)
     if isinstance(node, bytes):
@@ -145,7 +145,7 @@ def raw_bytes(rewrite: Rewrite, ref: Ref) -> bytes | None:
     return None
 
 
-def called(rewrite: Rewrite, func: Ref) -> str:
+def called(rewrite: GraphEditor, func: Ref) -> str:
     """The mapped name of what a call calls, as it is by now; "" when it is no global."""
     node = rewrite.node(func)
     if isinstance(node, Global):

@@ -14,7 +14,7 @@ from ...base.text import argument, counted, listed, salvage_step
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
-from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
+from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, elements
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
@@ -60,11 +60,11 @@ def make_plain(
     graph = _plain_style(_untied(checkpoint, walk))
     changes = walk.changes
     if unknown:
-        gone = fallen(graph, unknown.keys())
+        gone = removed_with(graph, unknown.keys())
         if graph.root in gone:
             raise _refusal(checkpoint, walk, True)
         others = walk.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
-        rewrite = Rewrite(graph)
+        rewrite = GraphEditor(graph)
         prune(rewrite, gone)
         graph = rewrite.done()
         changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in unknown.values()]

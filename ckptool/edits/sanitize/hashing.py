@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...pickles.nodes import ByteArray, Call, Dict, Global, List, Node, Ref, Set
 from .case import called, raw_bytes
 
@@ -21,7 +21,7 @@ _ELEMENTS: Final = 200
 class Keys:
     """What is known about keys. Each tuple is looked into once: it may be in a million keys."""
 
-    def __init__(self, rewrite: Rewrite) -> None:
+    def __init__(self, rewrite: GraphEditor) -> None:
         self.rewrite = rewrite
         self._hashable: dict[Ref, bool] = {}
 

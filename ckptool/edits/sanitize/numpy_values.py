@@ -11,7 +11,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ...base.text import counted, cut
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import mapping
 from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
 from .case import UNKNOWN, Case, Plain, Verdict, called, raw_bytes
@@ -258,7 +258,7 @@ def _dtype(case: Case, ref: Ref) -> _Dtype | None:
     return _dtype_of(case.rewrite, node)
 
 
-def _dtype_of(rewrite: Rewrite, node: Call) -> _Dtype | None:
+def _dtype_of(rewrite: GraphEditor, node: Call) -> _Dtype | None:
     args = rewrite.node(node.args)
     code = rewrite.node(args[0]) if type(args) is tuple and args else None
     state = rewrite.node(node.states[-1]) if node.states else ()
@@ -274,7 +274,7 @@ def _dtype_of(rewrite: Rewrite, node: Call) -> _Dtype | None:
     return _Dtype(code, size * 4 if code[0] == "U" else size, big, _unit_of(rewrite, parts[8:9]))
 
 
-def _unit_of(rewrite: Rewrite, metadata: list[Node]) -> str:
+def _unit_of(rewrite: GraphEditor, metadata: list[Node]) -> str:
     """The unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
     pair = metadata[0] if metadata else ()
     unit = rewrite.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()

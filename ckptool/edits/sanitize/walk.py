@@ -10,7 +10,7 @@ from ...base.limits import LIMITS
 from ...base.text import counted
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import elements, listed_pairs, mapped_name
 from ...checkpoint.paths import key_text, spell_key
 from ...pickles import opcodes as op
@@ -76,7 +76,7 @@ class Walk:
         self.as_state_dict = as_state_dict
         self.reader = checkpoint.survey.reader
         self.unfit = unfit
-        self.rewrite = Rewrite(checkpoint.graph)
+        self.rewrite = GraphEditor(checkpoint.graph)
         self.storages: dict[str, bytes] = {}
         self.stray = frozenset(non_utf8_strings(checkpoint.graph))
         self.changes: list[Change] = []
