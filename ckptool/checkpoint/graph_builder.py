@@ -1,4 +1,4 @@
-"""Graphs of objects that no pickle describes: the tensors of other formats, as ``torch.save`` would write them.
+"""Graphs built from scratch: the tensors of other formats, as ``torch.save`` would write them.
 
 So every command sees one kind of checkpoint, whatever the container.
 """
@@ -10,15 +10,18 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..base.dtypes import Dtype
-from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children
+from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children, relocated
 from ..pickles.opcodes import REDUCE
-from ..pickles.relocate import moved
+
+#: The protocol of torch.save, and the first one with FRAMEs.
+_PROTOCOL: Final = 2
+_FRAMED: Final = 4
 
 
 class PlainTensor(NamedTuple):
-    """A tensor and the storage that it reads.
+    """A tensor and its storage.
 
-    ``shape``, ``strides`` and ``offset`` in elements, ``nbytes`` those of the whole storage ``key``.
+    ``shape``, ``strides`` and ``offset`` are in elements, ``nbytes`` is the size in bytes of the whole storage ``key``.
     """
 
     dtype: Dtype
@@ -32,7 +35,7 @@ class PlainTensor(NamedTuple):
 
 
 def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
-    """A tensor that is all of its storage, row by row."""
+    """Return a tensor that fills its storage, row by row."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -41,57 +44,68 @@ def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
     return PlainTensor(dtype, shape, tuple(reversed(strides)), key, prod(shape) * dtype.itemsize)
 
 
-class Builder:
-    """An arena of nodes that grows; equal constants and globals are one, as the pickler's memo makes them."""
+class Constants:
+    """Adds constants and globals to an arena, one node for each value, as the pickler's memo would."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
         self._known: dict[tuple[type, str], Ref] = {}
 
     def add(self, node: Node) -> Ref:
-        """A new node."""
+        """Add a node to the arena."""
+        raise NotImplementedError
+
+    def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
+        """Return the reference of a constant, string or empty tuple."""
+        key = (type(value), repr(value))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.add(value)
+        return known
+
+    def named(self, module: str, name: str) -> Ref:
+        """Return the reference of a global."""
+        key = (Global, f"{module} {name}")
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.add(Global(module, name))
+        return known
+
+
+class Builder(Constants):
+    """An arena of nodes that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+
+    def add(self, node: Node) -> Ref:
+        """Add a node."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
-        """A constant, string or empty tuple, one for each value."""
-        return self._one((type(value), repr(value)), value)
-
-    def named(self, module: str, name: str) -> Ref:
-        """A global, one for each name."""
-        mark = (Global, f"{module} {name}")
-        known = self._known.get(mark)
-        return self._one(mark, Global(module, name)) if known is None else known
-
-    def _one(self, mark: tuple[type, str], node: Node) -> Ref:
-        known = self._known.get(mark)
-        if known is None:
-            known = self._known[mark] = self.add(node)
-        return known
-
     def call(self, module: str, name: str, args: Iterable[Ref] = ()) -> Ref:
-        """What a function gives for arguments."""
+        """Add the call of a function."""
         return self.add(Call(REDUCE, self.named(module, name), self.group(args)))
 
     def group(self, refs: Iterable[Ref]) -> Ref:
-        """A tuple."""
-        found = tuple(refs)
-        return self.add(found) if found else self.constant(())
+        """Add a tuple."""
+        parts = tuple(refs)
+        return self.add(parts) if parts else self.constant(())
 
     def numbers(self, values: Iterable[int]) -> Ref:
-        """A tuple of numbers."""
+        """Add a tuple of integers."""
         return self.group(self.constant(value) for value in values)
 
     def mapping(self, items: Iterable[tuple[str, Ref]]) -> Ref:
-        """An exact dict. Keys are strings of their own: a key may be the name of something else, too."""
+        """Add a dict. Each key is a string of its own: it may be the name of something else, too."""
         return self.add(Dict([ref for key, value in items for ref in (self.add(key), value)]))
 
     def sequence(self, refs: Iterable[Ref]) -> Ref:
-        """A list."""
+        """Add a list."""
         return self.add(List(list(refs)))
 
     def tensor(self, tensor: PlainTensor) -> Ref:
-        """``_rebuild_tensor_v2``, and v3 for dtypes without a storage class (torch/_tensor.py)."""
+        """Add a tensor: ``_rebuild_tensor_v2``, or v3 for dtypes without a storage class (torch/_tensor.py)."""
         dtype = tensor.dtype
         args = [
             self.storage(dtype, tensor.key, tensor.location, tensor.nbytes),
@@ -106,28 +120,29 @@ class Builder:
         return self.call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
 
     def pairs(self, refs: Sequence[Ref]) -> Ref:
-        """An exact dict of references: key, value, key, value ..."""
+        """Add a dict of references: key, value, key, value ..."""
         return self.add(Dict(list(refs)))
 
     def graft(self, graph: Graph, root: Ref, places: dict[Ref, Ref] | None = None) -> Ref:
-        """A part of another graph: all that a reference of it leads to, with references of our own.
+        """Copy everything that a reference of another graph leads to, and return its new reference.
 
-        ``places`` are those that parts of the same graph got before, which are taken for them, and gets the new ones.
+        ``places`` maps the references of that graph that were copied before to the new ones, and is extended.
         """
-        known = {} if places is None else places
-        places = {}
+        places = {} if places is None else places
+        copied: list[Ref] = []
         work = [root]
         while work:
             ref = work.pop()
-            if ref not in known:
-                known[ref] = places[ref] = self.add(None)
+            if ref not in places:
+                places[ref] = self.add(None)
+                copied.append(ref)
                 work.extend(reversed(children(graph.nodes[ref])))
-        for ref, place in places.items():
-            self.nodes[place] = moved(graph.nodes[ref], known)
-        return known[root]
+        for ref in copied:
+            self.nodes[places[ref]] = relocated(graph.nodes[ref], places)
+        return places[root]
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
-        """A persistent reference to a storage; an untyped one for dtypes without a storage class."""
+        """Add a persistent reference to a storage, an untyped one for dtypes without a storage class."""
         parts = (
             self.constant("storage"),
             self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage"),
@@ -138,12 +153,6 @@ class Builder:
         return self.add(Persistent(self.add(parts)))
 
     def graph(self, root: Ref, protocol: int = 0) -> Graph:
-        """The graph, in the style of ``torch.save``; ``protocol`` is the least one to use."""
+        """Return the graph, in the style of ``torch.save`` but with at least this ``protocol``."""
         used = max(protocol, _PROTOCOL)
         return Graph(self.nodes, root, Style(used, framed=used >= _FRAMED))
-
-
-#: That of torch.save.
-_PROTOCOL: Final = 2
-#: The first whose pickles come in frames.
-_FRAMED: Final = 4

@@ -221,12 +221,12 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
 
 def holds_constants(graph: Graph, ref: Ref) -> bool:
     """Is it a container of texts, numbers, bytes and None alone? One can stand at a thousand places."""
-    known: bool | None = graph.memo.get(("constants", ref))
+    known: bool | None = graph.cache.get(("constants", ref))
     if known is None:
         node = graph.nodes[ref]
         held = children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet) else None
         known = held is not None and _PLAIN.issuperset([type(graph.nodes[part]) for part in held])
-        graph.memo["constants", ref] = known
+        graph.cache["constants", ref] = known
     return known
 
 
@@ -256,13 +256,13 @@ def same_key(graph: Graph, ref: Ref) -> Hashable:
         return node
     if isinstance(node, float):
         return node if node == node else object()  # two objects: a pickler never shares a float
-    known = graph.memo.get(("key", ref))
+    known = graph.cache.get(("key", ref))
     if known is None:
         try:
             known = _made_key(graph, ref, [_KEY_PARTS])
         except (_LongKeyError, RecursionError):
             known = ("own", ref)
-        graph.memo["key", ref] = known
+        graph.cache["key", ref] = known
     return known
 
 
@@ -379,11 +379,11 @@ def _couples(graph: Graph, ref: Ref) -> list[Ref] | None:
 
     One list can be what a thousand mappings are made of: it is looked through once.
     """
-    if ("couples", ref) not in graph.memo:
+    if ("couples", ref) not in graph.cache:
         couples = [elements(graph.nodes[couple]) for couple in elements(graph.nodes[ref])]
         alike = all(len(couple) == 2 for couple in couples)
-        graph.memo["couples", ref] = [part for couple in couples for part in couple] if alike else None
-    found: list[Ref] | None = graph.memo["couples", ref]
+        graph.cache["couples", ref] = [part for couple in couples for part in couple] if alike else None
+    found: list[Ref] | None = graph.cache["couples", ref]
     return found
 
 

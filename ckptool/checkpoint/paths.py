@@ -99,10 +99,10 @@ def key_text(graph: Graph, ref: Ref) -> str:
         return _quoted(node) if len(node) <= LIMITS.path_chars else ""
     if type(node) is int and -_INT64 <= node < _INT64:
         return str(node)
-    known: str | None = graph.memo.get(("text", ref))
+    known: str | None = graph.cache.get(("text", ref))
     if known is None:
         text = _text(graph, ref, _DEPTH)
-        known = graph.memo["text", ref] = text if text is not None and len(text) <= LIMITS.path_chars else ""
+        known = graph.cache["text", ref] = text if text is not None and len(text) <= LIMITS.path_chars else ""
     return known
 
 

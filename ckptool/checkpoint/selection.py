@@ -11,7 +11,7 @@ from ..base.text import listed
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
-from .graph_editor import Rewrite
+from .graph_editor import GraphEditor
 from .objects import mapping, same_key
 from .paths import NO_VALUE, Parsed, bounded, entries, find, joined, literal, parsed
 from .survey import StateDict
@@ -85,7 +85,7 @@ def entry_number(graph: Graph, ref: Ref, step: Parsed) -> int:
     return equal
 
 
-def new_key(checkpoint: Checkpoint, rewrite: Rewrite, path: str, key: Any) -> Ref:
+def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -> Ref:
     """A new node for a key, as a pickler writes it; raises TargetError for one that is not made of plain values."""
     if key is None or isinstance(key, bool | int | float | str):
         return rewrite.add(key)

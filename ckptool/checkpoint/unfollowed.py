@@ -66,7 +66,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     names: dict[Ref, str] = {}  # of what is called, "" for what is not watched
     copies: list[tuple[Ref, Call]] = []
     parts = set[Ref]()  # ids of storages and arguments of what makes tensors
-    changed = graph.filled.keys()
+    changed = graph.filled_at.keys()
     for ref, node in enumerate(nodes):
         if type(node) is Call:
             name = names.get(node.func)
@@ -182,7 +182,7 @@ def _of_call(
         return "an attribute of a tensor is set that is more than a name"
     if type(args) is not tuple or changed.isdisjoint(args):
         return ""
-    late = any(graph.filled.get(arg, 0) > ref for arg in args)
+    late = any(graph.filled_at.get(arg, 0) > ref for arg in args)
     return "what a tensor is made of is changed afterwards" if late else ""
 
 
@@ -243,7 +243,7 @@ def _shared(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
     late = {
         ref: "a container is changed after a call copied it"
         for source, ref in sources.items()
-        if graph.filled.get(source, 0) > ref
+        if graph.filled_at.get(source, 0) > ref
     }
     holders = {
         ref: elements(nodes[node.args])[-1]

@@ -12,7 +12,7 @@ from ..base.text import counted, human_bytes, listed
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
 from ..checkpoint.sharding import is_sharded
@@ -86,7 +86,7 @@ def cast(
     leaves = {
         part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
     }
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     overflows = _OverflowCounts(checkpoint, strict)
     before = after = tensors = tied = 0
@@ -252,7 +252,7 @@ def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
     return ""
 
 
-def _unloadable(editor: Rewrite, use: Use, source: Dtype, target: Dtype) -> str:
+def _unloadable(editor: GraphEditor, use: Use, source: Dtype, target: Dtype) -> str:
     """Return why torch could not load this tensor in another dtype, "" if it can."""
     args = editor.graph.nodes[use.args]
     signed = target.storage and _is_complex(source) == _is_complex(target) and (target.floating or _is_complex(target))
@@ -268,7 +268,7 @@ def _is_complex(dtype: Dtype) -> bool:
     return dtype.name.startswith("complex")
 
 
-def _recast(editor: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> None:
+def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) -> None:
     """Give a use the storage class of another dtype, or none, as ``Tensor._reduce_ex_internal`` writes it."""
     graph = editor.graph
     cls = editor.named("torch", target.storage) if target.storage else editor.named("torch.storage", "UntypedStorage")
@@ -290,7 +290,7 @@ def _recast(editor: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> N
     editor.changed[use.args] = args
 
 
-def _recast_meta(editor: Rewrite, ref: Ref, target: Dtype) -> bool:
+def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
     """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, in a parameter or not."""
     nodes = editor.graph.nodes
     while isinstance(node := nodes[ref], Call):
@@ -304,7 +304,7 @@ def _recast_meta(editor: Rewrite, ref: Ref, target: Dtype) -> bool:
     return False
 
 
-def _set_function(editor: Rewrite, use: Use, name: str) -> None:
+def _set_function(editor: GraphEditor, use: Use, name: str) -> None:
     """Let another function rebuild the tensor."""
     func = editor.named("torch._utils", name)
     holder = editor.node(use.holder)

@@ -12,7 +12,7 @@ from ..base.map_location import check_target
 from ..base.text import counted, listed
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import program_of
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
@@ -105,7 +105,7 @@ def device_pairs(texts: Iterable[str]) -> dict[str, str]:
 
 def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen: set[str] | None) -> Checkpoint:
     """Remap the storages in ``chosen``; with None all of them, and everything else that names a device."""
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     moved: Counter[tuple[str, str]] = Counter()
     kept: Counter[str] = Counter()
     keys: set[str] = set()
@@ -158,7 +158,7 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
     return changes
 
 
-def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: Rewrite | None) -> list[Change]:
+def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
     """Change plain strings that name a device, or without an editor only report them."""
     changes = []
     program = program_of(checkpoint)
@@ -183,7 +183,7 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: Rewrite | None)
     return changes
 
 
-def _keep_names(editor: Rewrite, strings: set[Ref]) -> None:
+def _keep_names(editor: GraphEditor, strings: set[Ref]) -> None:
     """Leave keys and names of attributes as they are that are one object with a string that changes."""
     for ref, old in enumerate(editor.graph.nodes):
         if not isinstance(old, Dict | Call):
@@ -200,7 +200,7 @@ def _keep_names(editor: Rewrite, strings: set[Ref]) -> None:
         editor.changed[ref] = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
 
 
-def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: Rewrite | None) -> list[Change]:
+def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
     """Change the device types of the meshes of DTensors, or without an editor only report them."""
     moves: dict[tuple[str, str], list[Ref]] = {}
     for ref, old in mesh_devices(checkpoint).items():
@@ -221,7 +221,7 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: Rewrite | None) 
     return changes
 
 
-def _retag(editor: Rewrite, ref: Ref, new: str) -> None:
+def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
     """Replace the location in one persistent id; ids that were one tuple stay one."""
     node = editor.graph.nodes[ref]
     assert isinstance(node, Persistent)
@@ -230,7 +230,7 @@ def _retag(editor: Rewrite, ref: Ref, new: str) -> None:
     editor.changed[node.pid] = (*pid[:3], editor.text(pid[3], new), *pid[4:])
 
 
-def _move_objects(editor: Rewrite, devices: DeviceMap) -> int:
+def _move_objects(editor: GraphEditor, devices: DeviceMap) -> int:
     """Move ``torch.device(...)`` calls and the device arguments of ``_rebuild_device_tensor_from_*``; count them."""
     nodes = editor.graph.nodes
     functions = {}
@@ -246,7 +246,7 @@ def _move_objects(editor: Rewrite, devices: DeviceMap) -> int:
     )
 
 
-def _move_object(editor: Rewrite, ref: Ref, node: Call, devices: DeviceMap) -> bool:
+def _move_object(editor: GraphEditor, ref: Ref, node: Call, devices: DeviceMap) -> bool:
     graph = editor.graph
     old = device_text(graph, ref)
     new = devices(old) if old else old
@@ -267,7 +267,7 @@ def _move_object(editor: Rewrite, ref: Ref, node: Call, devices: DeviceMap) -> b
     return True
 
 
-def _move_argument(editor: Rewrite, _ref: Ref, node: Call, devices: DeviceMap) -> bool:
+def _move_argument(editor: GraphEditor, _ref: Ref, node: Call, devices: DeviceMap) -> bool:
     args = editor.graph.nodes[node.args]
     old = editor.graph.nodes[args[2]] if type(args) is tuple and len(args) > 2 else None
     if type(args) is not tuple or type(old) is not str or devices(old) == old:

@@ -13,7 +13,7 @@ from ..base.globs import EVERY, Globs
 from ..base.text import counted, cut, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite, used_storages
+from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
@@ -45,7 +45,7 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
     if not key:
         raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     root = editor.add(Dict([editor.add(key), checkpoint.graph.root]))
     return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
 
@@ -135,7 +135,7 @@ def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequenc
     By their keys: two entries may hold one object, such as None.
     """
     graph = checkpoint.graph
-    editor = Rewrite(graph)
+    editor = GraphEditor(graph)
     items = mapping(graph, graph.root) or []
     editor.refill(graph.root, [item for item in items if type(n := graph.nodes[item[0]]) is not str or n not in gone])
     return _without_unused(checkpoint, editor.done(), changes)
@@ -169,7 +169,7 @@ def _filtered(
 ) -> Checkpoint:
     """Drop entries of the root and keys of the state dicts; with ``inside`` only of the state dicts at these paths."""
     graph, survey = checkpoint.graph, checkpoint.survey
-    editor = Rewrite(graph)
+    editor = GraphEditor(graph)
     changes = []
     dropped: dict[int, list[str]] = {}
     gone: set[Ref] = set()
@@ -228,7 +228,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     place = slot(checkpoint, key)
     if place is None:
         raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
-    editor, items = Rewrite(checkpoint.graph), list(place.items)
+    editor, items = GraphEditor(checkpoint.graph), list(place.items)
     new, words = editor.add(value), cut(repr(value))
     if place.number < 0:
         items.append((new_key(checkpoint, editor, key, place.key), new))
@@ -274,7 +274,7 @@ def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     place = slot(checkpoint, entry.path) if entry.path else None
     if place is None or place.number < 0:
         raise TargetError(f"{key!r} is not an entry of a mapping", path=checkpoint.path)
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     editor.refill(place.holder, [item for number, item in enumerate(place.items) if number != place.number])
     change = Change("unset", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
     return _without_unused(checkpoint, editor.done(), [change])

@@ -15,7 +15,7 @@ from ..base.prefixes import common_prefix, unwrapping, wrapper_counts
 from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
@@ -235,7 +235,7 @@ def _rename_keys(
     keys of the module itself go, to several places if need be. So do the names of parameters in the states of
     optimizers. Raise RefusedError when two keys would become one.
     """
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     changes = []
     new_names: dict[str, str] = {}
     chosen_dicts = selected(checkpoint, key)
@@ -278,7 +278,7 @@ def _module_rename(rename: Rename, only: Globs, names: Sequence[str], chosen: Co
     return lambda path: rename(path) if has(moving, path) and not has(staying, path) else path
 
 
-def _rename_metadata(editor: Rewrite, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
+def _rename_metadata(editor: GraphEditor, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
     """Rename the module paths of ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
     items = mapping(editor.graph, metadata) or []
     paths = [editor.graph.nodes[ref] for ref, _ in items]

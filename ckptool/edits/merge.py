@@ -12,14 +12,13 @@ from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
-from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children
-from ..pickles.relocate import moved
+from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children, relocated
 from ..values.elements import number_width, stored_bytes, swapped, whole_chunks
 from .lookup import lookup
 from .storages import with_plain_ids
@@ -171,7 +170,7 @@ class _Graft:
     def __init__(self, checkpoint: Checkpoint, foreign: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.foreign = foreign
-        self.editor = Rewrite(checkpoint.graph)
+        self.editor = GraphEditor(checkpoint.graph)
         self._copies: dict[Ref, Ref] = {}
         self._bodies: dict[str, Body] = {}
         self._keys: dict[str, str] = {}
@@ -220,7 +219,7 @@ class _Graft:
         ):
             what = f"it is written in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
             raise RefusedError(what, path=self.foreign.path, next=f"ckptool sanitize {quote(self.foreign.path)} first")
-        return moved(node, self._copies)
+        return relocated(node, self._copies)
 
     def _key(self, key: str) -> str:
         """Return our key for a storage of theirs."""

@@ -16,7 +16,7 @@ from ..base.prefixes import unwrapping
 from ..base.text import counted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined
 from ..checkpoint.survey import StateDict
@@ -99,7 +99,7 @@ def _values(graph: Graph, ref: Ref) -> list[Node]:
 
 
 def renamed_parameters(
-    checkpoint: Checkpoint, editor: Rewrite, new_names: Mapping[str, str], others: Sequence[StateDict] = ()
+    checkpoint: Checkpoint, editor: GraphEditor, new_names: Mapping[str, str], others: Sequence[StateDict] = ()
 ) -> list[Change]:
     """Rename parameters in the states of optimizers; ``new_names`` are the keys of the state dicts, old to new.
 
@@ -141,12 +141,12 @@ def renamed_parameters(
     return changes
 
 
-def _renamed(editor: Rewrite, ref: Ref, new_names: Mapping[str, str]) -> Ref:
+def _renamed(editor: GraphEditor, ref: Ref, new_names: Mapping[str, str]) -> Ref:
     text = editor.graph.nodes[ref]
     return editor.text(ref, new_names[text]) if type(text) is str and text in new_names else ref
 
 
-def _set_list(editor: Rewrite, ref: Ref, parts: Sequence[Ref]) -> None:
+def _set_list(editor: GraphEditor, ref: Ref, parts: Sequence[Ref]) -> None:
     editor.changed[ref] = List(list(parts)) if isinstance(editor.graph.nodes[ref], List) else tuple(parts)
 
 
@@ -159,7 +159,9 @@ class Owner(NamedTuple):
     sure: bool
 
 
-def prune_optimizers(checkpoint: Checkpoint, editor: Rewrite, dropped: Mapping[int, Collection[str]]) -> list[Change]:
+def prune_optimizers(
+    checkpoint: Checkpoint, editor: GraphEditor, dropped: Mapping[int, Collection[str]]
+) -> list[Change]:
     """Drop the states of dropped parameters from the optimizers, and renumber the others.
 
     ``dropped`` are names by the index of the state dict; what ``editor`` drops as a whole is left alone, and so is
@@ -269,7 +271,7 @@ def _is_factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
     return any(isinstance(name, str) and {"row", "col"} & set(name.split("_")) for name in names)
 
 
-def _prune(graph: Graph, editor: Rewrite, optimizer: Optimizer, gone: Collection[Node]) -> Change:
+def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collection[Node]) -> Change:
     """Drop the states of the parameters with the ids ``gone``."""
     new_ids: dict[Node, Node] = {}
     for group in optimizer.groups:
@@ -291,7 +293,7 @@ def _prune(graph: Graph, editor: Rewrite, optimizer: Optimizer, gone: Collection
     return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), what, notes)
 
 
-def _renumbered(editor: Rewrite, ref: Ref, new_ids: Mapping[Node, Node]) -> Ref:
+def _renumbered(editor: GraphEditor, ref: Ref, new_ids: Mapping[Node, Node]) -> Ref:
     old = editor.graph.nodes[ref]
     new = new_ids.get(old, old)
     return editor.constant(new) if type(new) is int and new != old else ref

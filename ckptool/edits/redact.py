@@ -11,7 +11,7 @@ from ..base.globs import EVERY, Globs
 from ..base.text import cut, listed
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import attributes, callable_name, class_name, elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
@@ -106,7 +106,7 @@ def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs
         what = f"dropped {listed(names)}"
         checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
         items = [item for item in items if not any(within(item.path, name) for name in names)]
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     changes = []
     for item in items:
         if item.new is None:

@@ -11,7 +11,7 @@ from ..base.text import counted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import UNEDITABLE, Body, Container
-from ..checkpoint.graph_editor import Rewrite, fallen, prune
+from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
 from ..files.sources import Source
@@ -146,7 +146,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
         return Salvaged(kept, len(survey.tensors), [], verified)
     cut = {ref for ref, storage in reader.uses() if storage.key in missing}
-    gone = fallen(graph, cut | flawed.keys() | _made_of(checkpoint, cut))
+    gone = removed_with(graph, cut | flawed.keys() | _made_of(checkpoint, cut))
     lost = []
     for entry in survey.tensors:
         if entry.ref in gone:
@@ -164,7 +164,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     if not saved or graph.root in gone:
         what = f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{counted(len(lost), 'tensor')} are"
         raise MalformedError(f"{what} lost", path=checkpoint.path, next="get another copy of the file")
-    editor = Rewrite(graph)
+    editor = GraphEditor(graph)
     prune(editor, gone)
     what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)

@@ -9,7 +9,7 @@ from ..base.errors import RefusedError
 from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
 from ..pickles.nodes import Call, Dict, List, Ref
@@ -27,7 +27,7 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     Raise RefusedError if such a name is taken.
     """
     survey = checkpoint.survey
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     several: dict[Ref, Sharding] = {}
     spread_entries = []
     for entry in survey.tensors:
@@ -77,7 +77,7 @@ def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
         ref = elements(nodes[node.args])[0]
 
 
-def _expand(checkpoint: Checkpoint, editor: Rewrite, several: Mapping[Ref, Sharding]) -> None:
+def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, Sharding]) -> None:
     """Replace entries of mappings by one for each part."""
     graph = checkpoint.graph
     for ref in list(graph.reachable()):
@@ -100,7 +100,7 @@ def _expand(checkpoint: Checkpoint, editor: Rewrite, several: Mapping[Ref, Shard
         editor.refill(ref, new_items)
 
 
-def recast_spread(checkpoint: Checkpoint, editor: Rewrite, ref: Ref, dtype: str) -> None:
+def recast_spread(checkpoint: Checkpoint, editor: GraphEditor, ref: Ref, dtype: str) -> None:
     """Give a spread tensor another dtype wherever it mentions its own: its parts were cast."""
     graph = checkpoint.graph
     node = graph.nodes[_innermost(checkpoint, ref)]
@@ -119,7 +119,7 @@ def recast_spread(checkpoint: Checkpoint, editor: Rewrite, ref: Ref, dtype: str)
             _recast_properties(editor, properties["tensor_properties"], named)
 
 
-def _recast_spec(editor: Rewrite, spec: Ref, named: Ref) -> None:
+def _recast_spec(editor: GraphEditor, spec: Ref, named: Ref) -> None:
     """Change ``TensorMeta(shape, stride, dtype)`` of a DTensorSpec, and drop the hash that torch keeps of it."""
     graph = editor.graph
     meta = named_attributes(graph, spec).get("tensor_meta", -1)
@@ -130,7 +130,7 @@ def _recast_spec(editor: Rewrite, spec: Ref, named: Ref) -> None:
     _reset(editor, spec, "_hash", editor.constant(None))
 
 
-def _recast_properties(editor: Rewrite, ref: Ref, named: Ref) -> None:
+def _recast_properties(editor: GraphEditor, ref: Ref, named: Ref) -> None:
     """Change the first value in the state of TensorProperties (torch/distributed/_shard/sharded_tensor/metadata.py)."""
     node = editor.graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
@@ -153,7 +153,7 @@ def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
     return devices
 
 
-def _reset(editor: Rewrite, ref: Ref, name: str, value: Ref) -> None:
+def _reset(editor: GraphEditor, ref: Ref, name: str, value: Ref) -> None:
     """Give an attribute of an object another value, if its state is a dict."""
     graph = editor.graph
     node = graph.nodes[ref]
@@ -165,7 +165,7 @@ def _reset(editor: Rewrite, ref: Ref, name: str, value: Ref) -> None:
                 editor.refill(part, [(key, value if graph.nodes[key] == name else old) for key, old in items])
 
 
-def reset_meshes(editor: Rewrite, meshes: Sequence[Ref], device: str) -> None:
+def reset_meshes(editor: GraphEditor, meshes: Sequence[Ref], device: str) -> None:
     """Give meshes another device type."""
     for ref in meshes:
         _reset(editor, ref, "_device_type", editor.constant(device))

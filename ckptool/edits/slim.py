@@ -14,7 +14,7 @@ from ..checkpoint.accounting import account
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, extent
 from ..files.sources import Computed, Span
@@ -76,7 +76,7 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     wanted = _chosen_storages(checkpoint, only)
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     before = after = cut = made_dense = 0
     for key, users in uses.tensors.items():
@@ -173,7 +173,7 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
     return Body(Computed(size, chunks), size)
 
 
-def _repoint(editor: Rewrite, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
+def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
     dtype = dtype_of(use.tensor)
     assert isinstance(dtype, Dtype)
     empty = 0 in use.tensor.shape
@@ -212,7 +212,7 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
     same = dict(_duplicates(checkpoint, list(_candidates(alike.values()))))
     if not same:
         return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
-    editor = Rewrite(checkpoint.graph)
+    editor = GraphEditor(checkpoint.graph)
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
     for key, first in same.items():
         for use in uses.tensors[key]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import Rewrite
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import TensorEntry
@@ -102,7 +102,7 @@ def has_bits(graph: Graph, use: Use) -> bool:
 
 
 def repointed(
-    editor: Rewrite,
+    editor: GraphEditor,
     use: Use,
     key: str,
     numel: int,
@@ -130,7 +130,7 @@ def repointed(
     return (storage, at, args[2], steps, *args[4:])
 
 
-def _number(editor: Rewrite, ref: Ref, value: int) -> Ref:
+def _number(editor: GraphEditor, ref: Ref, value: int) -> Ref:
     return ref if editor.node(ref) == value else editor.constant(value)
 
 
@@ -140,6 +140,6 @@ def copied_call(node: Call, func: Ref = -1) -> Call:
     return call.filled(node.items, node.pairs, node.states)
 
 
-def no_hooks(editor: Rewrite) -> Ref:
+def no_hooks(editor: GraphEditor) -> Ref:
     """Return an empty OrderedDict, the hooks of a tensor."""
     return editor.add(Call(REDUCE, editor.named("collections", "OrderedDict"), editor.constant(())))

@@ -13,7 +13,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import TensorReader
 from ..files.sources import Source
 from ..files.zips.reader import read_archive
-from ..pickles.compare import Outside, Refs, difference
+from ..pickles.compare import CompareIds, Refs, difference
 from ..pickles.decode import decode
 from ..pickles.nodes import Graph
 from . import read_container, read_folder, zip_kinds
@@ -111,7 +111,7 @@ def _check_object(graph: Graph, container: Container, storages: Mapping[str, tup
         _equal("the object", difference(graph, container.graph))
         return
     keys: dict[str, str] = {}
-    _equal("the object", difference(graph, container.graph, outside=_renamed(graph, container.graph, keys)))
+    _equal("the object", difference(graph, container.graph, compare_ids=_renamed(graph, container.graph, keys)))
     records = {record.key: record for record in container.records()}
     for key, (size, crc) in storages.items():
         if not size and key not in keys:
@@ -123,7 +123,7 @@ def _check_object(graph: Graph, container: Container, storages: Mapping[str, tup
             _alike(f"the checksum of {name}", f"{crc:08x}", f"{record.crc:08x}")
 
 
-def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> Outside:
+def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
     """Compares persistent ids but for the keys of storages, of which each has one other; fills ``keys``."""
     ours, theirs = graph.nodes, other.nodes
     back: dict[str, str] = {}
@@ -154,7 +154,7 @@ def _check_tensors(promise: Promise, source: Source, container: Container) -> No
         keys: dict[str, str] = {}
         for name, graph in promise.leaves.items():
             outside = _renamed(graph, found[name], keys)
-            _equal(shown(name), difference(graph, found[name], texts_by_value=True, outside=outside))
+            _equal(shown(name), difference(graph, found[name], texts_by_value=True, compare_ids=outside))
         return
     container.manifest(checked=True)
     graph, reader = container.graph, TensorReader(container.graph)

@@ -8,7 +8,7 @@ from ..base.errors import PickleError, RefusedError
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import program_of
 from ..files.sources import Plan
-from ..pickles.compare import difference, respelled
+from ..pickles.compare import difference, redecoded
 from ..pickles.decode import decode
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
@@ -76,5 +76,5 @@ def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
         checkpoint.graph,
         manifest=container.manifest(),
         byteorder=container.byteorder,
-        known=lambda data: respelled(container.graph, container.pickle, data),
+        known=lambda data: redecoded(container.graph, container.pickle, data),
     )

@@ -1,83 +1,111 @@
-"""How containers and objects are filled: the steps that CPython's pickler takes, and those that it did not take."""
+"""How containers and objects are filled: in the batches of CPython's pickler, or in those that a pickle had instead.
+
+A batch is one opcode that fills an object, with the number of elements that it takes. The default is what the C pickler
+writes (``batch_list_exact``, ``batch_list``, ``batch_dict_exact``, ``batch_dict``, ``save_set`` in Modules/_pickle.c).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
 from . import opcodes as op
 from .nodes import Dict, Filling, Instance, List, Node, Ref, Set
 
-#: What each filling instruction takes of a Filling.
-_TAKES = {
-    op.APPEND: "items",
-    op.APPENDS: "items",
-    op.ADDITEMS: "items",
-    op.SETITEM: "pairs",
-    op.SETITEMS: "pairs",
-    op.BUILD: "states",
-}
+Batch: TypeAlias = tuple[int, int]
+
+#: Elements in one APPENDS, SETITEMS or ADDITEMS (``BATCHSIZE`` in _pickle.c).
+BATCH_SIZE: Final = 1000
+
+#: The attribute of a Filling that holds what an opcode adds.
+_ATTRIBUTES: Final = dict.fromkeys((op.APPEND, op.APPENDS, op.ADDITEMS), "items")
+_ATTRIBUTES.update({op.SETITEM: "pairs", op.SETITEMS: "pairs", op.BUILD: "states"})
 
 
-def usual_steps(node: Node, protocol: int) -> list[tuple[int, int]]:
-    """How CPython's pickler fills a node: (opcode, number of elements) in order."""
+def _filling(node: Node) -> Filling:
+    """Return what an object or a container was filled with."""
     if isinstance(node, Dict):
-        return op.pair_steps(len(node.pairs) >> 1, protocol, exact=True)
-    if isinstance(node, List):
-        return op.item_steps(len(node.items), protocol, exact=True)
-    if isinstance(node, Set):
-        return op.member_steps(len(node.items))
+        return Filling(pairs=node.pairs)
+    if isinstance(node, List | Set):
+        return Filling(items=node.items)
     assert isinstance(node, Instance)
-    steps = op.item_steps(len(node.items), protocol, exact=False)
-    steps += op.pair_steps(len(node.pairs) >> 1, protocol, exact=False)
-    return steps + [(op.BUILD, 1)] * len(node.states)
+    return node.filling or Filling()
 
 
-def steps_so_far(filling: Filling, members: bool = False) -> list[tuple[int, int]]:
-    """The steps that filled an object until now, if each was a usual one; ``members`` came by ADDITEMS."""
+def default_batches(node: Node, protocol: int) -> list[Batch]:
+    """Return the batches in which CPython's pickler fills a node."""
+    filling = _filling(node)
     items, pairs = len(filling.items), len(filling.pairs) >> 1
-    steps = []
-    if items:
-        steps.append((op.ADDITEMS if members else op.APPEND if items == 1 else op.APPENDS, items))
-    if pairs:
-        steps.append((op.SETITEM if pairs == 1 else op.SETITEMS, pairs))
-    return steps + [(op.BUILD, 1)] * len(filling.states)
+    if isinstance(node, Set):
+        # A full last batch is followed by an empty one.
+        full, rest = divmod(items, BATCH_SIZE)
+        return [(op.ADDITEMS, BATCH_SIZE)] * full + [(op.ADDITEMS, rest)] if items else []
+    exact = not isinstance(node, Instance)
+    batches = _split(items, protocol, op.APPEND, op.APPENDS, exact) + _split(
+        pairs, protocol, op.SETITEM, op.SETITEMS, exact
+    )
+    return batches + [(op.BUILD, 1)] * len(filling.states)
 
 
-def chunks(node: Node, noted: Sequence[tuple[int, int]] | None, protocol: int) -> Iterator[tuple[int, Sequence[Ref]]]:
-    """How to fill a node: each opcode with the references that it takes.
+def _split(count: int, protocol: int, single: int, many: int, exact: bool) -> list[Batch]:
+    """Split ``count`` elements into batches; ``exact`` for a plain list or dict.
 
-    The steps that were noted when it was read count if they still fit, else the usual ones.
+    The others (a deque, an OrderedDict) are written from an iterator: a lone last element gets the opcode for one.
     """
-    if noted is None and protocol:
-        # Nearly every container is filled in one step.
-        if isinstance(node, Dict) and len(node.pairs) < 2 * op.BATCH:
+    if protocol == 0 or count <= 1:
+        return [(single, 1)] * count
+    full, rest = divmod(count, BATCH_SIZE)
+    batches = [(many, BATCH_SIZE)] * full
+    if rest == 1 and not exact:
+        batches.append((single, 1))
+    elif rest or (exact and many == op.SETITEMS):
+        # The C loop over an exact dict learns that it is done only in the next, empty batch.
+        batches.append((many, rest))
+    return batches
+
+
+def batches_so_far(node: Node) -> list[Batch]:
+    """Return the batches of a node that was filled in one batch for each part of its filling."""
+    filling = _filling(node)
+    items, pairs = len(filling.items), len(filling.pairs) >> 1
+    batches = []
+    if items:
+        batches.append((op.APPEND if items == 1 else op.APPENDS, items))
+    if pairs:
+        batches.append((op.SETITEM if pairs == 1 else op.SETITEMS, pairs))
+    return batches + [(op.BUILD, 1)] * len(filling.states)
+
+
+def batched(node: Node, recorded: Sequence[Batch] | None, protocol: int) -> Iterator[tuple[int, Sequence[Ref]]]:
+    """Yield each opcode that fills a node with the references that it takes.
+
+    The batches recorded by the decoder are used if they still fit, otherwise the default ones.
+    """
+    if recorded is None and protocol:
+        # Nearly every container is filled in one batch.
+        if isinstance(node, Dict) and len(node.pairs) < 2 * BATCH_SIZE:
             if node.pairs:
                 yield op.SETITEM if len(node.pairs) == 2 else op.SETITEMS, node.pairs
             return
-        if isinstance(node, List) and len(node.items) <= op.BATCH:
+        if isinstance(node, List) and len(node.items) <= BATCH_SIZE:
             if node.items:
                 yield op.APPEND if len(node.items) == 1 else op.APPENDS, node.items
             return
-    if isinstance(node, Dict):
-        filling = Filling(pairs=node.pairs)
-    elif isinstance(node, List | Set):
-        filling = Filling(items=node.items)
-    else:
-        assert isinstance(node, Instance) and node.filling is not None
-        filling = node.filling
-    steps = usual_steps(node, protocol)
-    if noted is not None and _totals(noted) == _totals(steps):
-        steps = list(noted)
-    taken = {"items": 0, "pairs": 0, "states": 0}
-    for code, number in steps:
-        kind = _TAKES[code]
-        begin = taken[kind]
-        end = taken[kind] = begin + (2 * number if kind == "pairs" else number)
-        yield code, getattr(filling, kind)[begin:end]
+    filling, batches = _filling(node), default_batches(node, protocol)
+    if recorded is not None and _totals(recorded) == _totals(batches):
+        batches = list(recorded)
+    ends: Counter[str] = Counter()
+    for code, count in batches:
+        attribute = _ATTRIBUTES[code]
+        begin = ends[attribute]
+        ends[attribute] += 2 * count if attribute == "pairs" else count
+        yield code, getattr(filling, attribute)[begin : ends[attribute]]
 
 
-def _totals(steps: Sequence[tuple[int, int]]) -> dict[str, int]:
-    totals = {"items": 0, "pairs": 0, "states": 0}
-    for code, number in steps:
-        totals[_TAKES[code]] += number
+def _totals(batches: Sequence[Batch]) -> Counter[str]:
+    """Count the elements of each part of a filling."""
+    totals: Counter[str] = Counter()
+    for code, count in batches:
+        totals[_ATTRIBUTES[code]] += count
     return totals

@@ -1,4 +1,4 @@
-"""Are two pickles the same object? Equality of graphs: structure, types, order, state and identity."""
+"""Whether two pickles are the same object: structure, types, order, state and identity."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, not_
-from struct import Struct
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from . import opcodes as op
 from .nodes import (
@@ -25,109 +24,59 @@ from .nodes import (
     children,
 )
 
-# -- Tensors at one go, when two pickles are compared: the nodes that ``phrase_reading`` makes of one, in one step
-
 Refs: TypeAlias = tuple[Ref, ...]
-#: What decides whether two persistent ids mean the same: of the references in both, those that must be equal. Raises
-#: ValueError with words where they do not.
-Outside: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
+#: Compares two persistent ids: returns those references in both that must be equal, or raises ValueError with the
+#: difference in words.
+CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
-_Phrase: TypeAlias = tuple[Refs, Refs, Refs, Refs]
-
-#: Nodes of a phrase before its call.
-BEHIND: Final = 6
-_UNMET: Final = [-1] * BEHIND
-
-
-def twins(
-    ours: Sequence[Node],
-    theirs: Sequence[Node],
-    left: Ref,
-    right: Ref,
-    forward: list[Ref],
-    backward: list[Ref],
-    outside: Outside | None,
-) -> tuple[Refs, Refs] | None:
-    """Pair the nodes of two phrases, whose calls are ``left`` and ``right``, and return what is left to compare.
-
-    ``forward`` and ``backward`` are the pairs that are known. None, and nothing is paired, for anything unusual.
-    """
-    before, behind = left - BEHIND, right - BEHIND
-    if before < 0 or behind < 0 or forward[before:left] != _UNMET or backward[behind:right] != _UNMET:
-        return None
-    here, there = _phrase(ours, before, left), _phrase(theirs, behind, right)
-    if here is None or there is None:
-        return None
-    own, lengths, steps, rest = here
-    other, sizes, strides, others = there
-    if outside is not None:
-        try:
-            own, other = outside(own, other)
-        except ValueError:
-            return None
-    if len(own) != len(other) or len(lengths) != len(sizes) or len(steps) != len(strides):
-        return None
-    forward[before:left] = range(behind, right)
-    backward[behind:right] = range(before, left)
-    one, two = (*rest, *lengths, *steps), (*others, *sizes, *strides)
-    # Nearly all of these were met before: the function, dimensions, the empty hooks.
-    return (own, other) if (*map(forward.__getitem__, one),) == two else ((*own, *one), (*other, *two))
-
-
-def _phrase(nodes: Sequence[Node], begin: Ref, end: Ref) -> _Phrase | None:
-    """The references of a persistent id, of a shape, of strides, and of all else in a phrase; None for no phrase."""
-    pid, outer, lengths, steps, hooks, args, call = nodes[begin : end + 1]
-    if (
-        type(pid) is tuple
-        and type(outer) is Persistent
-        and type(lengths) is tuple
-        and type(steps) is tuple
-        and type(hooks) is Call
-        and type(args) is tuple
-        and type(call) is Call
-        and len(args) == BEHIND
-        and outer.pid == begin
-        and not outer.text
-        and outer.filling is None is hooks.filling
-        and hooks.kwargs < 0
-        and call.args == begin + 5
-    ):
-        outside, offset, first, second, flag, last = args
-        if outside == begin + 1 and first == begin + 2 and second == begin + 3 and last == begin + 4:
-            # An empty tuple has no identity.
-            return (
-                (pid, lengths, steps, (hooks.func, hooks.args, offset, flag, call.func)) if lengths and steps else None
-            )
-    return None
-
-
-#: Kinds that hold nothing, or whose references are looked at all together.
+#: Types of nodes whose references ``_unchanged`` looks at all together, or that have none.
 _GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
+#: What a node of each type is besides its children.
+_OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
+    bytes: bytes,
+    ByteArray: attrgetter("data"),
+    Buffer: lambda node: node.inner < 0,
+    Global: attrgetter("module", "name"),
+    Call: lambda node: (node.op, node.kwargs < 0),
+    Persistent: attrgetter("text"),
+    Extension: attrgetter("code"),
+}
+#: Nodes of the pattern before its call: see ``_pair_patterns``.
+_BEFORE: Final = 6
+_UNPAIRED: Final = [-1] * _BEFORE
+
+_u32 = struct.Struct("<I").unpack_from
+#: Bytes of a BINUNICODE before its text: the opcode and the length.
+_TEXT_HEAD: Final = 5
 
 
-def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Outside | None = None) -> str:
-    """Where two graphs differ, in words; "" when they are equal.
+def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids: CompareIds | None = None) -> str:
+    """Return where two graphs differ, in words; "" when they are equal.
 
-    Equal means: a one-to-one map between the nodes that the roots lead to, under which every node has
-    the same type, value and order of children. Numbers, None and ``()`` have no identity. How a node
-    was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
-    ``texts_by_value`` strings have no identity either. ``outside`` compares persistent ids that are tuples.
+    Equal means: a one-to-one map between the nodes that the roots lead to, under which every node has the same type,
+    value and order of children. Numbers, None and ``()`` have no identity. How a node was written (opcode, memo,
+    batches) does not count, nor do the strings that STACK_GLOBAL took. With ``texts_by_value`` strings have no identity
+    either. ``compare_ids`` compares persistent ids that are tuples.
     """
-    known = _common(a.nodes, b.nodes) if outside is None and not texts_by_value else None
-    if known is not None and not _walked(a, b, known, CONSTANTS, None):
+    pairs = _unchanged(a.nodes, b.nodes) if compare_ids is None and not texts_by_value else None
+    if pairs is not None and not _difference(a, b, pairs, CONSTANTS, None):
         return ""
-    unknown = [-1] * len(a.nodes), [-1] * len(b.nodes)
-    return _walked(a, b, unknown, (*CONSTANTS, str) if texts_by_value else CONSTANTS, outside)
+    unpaired = [-1] * len(a.nodes), [-1] * len(b.nodes)
+    return _difference(a, b, unpaired, (*CONSTANTS, str) if texts_by_value else CONSTANTS, compare_ids)
 
 
-def _walked(
-    a: Graph, b: Graph, pairs: tuple[list[Ref], list[Ref]], constants: Collection[type], outside: Outside | None
+def _difference(
+    a: Graph,
+    b: Graph,
+    pairs: tuple[list[Ref], list[Ref]],
+    constants: Collection[type],
+    compare_ids: CompareIds | None,
 ) -> str:
-    """Where two graphs differ; ``pairs`` are the nodes that are known to be a pair, in both directions."""
+    """Return where two graphs differ; ``pairs`` maps the nodes known to be the same, in both directions, else to -1."""
     ours, theirs = a.nodes, b.nodes
     forward, backward = pairs
     lefts, rights = [a.root], [b.root]
-    # Some hundred thousand nodes are compared before an output is put in place: the frequent kinds need no call.
+    # Some hundred thousand nodes are compared before an output is put in place: the frequent types need no call.
     while lefts:
         left, right = lefts.pop(), rights.pop()
         known = forward[left]
@@ -138,7 +87,7 @@ def _walked(
         if kind is not type(twin):
             return f"{_name(node)} became {_name(twin)}"
         if kind in constants or node == ():
-            if not _same_constant(node, twin):
+            if not (struct.pack(">d", node) == struct.pack(">d", twin) if kind is float else node == twin):
                 return f"{_shown(node)} became {_shown(twin)}"
             forward[left] = right
             continue
@@ -162,18 +111,18 @@ def _walked(
         ):
             if node.op != twin.op:
                 return f"{_name(node)} became {_name(twin)}"
-            phrases = twins(ours, theirs, left, right, forward, backward, outside)
-            lefts += (node.func, node.args) if phrases is None else phrases[0]
-            rights += (twin.func, twin.args) if phrases is None else phrases[1]
+            rest = _pair_patterns(ours, theirs, left, right, forward, backward, compare_ids)
+            lefts += (node.func, node.args) if rest is None else rest[0]
+            rights += (twin.func, twin.args) if rest is None else rest[1]
         else:
-            if not _same_head(node, twin):
+            if _own_value(node) != _own_value(twin):
                 return f"{_name(node)} became {_name(twin)}"
             here, there = _compared(node), _compared(twin)
-            if outside is not None and type(node) is Persistent and type(twin) is Persistent:
+            if compare_ids is not None and type(node) is Persistent and type(twin) is Persistent:
                 one, other = ours[node.pid], theirs[twin.pid]
                 if type(one) is tuple and type(other) is tuple and node.filling is None is twin.filling:
                     try:
-                        here, there = outside(one, other)
+                        here, there = compare_ids(one, other)
                     except ValueError as error:
                         return str(error)
             if len(here) != len(there):
@@ -183,77 +132,52 @@ def _walked(
     return ""
 
 
-def _common(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref], list[Ref]] | None:
-    """Pair the very nodes that are in both under one number, as in the graph of an edit: a first guess.
+def _unchanged(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref], list[Ref]] | None:
+    """Pair the nodes that are the same object under one number, as in the graph of an edit: a first guess.
 
-    They are the same where all that they hold is the same, or a string with the same text. None where it is not so.
+    They are equal if all that they hold is the same object, or a string with the same text. None if it is not.
     """
     same = [*map(is_, ours, theirs)]
     if sum(same) < len(same) // 2:
         return None
-    most = max(len(ours), len(theirs))
+    count = max(len(ours), len(theirs))
     others = compress(range(len(same)), map(not_, same))
     changed = {ref for ref in others if type(ours[ref]) is not str or ours[ref] != theirs[ref]}
-    changed.update(range(len(same), most))
+    changed.update(range(len(same), count))
     shared = [*compress(ours, same)]
     calls = [node for node in shared if type(node) is Call]
-    outside = [node for node in shared if type(node) is Persistent]
+    stored = [node for node in shared if type(node) is Persistent]
     rest = [node for node in shared if type(node) not in _GROUPED]
     rest += [node for node in calls if node.filling is not None or node.kwargs >= 0]
-    rest += [node for node in outside if node.filling is not None]
-    held = chain(
+    rest += [node for node in stored if node.filling is not None]
+    refs = chain(
         chain.from_iterable([node for node in shared if type(node) is tuple]),
         map(attrgetter("func"), calls),
         map(attrgetter("args"), calls),
-        map(attrgetter("pid"), outside),
+        map(attrgetter("pid"), stored),
         chain.from_iterable(map(children, rest)),
     )
-    if not changed.isdisjoint(held):
+    if not changed.isdisjoint(refs):
         return None
-    pairs = [*range(most)]
+    pairs = [*range(count)]
     for ref in changed:
         pairs[ref] = -1
     return pairs[: len(ours)], pairs[: len(theirs)]
 
 
-def _same_constant(node: Node, twin: Node) -> bool:
-    if isinstance(node, float) and isinstance(twin, float):
-        return struct.pack(">d", node) == struct.pack(">d", twin)
-    return node == twin
-
-
-def _same_head(node: Node, twin: Node) -> bool:
-    """Do two nodes of one type agree in what is not a child?"""
-    if isinstance(node, str | bytes):
-        return node == twin
-    if isinstance(node, Instance) and isinstance(twin, Instance) and _shape(node) != _shape(twin):
-        return False
-    if isinstance(node, Global) and isinstance(twin, Global):
-        return (node.module, node.name) == (twin.module, twin.name)
-    if isinstance(node, Call) and isinstance(twin, Call):
-        return (node.op, node.kwargs < 0) == (twin.op, twin.kwargs < 0)
-    if isinstance(node, Persistent) and isinstance(twin, Persistent):
-        return node.text == twin.text
-    if isinstance(node, ByteArray) and isinstance(twin, ByteArray):
-        return node.data == twin.data
-    if isinstance(node, Buffer) and isinstance(twin, Buffer):
-        return (node.inner < 0) == (twin.inner < 0)
-    if isinstance(node, Extension) and isinstance(twin, Extension):
-        return node.code == twin.code
-    return True
-
-
-def _shape(node: Instance) -> tuple[int, int, int]:
-    return len(node.items), len(node.pairs), len(node.states)
+def _own_value(node: Node) -> object:
+    """Return what a node is besides its children, without its type."""
+    value = _OWN_VALUES[type(node)](node) if type(node) in _OWN_VALUES else None
+    return (value, len(node.items), len(node.pairs), len(node.states)) if isinstance(node, Instance) else value
 
 
 def _compared(node: Node) -> Sequence[Ref]:
-    """The children that count. A global is its name, from wherever that was taken."""
+    """Return the children that count: a global is its name, wherever that was taken from."""
     return children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
 
 
 def _shown(node: Node) -> str:
-    """A constant, or a string that has no identity."""
+    """Return a constant, or a string without identity, as a message shows it."""
     return _name(node) if isinstance(node, str) else repr(node)
 
 
@@ -265,39 +189,101 @@ def _name(node: Node) -> str:
     return type(node).__name__.lower()
 
 
-# -- A pickle that differs from another one in texts alone: its graph without a second run
-
-_u32 = Struct("<I").unpack_from
-#: The opcode and the length in front of a text.
-_HEAD = 5
+# -- A peephole: the nodes of the pattern that torch.save repeats per tensor (``fast_decode``), compared in one step
 
 
-def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
-    """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than texts differs.
+def _pair_patterns(
+    ours: Sequence[Node],
+    theirs: Sequence[Node],
+    left: Ref,
+    right: Ref,
+    forward: list[Ref],
+    backward: list[Ref],
+    compare_ids: CompareIds | None,
+) -> tuple[Refs, Refs] | None:
+    """Pair the nodes of two patterns, whose calls are ``left`` and ``right``, and return what is left to compare.
 
-    Texts are those that ``graph.texts`` has the places of. Nodes that do not differ are the same in both.
+    Returns None, with nothing paired, for anything unusual.
+    """
+    begin, start = left - _BEFORE, right - _BEFORE
+    if begin < 0 or start < 0 or forward[begin:left] != _UNPAIRED or backward[start:right] != _UNPAIRED:
+        return None
+    here, there = _pattern(ours, begin, left), _pattern(theirs, start, right)
+    if here is None or there is None:
+        return None
+    own_id, shape, strides, rest = here
+    other_id, other_shape, other_strides, other_rest = there
+    if compare_ids is not None:
+        try:
+            own_id, other_id = compare_ids(own_id, other_id)
+        except ValueError:
+            return None
+    if len(own_id) != len(other_id) or len(shape) != len(other_shape) or len(strides) != len(other_strides):
+        return None
+    forward[begin:left] = range(start, right)
+    backward[start:right] = range(begin, left)
+    one, other = (*rest, *shape, *strides), (*other_rest, *other_shape, *other_strides)
+    # Nearly all of these are paired already: the function, dimensions, the empty hooks.
+    paired = (*map(forward.__getitem__, one),) == other
+    return (own_id, other_id) if paired else ((*own_id, *one), (*other_id, *other))
+
+
+def _pattern(nodes: Sequence[Node], begin: Ref, end: Ref) -> tuple[Refs, Refs, Refs, Refs] | None:
+    """Return the references of the persistent id, shape, strides and the rest of a pattern; None if it is none."""
+    pid, storage, shape, strides, hooks, args, call = nodes[begin : end + 1]
+    if (
+        type(pid) is tuple
+        and type(storage) is Persistent
+        and type(shape) is tuple
+        and type(strides) is tuple
+        and type(hooks) is Call
+        and type(args) is tuple
+        and type(call) is Call
+        and len(args) == _BEFORE
+        and storage.pid == begin
+        and not storage.text
+        and storage.filling is None is hooks.filling
+        and hooks.kwargs < 0
+        and call.args == begin + 5
+    ):
+        outside, offset, first, second, flag, last = args
+        if outside == begin + 1 and first == begin + 2 and second == begin + 3 and last == begin + 4:
+            # An empty tuple has no identity.
+            return (
+                (pid, shape, strides, (hooks.func, hooks.args, offset, flag, call.func)) if shape and strides else None
+            )
+    return None
+
+
+# -- A pickle that differs from another one in strings alone
+
+
+def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
+    """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than strings differs.
+
+    It saves a second run of ``decode``. Nodes that do not differ are the same in both.
     """
     if op.STACK_GLOBAL in graph.refused:
-        return None  # there a text decides what is named
+        return None  # there a string decides what is named
     nodes: list[Node] = list(graph.nodes)
-    at = begin = 0  # what is compared already, in each
-    for ref, place in zip(*graph.texts):
-        end = place + _HEAD + _u32(original, place + 1)[0]
+    at = begin = 0  # the offsets up to which both are compared
+    for ref, offset in zip(*graph.texts):
+        end = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]
         if data.startswith(original[at:end], begin):
             begin += end - at
             at = end
             continue
-        if not data.startswith(original[at : place + 1], begin):
+        if not data.startswith(original[at : offset + 1], begin):
             return None
-        begin += place - at
-        if begin + _HEAD > len(data):
+        begin += offset - at
+        if begin + _TEXT_HEAD > len(data):
             return None
-        stop = begin + _HEAD + _u32(data, begin + 1)[0]
+        stop = begin + _TEXT_HEAD + _u32(data, begin + 1)[0]
         try:
-            nodes[ref] = data[begin + _HEAD : stop].decode("utf-8", "surrogatepass")
+            nodes[ref] = data[begin + _TEXT_HEAD : stop].decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             return None
         at, begin = end, stop
     if original[at:] != data[begin:]:
         return None
-    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled)
+    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled_at)

@@ -1,10 +1,10 @@
-"""What a graph shares, and the objects that are ingredients of themselves: a tuple with a list that holds the tuple.
+"""Shared objects, and objects that depend on themselves, such as a tuple with a list that holds the tuple.
 
-CPython's pickler meets such a tuple again while it makes it, makes it a second time inside, and then throws
-the outer parts away with POP. That is what ``encode`` does for a pickle that was written so. It cannot for one
-that has no POP, because ``weights_only`` knows no such instruction, and not for a tuple with 100,000 such
-lists, of which it would make 100,000 copies. There the ``knots`` of the graph are tied first: the tuples
-are made with empty lists, and then the lists are filled.
+CPython's pickler meets such a tuple again while it writes it, writes it a second time inside, and then throws the
+outer elements away with POP. ``encode`` does the same for a pickle that was written so. It cannot where there was no
+POP, because torch's restricted unpickler does not know that opcode, and not for a tuple with 100,000 such lists,
+of which it would write 100,000 copies. There the ``cycles`` of the graph are written first: the tuples with empty
+lists, then what the lists hold.
 """
 
 from __future__ import annotations
@@ -12,38 +12,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .nodes import CONSTANTS, Graph, Ref, children, ingredients
+from .nodes import CONSTANTS, Graph, Ref, children, dependencies
 
 
-def shared(graph: Graph) -> frozenset[Ref]:
-    """What more than one place holds and has an identity: without a memo number it would become two objects."""
+def shared_refs(graph: Graph) -> frozenset[Ref]:
+    """Return what has an identity and is held by several places: without a memo index it would be duplicated."""
     nodes = graph.nodes
-    seen, twice = bytearray(len(nodes)), set()
+    seen, shared = bytearray(len(nodes)), set()
     seen[graph.root] = 1
     for ref in graph.reachable():
         for child in children(nodes[ref]):
             if not seen[child]:
                 seen[child] = 1
             elif not isinstance(nodes[child], CONSTANTS) and nodes[child] != ():
-                twice.add(child)
-    return frozenset(twice)
+                shared.add(child)
+    return frozenset(shared)
 
 
-class Knot(NamedTuple):
-    """``members`` all lead to each other; ``made`` are those with an ingredient among them."""
+class Cycle(NamedTuple):
+    """``members`` all lead to each other; ``dependent`` are those that depend on another member."""
 
     members: frozenset[Ref]
-    made: tuple[Ref, ...]
+    dependent: tuple[Ref, ...]
 
 
-def knots(graph: Graph) -> list[Knot]:
-    """The knots of a graph, each after those that it leads to.
+def cycles(graph: Graph) -> list[Cycle]:
+    """Return the cycles of a graph that hold a dependency, each after those that it leads to.
 
-    They are the strongly connected components (Tarjan, without recursion) in which some member is an
-    ingredient of itself, if only by way of what its ingredients are filled with.
+    They are the strongly connected components (Tarjan, without recursion) with a member that depends on another one.
     """
     nodes = graph.nodes
-    found = []
+    result = []
     order: dict[Ref, int] = {}
     lowest: dict[Ref, int] = {}
     waiting: list[Ref] = []
@@ -69,20 +68,14 @@ def knots(graph: Graph) -> list[Knot]:
             if path:
                 parent = path[-1][0]
                 lowest[parent] = min(lowest[parent], lowest[ref])
-            if lowest[ref] == order[ref]:
-                members = frozenset(_above(waiting, ref))
-                for member in members:
-                    settled[member] = 1
-                made = tuple(sorted(r for r in members if not members.isdisjoint(ingredients(nodes[r]))))
-                if made:
-                    found.append(Knot(members, made))
-    return found
-
-
-def _above(waiting: list[Ref], ref: Ref) -> Iterator[Ref]:
-    """Take everything from ``ref`` on off the list."""
-    while True:
-        last = waiting.pop()
-        yield last
-        if last == ref:
-            return
+            if lowest[ref] < order[ref]:
+                continue
+            component: set[Ref] = set()
+            while ref not in component:
+                member = waiting.pop()
+                settled[member] = 1
+                component.add(member)
+            dependent = [member for member in component if not component.isdisjoint(dependencies(nodes[member]))]
+            if dependent:
+                result.append(Cycle(frozenset(component), tuple(sorted(dependent))))
+    return result

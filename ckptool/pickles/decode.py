@@ -1,8 +1,8 @@
 """From bytes to a graph: a stack machine that builds nodes and does nothing else.
 
-It follows CPython's unpickler opcode by opcode (``Lib/pickle.py``, ``_Unpickler``), but where that one
-imports or calls, this one makes a node. Every opcode that creates an object creates a node, also when
-the object is popped again, so that nothing a pickle names can hide.
+It follows CPython's unpickler opcode by opcode (``_Unpickler`` in Lib/pickle.py), but where that one imports or calls,
+this one makes a node. Every opcode that creates an object creates a node, even if the object is popped again, so that
+nothing a pickle names can hide.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from ..base.errors import PickleError, TruncatedPickleError
 from ..base.limits import LIMITS, Limits
 from . import opcodes as op
-from .batches import usual_steps
-from .fast_decode import read
+from .batches import default_batches
+from .fast_decode import read_pattern
 from .machine import Machine
 from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
-from .uncommon_opcodes import RARE
+from .uncommon_opcodes import HANDLERS
 
 _u32 = Struct("<I").unpack_from
 
@@ -30,10 +30,10 @@ _MODERN = frozenset((op.MEMOIZE, op.FRAME, op.STACK_GLOBAL, op.SHORT_BINUNICODE)
 
 
 class Decoded(NamedTuple):
-    """A graph, the offset just behind its STOP, and the largest number in its memo.
+    """A graph, the offset just after its STOP, and the largest index in its memo.
 
-    CPython's unpickler in C keeps the memo in an array: it sets 16 bytes aside for each number up to the largest
-    (``_Unpickler_MemoPut`` in Modules/_pickle.c), which a pickle of a few bytes can have run out of memory.
+    CPython's unpickler in C allocates 16 bytes for each index up to the largest (``_Unpickler_MemoPut`` in
+    Modules/_pickle.c), so a pickle of a few bytes can make it run out of memory.
     """
 
     graph: Graph
@@ -44,22 +44,22 @@ class Decoded(NamedTuple):
 def decode(data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits = LIMITS) -> Decoded:
     """Decode the pickle that begins at byte ``start`` of ``data``.
 
-    Raises PickleError, which names the offset within ``data``, for anything that CPython's unpickler
-    would refuse before it calls something.
+    Raises PickleError, which names the offset within ``data``, for anything that CPython's unpickler would refuse
+    before it calls something.
     """
-    # What is noted of the style depends on the protocol, which PROTO need not tell: protocols 0 and 1 have
-    # none, and an edited or handmade pickle may declare one and use the opcodes of another.
+    # The recorded style depends on the protocol, which PROTO need not tell: protocols 0 and 1 have none, and an edited
+    # or handmade pickle may declare one and use the opcodes of another.
     declared = data[start + 1] if data[start : start + 1] == b"\x80" and start + 1 < len(data) else 2
     guess = min(max(declared, 2), 5)
     machine, root = _run(data, start, where, limits, guess)
-    shown = _dialect(machine, guess)
-    if shown != guess:
-        machine, root = _run(data, start, where, limits, shown)
+    dialect = _dialect(machine, guess)
+    if dialect != guess:
+        machine, root = _run(data, start, where, limits, dialect)
     return Decoded(_graph(machine, root), machine.pos, max(machine.sparse, default=len(machine.memo)))
 
 
 def _dialect(machine: Machine, guess: int) -> int:
-    """The protocol that the opcodes show."""
+    """Return the protocol that the opcodes belong to."""
     used = machine.refused.keys()
     if guess >= 4:
         return 3 if used.isdisjoint(_MODERN) else guess
@@ -70,8 +70,8 @@ def _dialect(machine: Machine, guess: int) -> int:
 
 def _run(data: bytes, start: int, where: str, limits: Limits, dialect: int) -> tuple[Machine, Ref]:
     machine = Machine(data, start, where, limits, Style(min(dialect, 1), header=False, dialect=dialect))
-    # Millions of fresh containers make the collector scan the arena over and over: it takes
-    # a third of the whole time, and there is no garbage to find.
+    # Millions of new containers make the collector scan the arena again and again, which takes a third of the whole
+    # time, and there is no garbage to find.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -85,30 +85,23 @@ def _run(data: bytes, start: int, where: str, limits: Limits, dialect: int) -> t
 
 
 def _execute(machine: Machine) -> Ref:
-    """Run to STOP and return the object on top; ``machine.pos`` then stands behind it.
+    """Run to STOP and return the object on top; ``machine.pos`` is then the offset after it.
 
     Written for CPython 3.11 and later, where ``stack.append(...)`` on a local is as cheap as it gets.
     """
-    data, nodes, memo, bare, tiny, single = (
-        machine.data,
-        machine.nodes,
-        machine.memo,
-        machine.bare,
-        machine.tiny,
-        machine.single,
-    )
+    data, nodes, memo, unmemoized = machine.data, machine.nodes, machine.memo, machine.unmemoized
+    small_ints, singletons, stack = machine.small_ints, machine.singletons, machine.stack
     consts, refused, forms, outer = machine.consts, machine.refused, machine.style.forms, machine.outer
-    text_refs, text_places = machine.texts
+    text_refs, text_offsets = machine.texts
     modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
-    stack = machine.stack
     at = pos = machine.start
-    # A node takes one byte of pickle at least: only beyond so many bytes there can be too many.
-    stop = pos + machine.most
+    # A node takes at least one byte of pickle, so only after so many bytes there can be too many.
+    stop = pos + machine.max_nodes
     try:
         while True:
             if pos > stop:
-                machine.at = pos
-                stop = machine.look_around(pos)
+                machine.op_start = pos
+                stop = machine.check_progress(pos)
             at = pos
             code = data[pos]
             pos += 1
@@ -118,7 +111,7 @@ def _execute(machine: Machine) -> Ref:
                 if index == len(memo):
                     memo.append(stack[-1])
                 else:
-                    machine.at = at
+                    machine.op_start = at
                     machine.put(index, stack[-1])
             elif code == 0x68:  # BINGET
                 index = data[pos]
@@ -129,16 +122,18 @@ def _execute(machine: Machine) -> Ref:
                 size = _u32(data, pos)[0]
                 pos += 4 + size
                 if pos > len(data):
-                    machine.short(size)
+                    machine.fail_short(size)
                 ref = len(nodes)
                 stack.append(ref)
                 nodes.append(data[pos - size : pos].decode("utf-8", "surrogatepass"))
                 text_refs.append(ref)
-                text_places.append(at)
+                text_offsets.append(at)
                 if modern and size < 0x100:
                     forms[ref] = 0x58
             elif code == 0x28:  # MARK
-                end = read(machine, stack[-1], at, stop) if plain and stack and data.startswith(b"((", at) else -1
+                end = (
+                    read_pattern(machine, stack[-1], at, stop) if plain and stack and data.startswith(b"((", at) else -1
+                )
                 if end < 0:
                     outer.append(stack)
                     stack = []
@@ -146,8 +141,8 @@ def _execute(machine: Machine) -> Ref:
                     stack[-1] = len(nodes) - 1
                     pos = end
             elif code == 0x4B:  # BININT1
-                ref = tiny[data[pos]]
-                stack.append(machine.tiny_int(data[pos]) if ref < 0 else ref)
+                ref = small_ints[data[pos]]
+                stack.append(machine.new_small_int(data[pos]) if ref < 0 else ref)
                 pos += 1
             elif code == 0x52:  # REDUCE
                 args = stack.pop()
@@ -166,8 +161,8 @@ def _execute(machine: Machine) -> Ref:
                     nodes.append(tuple(items))
                 else:
                     # Not a node of its own: () is one object.
-                    ref = single[0x74]
-                    stack.append(machine.singleton(0x74) if ref < 0 else ref)
+                    ref = singletons[0x74]
+                    stack.append(machine.new_singleton(0x74) if ref < 0 else ref)
             elif code == 0x85:  # TUPLE1
                 made: tuple[Ref, ...] = (stack[-1],)
                 stack[-1] = len(nodes)
@@ -180,17 +175,17 @@ def _execute(machine: Machine) -> Ref:
             elif code == 0x4D or code == 0x4A:  # BININT2, BININT
                 end = pos + 2 if code == 0x4D else pos + 4
                 key = data[at:end]
-                found = consts.get(key)
-                stack.append(machine.small_int(code, key) if found is None else found)
+                known = consts.get(key)
+                stack.append(machine.new_int(code, key) if known is None else known)
                 pos = end
             elif code == 0x29 or code == 0x89 or code == 0x4E or code == 0x88:
                 # EMPTY_TUPLE, NEWFALSE, NONE, NEWTRUE
-                ref = single[code]
-                stack.append(machine.singleton(code) if ref < 0 else ref)
+                ref = singletons[code]
+                stack.append(machine.new_singleton(code) if ref < 0 else ref)
             elif code == 0x51:  # BINPERSID
                 ref = len(nodes)
                 nodes.append(Persistent(stack[-1]))
-                bare.append(ref)
+                unmemoized.append(ref)
                 stack[-1] = ref
             elif code == 0x71:  # BINPUT
                 index = data[pos]
@@ -198,7 +193,7 @@ def _execute(machine: Machine) -> Ref:
                 if index == len(memo):
                     memo.append(stack[-1])
                 else:
-                    machine.at = at
+                    machine.op_start = at
                     machine.put(index, stack[-1])
             elif code == 0x6A:  # LONG_BINGET
                 index = _u32(data, pos)[0]
@@ -216,70 +211,70 @@ def _execute(machine: Machine) -> Ref:
                 nodes.append(Dict(()))
             elif code == 0x73:  # SETITEM
                 last = stack.pop()
-                pair = [stack.pop(), last]
-                machine.set_pairs(stack[-1], pair, 0x73)
+                key_value = [stack.pop(), last]
+                machine.fill(stack[-1], key_value, 0x73)
             elif code == 0x75:  # SETITEMS
                 items = stack
                 stack = outer.pop()
-                machine.set_pairs(stack[-1], items, 0x75)
+                machine.fill(stack[-1], items, 0x75)
             elif code == 0x94 and not machine.gaps:  # MEMOIZE
                 memo.append(stack[-1])
                 refused[0x94] = refused.get(0x94, 0) + 1
             elif code == 0x8C and modern:  # SHORT_BINUNICODE
                 end = pos + 1 + data[pos]
                 if end > len(data):
-                    machine.short(data[pos])
+                    machine.fail_short(data[pos])
                 stack.append(len(nodes))
                 nodes.append(data[pos + 1 : end].decode("utf-8", "surrogatepass"))
                 pos = end
                 refused[0x8C] = refused.get(0x8C, 0) + 1
             elif code == 0x2E:  # STOP
                 root = stack.pop()
-                machine.at, machine.pos = at, pos
+                machine.op_start, machine.pos = at, pos
                 if stack or outer:
-                    machine.odd("values are left on the stack at STOP")
+                    machine.note_oddity("values are left on the stack at STOP")
                 if machine.frame_end > pos:
-                    machine.odd("the last FRAME reaches beyond STOP")
+                    machine.note_oddity("the last FRAME reaches beyond STOP")
                 return root
             else:
-                machine.at, machine.pos, machine.stack = at, pos, stack
+                machine.op_start, machine.pos, machine.stack = at, pos, stack
                 if code not in op.ACCEPTED:
                     if code not in op.NAMES:
-                        machine.fail(f"byte 0x{code:02x} is no pickle instruction")
+                        machine.fail(f"byte 0x{code:02x} is not a pickle opcode")
                     refused[code] = refused.get(code, 0) + 1
-                RARE[code](machine, code)
+                HANDLERS[code](machine, code)
                 pos, stack = machine.pos, machine.stack
-                if code == 0x95:  # FRAME: to be looked at where it ends
+                if code == 0x95:  # FRAME: to be checked where it ends
                     stop = min(stop, machine.frame_end - 1)
     except PickleError as error:
         error.offset = at
         raise
     except UnicodeDecodeError:
-        raise PickleError("a text is not UTF-8", where=machine.where, offset=at) from None
+        raise PickleError("a string is not UTF-8", where=machine.where, offset=at) from None
     except (IndexError, StructError) as error:
         one_more = at < len(data) and data[at] in (op.BININT1, op.BINPUT, op.BINGET, op.SHORT_BINUNICODE)
         if isinstance(error, StructError) or at + one_more >= len(data):
-            what = "the pickle ends in the middle of an instruction"
-            raise TruncatedPickleError(what, where=machine.where, offset=at) from None
-        what = "an instruction takes more from the stack than there is"
-        raise PickleError(what, where=machine.where, offset=at) from None
+            message = "the pickle ends in the middle of an instruction"
+            raise TruncatedPickleError(message, where=machine.where, offset=at) from None
+        message = "an instruction takes more from the stack than there is"
+        raise PickleError(message, where=machine.where, offset=at) from None
 
 
 def _graph(machine: Machine, root: Ref) -> Graph:
-    """The graph of a machine that has stopped, with what is unusual about its style."""
+    """Return the graph of a machine that has stopped, with what is unusual about its style."""
     style, nodes, memo = machine.style, machine.nodes, machine.memo
     if memo and memo[0] < 0:
         style.memo_base = 1
     count = len(nodes)
-    # By the policy the memo is all of the arena but the bare nodes. Equal sums do not prove it, but nearly: and
-    # if they deceive, only the writing differs from what was read, not the graph.
-    usual = len(memo) - style.memo_base + len(machine.bare) == count and not machine.sparse
-    if not usual or sum(memo) + style.memo_base + sum(machine.bare) != count * (count - 1) // 2:
-        put = {ref for ref in memo if ref >= 0} | set(machine.sparse.values())
-        bare = set(machine.bare)
-        style.put = frozenset(put & bare)
-        style.unput = frozenset(ref for ref in range(count) if ref not in put and ref not in bare)
-    for ref, steps in machine.steps.items():
-        if steps != usual_steps(nodes[ref], style.dialect):
-            style.steps[ref] = tuple(steps)
-    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled, machine.texts)
+    # A pickler memoizes every node but ``unmemoized``. Equal sums do not prove it, but nearly: and where they deceive,
+    # only the writing differs from what was read, not the graph.
+    usual = len(memo) - style.memo_base + len(machine.unmemoized) == count and not machine.sparse
+    if not usual or sum(memo) + style.memo_base + sum(machine.unmemoized) != count * (count - 1) // 2:
+        memoized = {ref for ref in memo if ref >= 0} | set(machine.sparse.values())
+        unmemoized = set(machine.unmemoized)
+        style.memoized = frozenset(memoized & unmemoized)
+        style.unmemoized = frozenset(range(count)) - memoized - unmemoized
+    for ref, batches in machine.batches.items():
+        if batches != default_batches(nodes[ref], style.dialect):
+            style.batches[ref] = tuple(batches)
+    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled_at, machine.texts)

@@ -1,7 +1,7 @@
-"""How single values are written: each function gives the bytes for one value in one form.
+"""The bytes of single values.
 
-A ``form`` is the opcode that the decoder noted for a node, or -1 for the default of the dialect. An edit
-may have put another value there since; a form that does not fit the value is then not used.
+A ``form`` is the opcode that the decoder recorded for a node, or -1 for the default of the dialect. An edit may have
+put another value there since; a form that does not fit the value is not used.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _FRAME_MIN = 4
 #: CPython converts at most 4,300 digits to or from decimals (``sys.set_int_max_str_digits``).
 _DECIMAL_BITS = 14_000
 
-#: All that a line can say of a NaN is its sign.
+#: A line can express nothing of a NaN but its sign.
 _NAN_LINES = {b"\x7f\xf8" + bytes(6): b"Fnan\n", b"\xff\xf8" + bytes(6): b"F-nan\n"}
 
-#: What cannot stand in a line, as the pickler escapes it (``raw_unicode_escape`` in _pickle.c).
+#: Characters that cannot be part of a line, as the pickler escapes them (``raw_unicode_escape`` in _pickle.c).
 _LINE_ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\\\0\n\r\x1a"})
 
 
-def get(number: int, dialect: int) -> bytes:
-    """The instruction that fetches a memo number."""
+def get(index: int, dialect: int) -> bytes:
+    """Return the instruction that fetches the object with a memo index."""
     if dialect == 0:
-        return b"g%d\n" % number
-    return bytes((op.BINGET, number)) if number < 0x100 else b"j" + _u32(number)
+        return b"g%d\n" % index
+    return bytes((op.BINGET, index)) if index < 0x100 else b"j" + _u32(index)
 
 
-def put(number: int, dialect: int) -> bytes:
-    """The instruction that memoises under a number; in protocol 4 and later it is always the next one."""
+def put(index: int, dialect: int) -> bytes:
+    """Return the instruction that memoizes under an index, which in protocol 4 and later is always the next one."""
     if dialect >= 4:
         return b"\x94"
     if dialect == 0:
-        return b"p%d\n" % number
-    return bytes((op.BINPUT, number)) if number < 0x100 else b"r" + _u32(number)
+        return b"p%d\n" % index
+    return bytes((op.BINPUT, index)) if index < 0x100 else b"r" + _u32(index)
 
 
 def constant(value: object, form: int, dialect: int) -> bytes:
-    """None, a bool, an int, a float or ``()``."""
+    """Return the bytes of None, a bool, an int, a float or ``()``."""
     if isinstance(value, bool):
         if form == op.INT or (form < 0 and dialect < 2):
             return b"I01\n" if value else b"I00\n"
@@ -68,7 +68,7 @@ def constant(value: object, form: int, dialect: int) -> bytes:
 
 
 def _int(value: int, form: int) -> bytes:
-    """One int in this form; b"" if it does not fit."""
+    """Return an int in this form; b"" if it does not fit."""
     if form == op.INT or form == op.LONG:
         if value.bit_length() < _DECIMAL_BITS:
             digits = b"%d" % value
@@ -93,11 +93,9 @@ def _int(value: int, form: int) -> bytes:
 
 
 def text(value: str, form: int, dialect: int) -> tuple[bytes, bytes]:
-    """A str: what comes before its bytes, and these. A line is all before."""
-    if form in (op.SHORT_BINSTRING, op.BINSTRING, op.STRING):
-        old = _python2(value, form)
-        if old is not None:
-            return old
+    """Return the head of a str and its bytes; a line is all head."""
+    if form in op.PYTHON2_STRINGS and (parts := _python2(value, form)) is not None:
+        return parts
     if form == op.UNICODE or (form < 0 and dialect == 0):
         return b"V%b\n" % raw_unicode_escape_encode(value.translate(_LINE_ESCAPES))[0], b""
     raw = value.encode("utf-8", "surrogatepass")
@@ -112,7 +110,7 @@ def text(value: str, form: int, dialect: int) -> tuple[bytes, bytes]:
 
 
 def _python2(value: str, form: int) -> tuple[bytes, bytes] | None:
-    """A byte string of Python 2, or None if it must be written as unicode."""
+    """Return a byte string of Python 2, or None if it must be written as unicode."""
     try:
         raw = value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -122,14 +120,14 @@ def _python2(value: str, form: int) -> tuple[bytes, bytes] | None:
     if form == op.SHORT_BINSTRING and len(raw) < 0x100:
         return bytes((form, len(raw))), raw
     if form == op.SHORT_BINSTRING and value.encode("utf-8", "replace") == raw:
-        # It grew in an edit: BINSTRING would shut out weights_only, the unicode form does not. Bytes that
-        # are no UTF-8 have no such choice.
+        # It grew in an edit: torch's restricted unpickler refuses BINSTRING, but not the unicode form. Bytes that are
+        # not UTF-8 have no such choice.
         return None
     return b"T" + _i32(len(raw)), raw
 
 
 def byte_string(value: bytes, form: int) -> tuple[bytes, bytes]:
-    """A bytes object: what comes before its bytes, and these."""
+    """Return the head of a bytes object and its bytes."""
     size = len(value)
     if form not in (op.BINBYTES, op.BINBYTES8):
         form = op.bytes_opcode(size)
@@ -137,32 +135,27 @@ def byte_string(value: bytes, form: int) -> tuple[bytes, bytes]:
     return bytes((form,)) + size.to_bytes(width, "little"), value
 
 
-def byte_array(value: bytes) -> tuple[bytes, bytes]:
-    """A bytearray: what comes before its bytes, and these."""
-    return b"\x96" + _u64(len(value)), value
-
-
 def extension(code: int, form: int) -> bytes:
-    """A code of the extension registry."""
+    """Return the bytes of a code of the extension registry."""
     least = op.extension_opcode(code)
     form = max(form, least) if form in (op.EXT1, op.EXT2, op.EXT4) else least
     return bytes((form,)) + code.to_bytes(1 if form == op.EXT1 else 2 if form == op.EXT2 else 4, "little")
 
 
 def name(node: Global, code: int) -> bytes:
-    """GLOBAL or INST (``code``) with its two lines. Raises ValueError for a name that has a line feed."""
+    """Return GLOBAL or INST (``code``) with its two lines; raise ValueError for a name with a line feed."""
     if "\n" in node.module or "\n" in node.name:
         raise ValueError("a name with a line feed needs STACK_GLOBAL")
     return b"%c%b\n%b\n" % (code, node.module.encode(), node.name.encode())
 
 
 def stack_name(node: Global, dialect: int) -> bytes:
-    """STACK_GLOBAL with its two strings."""
+    """Return STACK_GLOBAL with its two strings."""
     return b"".join((*text(node.module, -1, dialect or 1), *text(node.name, -1, dialect or 1), b"\x93"))
 
 
 def framed(code: bytearray, frames: Sequence[tuple[int, int]]) -> bytes:
-    """Instructions with FRAMEs: ``frames`` are where each begins and ends; what lies between stays outside."""
+    """Insert FRAMEs: ``frames`` are the offsets where each begins and ends; what is between them stays outside."""
     result, done = bytearray(), 0
     for begin, end in frames:
         result += code[done:begin]

@@ -1,8 +1,8 @@
-"""From a graph to bytes.
+"""From a graph to bytes, as CPython's pickler would have written it.
 
-A pickle that ``torch.save`` wrote comes out byte for byte, and one by another writer as near as it goes,
-always equal as a graph. When things were filled that a call took is no part of the graph: what a call takes
-is filled before it, as every pickler does it.
+A pickle that ``torch.save`` wrote comes out byte for byte, and one by another writer as close as possible, always equal
+as a graph. When the arguments of a call were filled is no part of the graph: they are filled before the call, as every
+pickler does it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from struct import Struct
+from typing import Final
 
 from . import emit
 from . import opcodes as op
-from .batches import chunks
-from .cycles import Knot, knots, shared
-from .fast_encode import LOOSE, NEW, Phrases
+from .batches import batched
+from .cycles import Cycle, cycles, shared_refs
+from .fast_encode import TUPLES, UNMEMOIZED, UNSEEN, PatternWriter
 from .nodes import (
     CONSTANTS,
     Buffer,
@@ -34,232 +35,234 @@ from .nodes import (
     Ref,
     Set,
     children,
-    ingredients,
+    dependencies,
 )
-
-# -- Writing a graph as CPython's pickler would have written it: the work behind ``encode``
 
 _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
 #: Bytes after which a FRAME is closed (``FRAME_SIZE_TARGET`` in _pickle.c).
-_FRAME_TARGET = 64 * 1024
+_FRAME_TARGET: Final = 64 * 1024
 
-#: The mark of a node that is being made; NEW and LOOSE are the others that are no memo numbers.
-_OPEN = -2
+#: In place of a memo index: the node is being written. UNSEEN and UNMEMOIZED are the other two.
+_OPEN: Final = -2
+#: Made here once: making an array is an event for an audit hook, repeating one is not.
+_UNSEEN: Final = array("i", (UNSEEN,))
+#: In place of the node that some references construct: they fill one.
+_NO_NODE: Final = -1
+#: Types of nodes that the pickler does not memoize.
+_NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
-#: Made here once: to make an array is an event for an audit hook, to repeat one is not.
-_UNMARKED = array("i", (NEW,))
-#: In place of the node that a row of references makes: it makes none, it fills one.
-_NOTHING = -1
-#: Kinds that the pickler does not memoise.
-_BARE = (*CONSTANTS, Persistent, Extension, Buffer)
-
-_TUPLES = (b"", b"\x85", b"\x86", b"\x87")
-_MANY = frozenset((op.APPENDS, op.SETITEMS, op.ADDITEMS))
-_MAKERS = ((Persistent, b"Q"), (Global, b"\x93"), (Buffer, b"\x98"), (FrozenSet, b"\x91"), (List, b"l"), (Dict, b"d"))
+_MANY: Final = frozenset((op.APPENDS, op.SETITEMS, op.ADDITEMS))
+_CONSTRUCTORS: Final = {Persistent: b"Q", Global: b"\x93", Buffer: b"\x98", FrozenSet: b"\x91", List: b"l", Dict: b"d"}
 
 
-class SharedError(Exception):
-    """A node that the style does not memoise is needed twice."""
+class _ReusedError(Exception):
+    """A node that the style does not memoize is needed twice."""
 
 
-class TangledError(Exception):
-    """A node is an ingredient of itself; to write that as the C pickler does would take POP, or too much time."""
+class _CyclicError(Exception):
+    """A node depends on itself; to write that as the C pickler does would take POP, or too much time."""
 
 
-class Writer:
+class _Writer:
     """One attempt at a graph.
 
-    ``keep`` are nodes to memoise whatever the style says, None in the first attempt; ``tangled`` are the
-    knots to tie beforehand. ``ready`` holds for each node that is written what to write in its place from
-    then on; b"" stands for a GET of its number in ``marks`` that was not needed yet.
+    ``keep`` are nodes to memoize whatever the style says, None in the first attempt; ``written_first`` are the cycles
+    to write before the root. ``memo`` holds the memo index of each node, ``codes`` the bytes to write for it from its
+    second use on, where b"" stands for a GET that was not needed yet.
     """
 
-    def __init__(self, graph: Graph, keep: frozenset[Ref] | None, tangled: Sequence[Knot] | None) -> None:
+    def __init__(self, graph: Graph, keep: frozenset[Ref] | None, written_first: Sequence[Cycle] | None) -> None:
         self.graph = graph
         self.nodes = graph.nodes
         self.style = graph.style
         self.dialect = graph.style.dialect
-        self.tangled = tangled
-        self.first = keep is None
-        self.loose = graph.style.unput - (keep or frozenset())
-        self.extra = graph.style.put | (keep or frozenset())
+        self.written_first = written_first
+        self.first_attempt = keep is None
+        self.unmemoized = graph.style.unmemoized - (keep or frozenset())
+        self.memoized = graph.style.memoized | (keep or frozenset())
         self.out = bytearray()
-        self.ready: list[bytes | None] = [None] * len(graph.nodes)
-        self.marks = _UNMARKED * len(graph.nodes)
-        # The next memo number. MEMOIZE always counts from 0.
-        self.number = graph.style.memo_base if self.dialect < 4 else 0
-        # What may be written twice, in nodes: see ``again``.
-        self.patience = 4 * len(graph.nodes) + 100_000
-        # While a knot is tied: what is to be filled later, and what of that is made by now.
-        self.later: frozenset[Ref] = frozenset()
+        self.codes: list[bytes | None] = [None] * len(graph.nodes)
+        self.memo = _UNSEEN * len(graph.nodes)
+        # MEMOIZE always counts from 0.
+        self.next_index = graph.style.memo_base if self.dialect < 4 else 0
+        # Nodes that may be written twice: see ``check_repeated``.
+        self.repeat_budget = 4 * len(graph.nodes) + 100_000
+        # In a cycle: what is filled at its end, and what of that exists by now.
+        self.fill_later: frozenset[Ref] = frozenset()
         self.unfilled: list[Ref] = []
-        self.begun: set[Ref] = set()
+        self.discarded: set[Ref] = set()
         self.frames: list[tuple[int, int]] = []
         self.frame_start = 0
 
     def run(self) -> bytes:
         """Write everything."""
-        out, nodes, ready, marks = self.out, self.nodes, self.ready, self.marks
-        style, forms, loose, extra = self.style, self.style.forms, self.loose, self.extra
-        dialect, framed, remade = self.dialect, style.framed, style.remade
-        # In protocols 2 and 3, which torch.save writes, the frequent kinds need no call.
-        plain, brief = dialect in (2, 3) and not framed, dialect >= 2
-        phrases = Phrases(nodes, marks, ready)
-        whole = plain and not (forms or loose or extra or style.steps or remade or self.tangled)
+        out, nodes, codes, memo = self.out, self.nodes, self.codes, self.memo
+        style, forms, unmemoized, memoized = self.style, self.style.forms, self.unmemoized, self.memoized
+        dialect, framed, discarded = self.dialect, style.framed, style.discarded
+        # In protocols 2 and 3, which torch.save writes, the frequent types need no call.
+        plain, binary = dialect in (2, 3) and not framed, dialect >= 2
+        patterns = PatternWriter(nodes, memo, codes)
+        exceptions = forms.keys() | unmemoized
+        use_patterns = plain and not (exceptions or memoized or style.batches or discarded or self.written_first)
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
-        # The rows of references that wait, and for each the node that the row after it makes.
-        todo: list[Iterator[Ref]] = []
-        makes: list[Ref] = []
-        row = self.beginning()
+        # The references that wait, and for each of these rows the node that the row after it constructs.
+        waiting: list[Iterator[Ref]] = []
+        constructs: list[Ref] = []
+        row = self.start()
         while True:
             for ref in row:
                 if framed and len(out) - self.frame_start >= _FRAME_TARGET:
-                    self.cut()
-                code = ready[ref]
+                    self.end_frame()
+                code = codes[ref]
                 if code:
                     out += code
                     continue
                 if code is not None:
-                    code = ready[ref] = emit.get(marks[ref], dialect)
+                    code = codes[ref] = emit.get(memo[ref], dialect)
                     out += code
                     continue
-                if marks[ref] != NEW:
-                    self.again(ref)
+                if memo[ref] != UNSEEN:
+                    self.check_repeated(ref)
                 node = nodes[ref]
-                if type(node) is str and plain and not (forms and ref in forms) and not (loose and ref in loose):
+                if type(node) is str and plain and ref not in exceptions:
                     raw = node.encode("utf-8", "surrogatepass")
-                    marks[ref] = number = self.number
-                    self.number += 1
-                    ready[ref] = b""
+                    memo[ref] = index = self.next_index
+                    self.next_index += 1
+                    codes[ref] = b""
                     out += b"X%b%b" % (_u32(len(raw)), raw)
-                    out += _long_binput(0x72, number) if number > 0xFF else bytes((0x71, number))
+                    out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
                     continue
-                if whole and (phrase := phrases.write(ref, node, self.number)):
-                    out += phrase
-                    self.number = marks[ref] + 1
+                if use_patterns and (pattern := patterns.write(ref, node, self.next_index)):
+                    out += pattern
+                    self.next_index = memo[ref] + 1
                     continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
-                    marks[ref] = _OPEN
-                    if len(node) > 3 or not brief or (forms and forms.get(ref) == 0x74):
+                    memo[ref] = _OPEN
+                    if len(node) > 3 or not binary or (forms and forms.get(ref) == 0x74):
                         out += b"("
                     inner = iter(node)
-                elif type(node) is Call and node.op == 0x52 and not remade:
-                    marks[ref] = _OPEN
+                elif type(node) is Call and node.op == 0x52 and not discarded:
+                    memo[ref] = _OPEN
                     inner = iter((node.func, node.args))
                 elif type(node) is Persistent and not node.text:
-                    marks[ref] = _OPEN
+                    memo[ref] = _OPEN
                     inner = iter((node.pid,))
                 else:
                     inner = self.write(ref, node)
                     if inner is None:
                         continue
-                todo.append(row)
-                makes.append(ref if marks[ref] == _OPEN else _NOTHING)
+                waiting.append(row)
+                constructs.append(ref if memo[ref] == _OPEN else _NO_NODE)
                 row = inner
                 break
             else:
-                # The row has ended: now the node can be made that it was for.
-                if not todo:
+                # The row has ended: now the node that it was for can be constructed.
+                if not waiting:
                     break
-                row = todo.pop()
-                ref = makes.pop()
+                row = waiting.pop()
+                ref = constructs.pop()
                 if ref < 0:
                     continue
                 node = nodes[ref]
-                usual = plain and marks[ref] == _OPEN
+                usual = plain and memo[ref] == _OPEN
                 if type(node) is tuple and usual:
                     size = len(node)
-                    out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else _TUPLES[size]
+                    out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else TUPLES[size]
                 elif type(node) is Call and usual and node.op == 0x52 and node.filling is None:
                     out += b"R"
                 elif type(node) is Persistent and usual and node.filling is None:
                     out += b"Q"
-                    if not extra or ref not in extra:
-                        marks[ref] = LOOSE
+                    if not memoized or ref not in memoized:
+                        memo[ref] = UNMEMOIZED
                         continue
                 else:
-                    filling = self.close(ref, node)
+                    filling = self.construct(ref, node)
                     if filling is not None:
-                        todo.append(row)
-                        makes.append(_NOTHING)
+                        waiting.append(row)
+                        constructs.append(_NO_NODE)
                         row = filling
                     continue
-                if loose and ref in loose:
-                    marks[ref] = LOOSE
+                if unmemoized and ref in unmemoized:
+                    memo[ref] = UNMEMOIZED
                     continue
-                marks[ref] = number = self.number
-                self.number += 1
-                ready[ref] = b""
-                out += _long_binput(0x72, number) if number > 0xFF else bytes((0x71, number))
+                memo[ref] = index = self.next_index
+                self.next_index += 1
+                codes[ref] = b""
+                out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
         out += b"."
         if framed:
-            self.cut()
+            self.end_frame()
             return emit.framed(out, self.frames)
         return bytes(out)
 
-    def beginning(self) -> Iterator[Ref]:
-        """The row of the root, before it the knots.
+    def start(self) -> Iterator[Ref]:
+        """Yield the root, and before it the cycles.
 
-        A knot is tied in two rounds: its tuples and calls are made with empty lists, then these are filled. What
-        is left stays on the stack below the root, because POP is no instruction of weights_only.
+        A cycle is written in two rounds: its tuples and calls with empty lists, then what fills these. The result stays
+        on the stack below the root, because torch's restricted unpickler has no POP.
         """
-        if self.tangled:
+        if self.written_first:
             self.out += b"("
-            for knot in self.tangled:
-                self.later = knot.members
-                yield from knot.made
-                unfilled, self.later, self.unfilled = self.unfilled, frozenset(), []
+            for cycle in self.written_first:
+                self.fill_later = cycle.members
+                yield from cycle.dependent
+                unfilled, self.fill_later, self.unfilled = self.unfilled, frozenset(), []
                 for ref in unfilled:
                     yield ref
-                    yield from self.filling(ref, self.nodes[ref])
+                    yield from self.fill(ref, self.nodes[ref])
             self.out += b"t"
         yield self.graph.root
 
-    def again(self, ref: Ref) -> None:
-        """A node without a memo number is met a second time: may it be written twice?"""
-        inside = self.marks[ref] == _OPEN
-        if self.first and not inside:
-            raise SharedError
-        # The C pickler writes it twice, too. But of a handmade tuple with very many lists that hold the tuple
-        # it would write very many copies.
-        self.patience -= 1 + len(children(self.nodes[ref]))
-        pops = op.POP in self.graph.refused or op.POP_MARK in self.graph.refused
-        if self.patience < 0 or (inside and not pops):
-            if self.tangled is None:
-                raise TangledError
-            raise ValueError("an object is an ingredient of itself, and nothing between can be filled later")
+    def check_repeated(self, ref: Ref) -> None:
+        """Raise unless a node without a memo index, met a second time, may be written twice."""
+        inside = self.memo[ref] == _OPEN
+        if self.first_attempt and not inside:
+            raise _ReusedError
+        # The C pickler writes it twice, too. But of a handmade tuple with very many lists that hold the tuple it would
+        # write very many copies.
+        self.repeat_budget -= 1 + len(children(self.nodes[ref]))
+        has_pop = op.POP in self.graph.refused or op.POP_MARK in self.graph.refused
+        if self.repeat_budget < 0 or (inside and not has_pop):
+            if self.written_first is None:
+                raise _CyclicError
+            raise ValueError("an object depends on itself, and nothing between can be filled later")
 
-    # -- the seldom kinds -----------------------------------------------------------------------------
+    # -- uncommon nodes
 
     def write(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Write a node, or what comes before its ingredients; the row that has to follow, if any.
+        """Write a node, or what comes before its dependencies; return the references to write next, if any.
 
-        Leaves the node marked as open if that row is its ingredients.
+        If these are its dependencies, the node is left open.
         """
         form = self.style.forms.get(ref, -1)
         if isinstance(node, str):
-            self.emit(*emit.text(node, form, self.dialect))
+            self.write_sized(*emit.text(node, form, self.dialect))
         elif isinstance(node, bytes):
-            self.emit(*emit.byte_string(node, form))
+            self.write_sized(*emit.byte_string(node, form))
         elif isinstance(node, ByteArray):
-            self.emit(*emit.byte_array(node.data))
+            self.write_sized(b"\x96" + len(node.data).to_bytes(8, "little"), node.data)
         elif isinstance(node, CONSTANTS) or node == ():
             code = emit.constant(node, form, self.dialect)
             self.out += code
-            if ref not in self.extra:
-                self.ready[ref] = code
+            if ref not in self.memoized:
+                self.codes[ref] = code
                 return None
-        elif isinstance(node, Call) and ref in self.style.remade and ref not in self.begun:
-            return self.remake(ref)
-        elif isinstance(node, List | Dict | Set) and not self.is_whole(form):
-            return self.open_container(ref, node, form)
-        elif isinstance(node, Global) and not self.has_parts(node):
-            self.out += emit.name(node, op.GLOBAL) if node.parts is None else emit.stack_name(node, self.dialect)
+        elif isinstance(node, Call) and ref in self.style.discarded and ref not in self.discarded:
+            return self.write_discarded(ref)
+        elif isinstance(node, Set):
+            self.out += b"\x8f"
+        elif isinstance(node, List | Dict) and not self.is_whole(form):
+            empty, from_mark = (b"]", b"(l") if isinstance(node, List) else (b"}", b"(d")
+            self.out += empty if self.dialect or form in (op.EMPTY_LIST, op.EMPTY_DICT) else from_mark
+        elif isinstance(node, Global) and node.parts is None:
+            self.out += emit.name(node, op.GLOBAL)
+        elif isinstance(node, Global) and [self.nodes[part] for part in node.parts or ()] != [node.module, node.name]:
+            self.out += emit.stack_name(node, self.dialect)  # an edit renamed it
         elif isinstance(node, Extension):
             self.out += emit.extension(node.code, form)
         elif isinstance(node, Persistent) and node.text:
@@ -268,69 +271,54 @@ class Writer:
             self.out += b"\x97"
         else:
             return self.open(ref, node)
-        return self.made(ref, node)
+        return self.memoize_and_fill(ref, node)
 
-    def remake(self, ref: Ref) -> Iterator[Ref]:
-        """The row of a call that leads to the object that it would make; then it is thrown away."""
-        self.begun.add(ref)
-        yield self.style.remade[ref]
+    def write_discarded(self, ref: Ref) -> Iterator[Ref]:
+        """Yield the call that leads to the object it would return, then throw its result away."""
+        self.discarded.add(ref)
+        yield self.style.discarded[ref]
         self.out += b"0"
-        if self.marks[ref] >= 0:
-            self.out += emit.get(self.marks[ref], self.dialect)
+        if self.memo[ref] >= 0:
+            self.out += emit.get(self.memo[ref], self.dialect)
         else:
             yield ref
 
     def is_whole(self, form: int) -> bool:
-        """Is a list or dict written as one LIST or DICT, with its elements before it?"""
-        return form in (op.LIST, op.DICT) and self.tangled is None
-
-    def has_parts(self, node: Global) -> bool:
-        """Are there strings for STACK_GLOBAL, and do they still say what the node says?"""
-        parts, nodes = node.parts, self.nodes
-        return parts is not None and (nodes[parts[0]], nodes[parts[1]]) == (node.module, node.name)
-
-    def open_container(self, ref: Ref, node: List | Dict | Set, form: int) -> Iterator[Ref] | None:
-        """Write an empty container; the row that fills it."""
-        if isinstance(node, Set):
-            self.out += b"\x8f"
-        else:
-            short, long = (b"]", b"(l") if isinstance(node, List) else (b"}", b"(d")
-            self.out += short if self.dialect or form in (op.EMPTY_LIST, op.EMPTY_DICT) else long
-        return self.made(ref, node)
+        """Return whether a list or dict is written as one LIST or DICT, after its elements."""
+        return form in (op.LIST, op.DICT) and self.written_first is None
 
     def open(self, ref: Ref, node: Node) -> Iterator[Ref]:
-        """Write what comes before the ingredients of a node; the row of these."""
-        self.marks[ref] = _OPEN
+        """Write what comes before the dependencies of a node, and return these."""
+        self.memo[ref] = _OPEN
         if isinstance(node, Call) and node.op in (op.OBJ, op.INST):
             args = self.nodes[node.args]
             if not isinstance(args, tuple):
                 raise ValueError("the arguments of OBJ and INST are a tuple")
             self.out += b"("
             return iter(args) if node.op == op.INST else chain((node.func,), args)
-        if isinstance(node, FrozenSet | List | Dict) or (isinstance(node, tuple) and self.is_long(ref, node)):
+        if isinstance(node, FrozenSet | List | Dict) or (isinstance(node, tuple) and self.has_mark(ref, node)):
             self.out += b"("
-        return iter(children(node) if isinstance(node, List | Dict) else ingredients(node))
+        return iter(children(node) if isinstance(node, List | Dict) else dependencies(node))
 
-    def is_long(self, ref: Ref, node: tuple[Ref, ...]) -> bool:
-        """Is a tuple written with MARK and TUPLE?"""
+    def has_mark(self, ref: Ref, node: tuple[Ref, ...]) -> bool:
+        """Return whether a tuple is written with MARK and TUPLE."""
         return len(node) > 3 or self.dialect < 2 or self.style.forms.get(ref) == op.TUPLE
 
-    def close(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Write the instruction that makes a node of its ingredients; the row that fills it, if any."""
-        if self.marks[ref] >= 0:
+    def construct(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
+        """Write the opcode that constructs a node of its dependencies; return the references that fill it, if any."""
+        if self.memo[ref] >= 0:
             self.drop(ref, node)
             return None
-        if self.marks[ref] == LOOSE and self.first:
-            # It was made inside of itself, and not memoised.
-            raise SharedError
-        long = isinstance(node, tuple) and self.is_long(ref, node)
-        self.out += b"t" if long else self.maker(node)
-        return self.made(ref, node)
+        if self.memo[ref] == UNMEMOIZED and self.first_attempt:
+            # It was constructed inside of itself, and not memoized.
+            raise _ReusedError
+        self.out += b"t" if isinstance(node, tuple) and self.has_mark(ref, node) else self.constructor(node)
+        return self.memoize_and_fill(ref, node)
 
-    def maker(self, node: Node) -> bytes:
-        """The instruction that makes a node, where that does not depend on its style."""
+    def constructor(self, node: Node) -> bytes:
+        """Return the opcode that constructs a node, where that does not depend on its style."""
         if isinstance(node, tuple):
-            return _TUPLES[len(node)]
+            return TUPLES[len(node)]
         if isinstance(node, Call):
             cls = self.nodes[node.func]
             if node.op != op.INST:
@@ -338,100 +326,89 @@ class Writer:
             if not isinstance(cls, Global):
                 raise ValueError("INST names a class")
             return emit.name(cls, op.INST)
-        for kind, code in _MAKERS:
-            if isinstance(node, kind):
-                return code
-        raise TypeError(f"no pickle node: {type(node).__name__}")
+        return _CONSTRUCTORS[type(node)]
 
     def drop(self, ref: Ref, node: Node) -> None:
-        """Throw the ingredients of a node away and fetch the node: while they were written, it was made.
+        """Throw away the dependencies of a node that was constructed while they were written, and fetch the node.
 
         ``save_tuple``, ``save_frozenset`` and ``save_reduce`` in _pickle.c do the same.
         """
-        if isinstance(node, tuple) and not self.is_long(ref, node):
+        if isinstance(node, tuple) and not self.has_mark(ref, node):
             self.out += b"0" * len(node)
         elif isinstance(node, tuple | FrozenSet | List | Dict):
             self.out += b"1" if self.dialect else b"0" * (len(children(node)) + 1)
         else:
-            self.out += self.maker(node) + b"0"
-        self.out += emit.get(self.marks[ref], self.dialect)
+            self.out += self.constructor(node) + b"0"
+        self.out += emit.get(self.memo[ref], self.dialect)
 
-    # -- memo and filling -----------------------------------------------------------------------------
+    # -- memo and filling
 
-    def made(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Memoise a node that was just made, as its kind and the style say; the row that fills it, if any."""
-        if ref not in self.extra if isinstance(node, _BARE) else ref in self.loose:
-            self.marks[ref] = LOOSE
-        elif self.style.late and isinstance(node, Call) and node.op == op.NEWOBJ and node.filling is not None:
-            self.marks[ref] = LOOSE
-            return self.filled_first(ref, node)
+    def memoize_and_fill(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
+        """Memoize a new node, as its type and the style demand; return the references that fill it, if any."""
+        if ref not in self.memoized if isinstance(node, _NEVER_MEMOIZED) else ref in self.unmemoized:
+            self.memo[ref] = UNMEMOIZED
+        elif self.style.memoize_late and isinstance(node, Call) and node.op == op.NEWOBJ and node.filling is not None:
+            self.memo[ref] = UNMEMOIZED
+            return self.fill(ref, node, memoize=True)
         else:
-            self.memoise(ref)
+            self.memoize(ref)
         if isinstance(node, Instance):
             empty = node.filling is None
         else:
             empty = not isinstance(node, List | Dict | Set) or self.is_whole(self.style.forms.get(ref, -1))
-        if empty:
-            return None
-        if ref in self.later:
+        if not empty and ref in self.fill_later:
             self.unfilled.append(ref)
             return None
-        return self.filling(ref, node)
+        return None if empty else self.fill(ref, node)
 
-    def memoise(self, ref: Ref) -> None:
-        """Give the node on top of the stack the next number."""
-        self.marks[ref] = number = self.number
-        self.number += 1
-        self.ready[ref] = b""
-        self.out += emit.put(number, self.dialect)
+    def memoize(self, ref: Ref) -> None:
+        """Give the node on top of the stack the next memo index."""
+        self.memo[ref] = index = self.next_index
+        self.next_index += 1
+        self.codes[ref] = b""
+        self.out += emit.put(index, self.dialect)
 
-    def filled_first(self, ref: Ref, node: Node) -> Iterator[Ref]:
-        """The row that fills a node which is memoised only then."""
-        yield from self.filling(ref, node)
-        self.memoise(ref)
-
-    def filling(self, ref: Ref, node: Node) -> Iterator[Ref]:
-        """The row that fills a node: in the steps that were noted if they still fit, else in the usual ones."""
-        for code, refs in chunks(node, self.style.steps.get(ref), self.dialect):
+    def fill(self, ref: Ref, node: Node, memoize: bool = False) -> Iterator[Ref]:
+        """Yield the references that fill a node, and memoize it after that if asked to."""
+        for code, refs in batched(node, self.style.batches.get(ref), self.dialect):
             if code in _MANY:
                 self.out += b"("
             yield from refs
             self.out.append(code)
+        if memoize:
+            self.memoize(ref)
 
-    # -- frames ---------------------------------------------------------------------------------------
+    # -- frames
 
-    def emit(self, head: bytes, body: bytes) -> None:
-        """Write a text or bytes; large ones stand outside of every FRAME (``_Pickler_write_bytes``)."""
-        if self.style.framed and len(body) >= _FRAME_TARGET:
-            self.cut()
-            self.out += head
-            self.out += body
+    def write_sized(self, head: bytes, body: bytes) -> None:
+        """Write a string or bytes; large ones are outside of every FRAME (``_Pickler_write_bytes`` in _pickle.c)."""
+        unframed = self.style.framed and len(body) >= _FRAME_TARGET
+        if unframed:
+            self.end_frame()
+        self.out += head
+        self.out += body
+        if unframed:
             self.frame_start = len(self.out)
-            return
-        self.out += head + body
 
-    def cut(self) -> None:
+    def end_frame(self) -> None:
         """End a FRAME here; the next one begins."""
         self.frames.append((self.frame_start, len(self.out)))
         self.frame_start = len(self.out)
 
 
 def encode(graph: Graph) -> bytes:
-    """The pickle of a graph, PROTO and STOP included, in the style that the graph carries.
+    """Return the pickle of a graph, PROTO and STOP included, in the style that the graph carries.
 
-    Raises ValueError for a graph that no pickle can express, such as a tuple that holds itself, or a name
-    that no opcode can spell; ``decode`` gives no such graph.
+    Raises ValueError for a graph that no pickle can express, such as a tuple that holds itself, or a name that no
+    opcode can write; ``decode`` returns no such graph.
     """
-    return _attempt(graph, None, None)
-
-
-def _attempt(graph: Graph, keep: frozenset[Ref] | None, tangled: Sequence[Knot] | None) -> bytes:
-    # A second and third attempt are seldom. The first goes without the walk over the graph that would tell
-    # beforehand whether they are needed.
-    try:
-        return Writer(graph, keep, tangled).run()
-    except SharedError:
-        pass
-    except TangledError:
-        tangled = knots(graph)
-    return _attempt(graph, shared(graph).union(*(knot.members for knot in tangled or ())), tangled)
+    keep, written_first = None, None
+    while True:
+        # Further attempts are rare, so the first one goes without the walk that would tell whether they are needed.
+        try:
+            return _Writer(graph, keep, written_first).run()
+        except _ReusedError:
+            pass
+        except _CyclicError:
+            written_first = cycles(graph)
+        keep = shared_refs(graph).union(*(cycle.members for cycle in written_first or ()))

@@ -1,18 +1,18 @@
-"""Tensors at one go, when a pickle is read: what it repeats for each of its tensors, in one step.
+"""A peephole for ``decode``: the pattern that torch.save repeats for each tensor, read in one step.
 
-Of a checkpoint of 200,000 tensors nine tenths are one phrase of 30 instructions, said 200,000 times::
+In a checkpoint of 200,000 tensors nine tenths of the pickle are one pattern of 30 instructions, 200,000 times::
 
     GET function, MARK, MARK, GET 'storage', GET class, key, device, size, TUPLE, BINPERSID,
         offset, shape, strides, flag, (GET class, EMPTY_TUPLE, REDUCE), TUPLE, REDUCE
 
-with a LONG_BINPUT behind all that can be shared. Instruction by instruction that costs a turn of the loop for
-each; here one regular expression reads the phrase. ``read`` does what the loop of ``decode`` would have done, node
-for node and number for number, or declines: then the loop goes on as if nobody had asked. So whatever is in any way
-unusual (the first tensors, small memo numbers, scalars, other protocols, what a hostile file made up) is left to
-the loop, which decides what it means. ``phrase_writing`` is the other direction.
+with a LONG_BINPUT after everything that can be shared. One regular expression reads it, where the loop would turn once
+for each instruction. The pattern has no meaning here: ``read_pattern`` adds the nodes that the loop of ``decode`` would
+have added, number for number, or declines, and the loop goes on as if it had not been asked. So whatever is in any way
+unusual (the first tensors, small memo indices, scalars, other protocols, hostile files) is left to the loop.
+``fast_encode`` is the other direction.
 
-The pickler of TorchScript (``torch/csrc/jit/serialization/pickler.cpp``) says the same otherwise: it memoises the
-strings and the storage alone, writes every tuple with MARK and TUPLE, and a key may be a string that was met before.
+The pickler of TorchScript (``torch/csrc/jit/serialization/pickler.cpp``) writes the same objects otherwise: it memoizes
+only the strings and the storage, writes every tuple with MARK and TUPLE, and a key may be a string it wrote before.
 """
 
 from __future__ import annotations
@@ -21,131 +21,132 @@ import re
 from struct import Struct
 from typing import Final
 
-from .machine import Kind, Machine
+from .machine import Machine, Template
 from .nodes import Call, Global, Persistent, Ref
 
 
 def _text(*sizes: int) -> bytes:
-    """BINUNICODE with so many characters of ASCII."""
+    """Return the pattern of a BINUNICODE with one of these numbers of ASCII characters."""
     return b"X(?:%b)" % b"|".join(b"\\x%02x\\0\\0\\0[ -~]{%d}" % (size, size) for size in sizes)
 
 
 _GET: Final = b"(?:h.|j....)"
 _PUT: Final = b"r(....)"
 _INT: Final = b"(?:K.|M..|J....)"
-#: A tuple of numbers, not empty: a shape or strides. Whether TUPLE1 takes one and TUPLE2 two ``_kind`` looks at.
-_ROW: Final = b"(?:(?:%b){1,3}[\x85-\x87]|\\((?:%b){4,16}t)" % (_INT, _INT)
-#: From the first MARK to the last LONG_BINPUT; the device is a new string or one met before.
-_PHRASE: Final = re.compile(
-    b"(\\(\\(%b%b)(%b)%b" % (_GET, _GET, _text(*range(1, 9)), _PUT)
-    + b"(?:(%b)%b|(%b))(%bt)%b" % (_text(*range(3, 9)), _PUT, _GET, _INT, _PUT)
-    + b"Q(%b)(%b)%b(%b)%b" % (_INT, _ROW, _PUT, _ROW, _PUT)
+_KEY: Final = b"(%b)%b" % (_text(*range(1, 9)), _PUT)
+#: A new string, or one met before.
+_DEVICE: Final = b"(?:(%b)%b|(%b))" % (_text(*range(3, 9)), _PUT, _GET)
+#: A tuple of integers that is not empty: a shape or strides. ``_takes_all`` checks that TUPLE1 takes one, TUPLE2 two.
+_INTS: Final = b"(?:(?:%b){1,3}[\x85-\x87]|\\((?:%b){4,16}t)" % (_INT, _INT)
+#: From the first MARK to the last LONG_BINPUT.
+_TORCH_SAVE: Final = re.compile(
+    b"(\\(\\(%b%b)%b%b(%bt)%b" % (_GET, _GET, _KEY, _DEVICE, _INT, _PUT)
+    + b"Q(%b)(%b)%b(%b)%b" % (_INT, _INTS, _PUT, _INTS, _PUT)
     + b"([\x88\x89]%b\\)R)%bt%bR%b" % (_GET, _PUT, _PUT, _PUT),
     re.DOTALL,
 ).match
 #: The same by the pickler of TorchScript, from the first MARK to REDUCE; a scalar has empty tuples.
-_NATIVE: Final = re.compile(
-    b"(\\(\\(%b%b)(?:(%b)%b|(%b))" % (_GET, _GET, _text(*range(1, 9)), _PUT, _GET)
-    + b"(?:(%b)%b|(%b))(%bt)Q%b(%b)" % (_text(*range(3, 9)), _PUT, _GET, _INT, _PUT, _INT)
+_TORCHSCRIPT: Final = re.compile(
+    b"(\\(\\(%b%b)(?:%b|(%b))%b(%bt)Q%b(%b)" % (_GET, _GET, _KEY, _GET, _DEVICE, _INT, _PUT, _INT)
     + b"(\\((?:%b){0,16}t)(\\((?:%b){0,16}t)([\x88\x89]%b\\)R)tR" % (_INT, _INT, _GET),
     re.DOTALL,
 ).match
-#: The instructions inside a part of the phrase, one by one.
-_WORDS: Final = re.compile(b"%b|%b|." % (_GET, _INT), re.DOTALL).findall
-#: Words that make something of the others, and stand for nothing themselves.
-_MAKERS: Final = frozenset(b"(tR\x85\x86\x87")
+#: The instructions of a part of the pattern, one by one.
+_INSTRUCTIONS: Final = re.compile(b"%b|%b|." % (_GET, _INT), re.DOTALL).findall
+#: Instructions that combine the others and push nothing of their own.
+_COMBINING: Final = frozenset(b"(tR\x85\x86\x87")
 
-_numbers7, _numbers8 = Struct("<7I").pack, Struct("<8I").pack
-_numbers = (Struct("<I").pack, Struct("<2I").pack, Struct("<3I").pack)
+_u32s7, _u32s8 = Struct("<7I").pack, Struct("<8I").pack
+_u32s = (Struct("<I").pack, Struct("<2I").pack, Struct("<3I").pack)
 
-#: Kinds that are remembered: a model has some dozens.
-_KINDS: Final = 4096
+#: Templates that are remembered: a model has some dozens.
+_MAX_TEMPLATES: Final = 4096
 
 
-def read(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Read the phrase whose first MARK is at ``pos`` and that ends before ``stop``.
+def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
+    """Read the pattern whose first MARK is at ``pos`` and that ends before ``stop``.
 
-    ``function`` is on top of the stack. Returns the offset behind the phrase, where the last node is the call that
+    ``function`` is on top of the stack. Returns the offset after the pattern, when the last node is the call that
     takes the place of the function, or -1 with nothing changed.
     """
-    found = _PHRASE(machine.data, pos)
-    if found is None:
-        return _native(machine, function, pos, stop)
-    if found.end() > stop:
+    match = _TORCH_SAVE(machine.data, pos)
+    if match is None:
+        return _read_torchscript(machine, function, pos, stop)
+    if match.end() > stop:
         return -1
-    start, key, put, device, put2, met, size, put3, offset, shape, put4, strides, put5, end, put6, put7, put8 = (
-        found.groups()
+    start, key, put, device, put2, get, size, put3, offset, shape, put4, strides, put5, end, put6, put7, put8 = (
+        match.groups()
     )
     nodes, memo = machine.nodes, machine.memo
     count = len(memo)
-    if met is None:
-        puts = _numbers8(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6, count + 7)
-        usual = b"".join((put, put2, put3, put4, put5, put6, put7, put8)) == puts
+    if get is None:
+        puts = _u32s8(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6, count + 7)
+        in_order = b"".join((put, put2, put3, put4, put5, put6, put7, put8)) == puts
     else:
-        puts = _numbers7(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6)
-        usual = b"".join((put, put3, put4, put5, put6, put7, put8)) == puts
-    if not usual:
+        puts = _u32s7(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6)
+        in_order = b"".join((put, put3, put4, put5, put6, put7, put8)) == puts
+    if not in_order:
         return -1
-    mark = (start, met, size, offset, shape, strides, end)
-    kind = machine.kinds.get(mark) or _kind(machine, mark)
-    if kind is None or type(nodes[function]) is not Global:
+    parts = (start, get, size, offset, shape, strides, end)
+    template = machine.templates.get(parts) or _new_template(machine, parts)
+    if template is None or type(nodes[function]) is not Global:
         return -1
-    word, cls, place, numel, begin, lengths, steps, flag, hooks, nothing = kind
+    word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template
     name = len(nodes)
     nodes.append(key[5:].decode())
     memo.append(name)
-    if met is None:
+    if get is None:
         place = name + 1
-        nodes.append(machine.words.get(device) or _device(machine, device))
+        nodes.append(machine.strings.get(device) or _device(machine, device))
         memo.append(place)
         machine.texts[0].append(place)
-        machine.texts[1].append(found.start(4))
-    pid, outside, first, second, hook, args, call = range(len(nodes), len(nodes) + 7)
+        machine.texts[1].append(match.start(4))
+    pid, storage, first, second, hook, args, call = range(len(nodes), len(nodes) + 7)
     nodes += (
         (word, cls, name, place, numel),
         Persistent(pid),
         lengths,
         steps,
-        Call(0x52, hooks, nothing),
-        (outside, begin, first, second, flag, hook),
+        Call(0x52, hooks, no_args),
+        (storage, begin, first, second, flag, hook),
         Call(0x52, function, args),
     )
     memo += (pid, first, second, hook, args, call)
-    machine.bare.append(outside)
-    return found.end()
+    machine.unmemoized.append(storage)
+    return match.end()
 
 
-def _native(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """As ``read``, for what the pickler of TorchScript wrote."""
-    found = _NATIVE(machine.data, pos)
-    if found is None or found.end() > stop:
+def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
+    """Do the same for the pickler of TorchScript."""
+    match = _TORCHSCRIPT(machine.data, pos)
+    if match is None or match.end() > stop:
         return -1
-    start, key, put, again, device, put2, met, size, put3, offset, shape, strides, end = found.groups()
+    start, key, put, key_get, device, put2, get, size, put3, offset, shape, strides, end = match.groups()
     nodes, memo = machine.nodes, machine.memo
     count = len(memo)
     puts = [one for one in (put, put2, put3) if one is not None]
-    if b"".join(puts) != _numbers[len(puts) - 1](*range(count, count + len(puts))):
+    if b"".join(puts) != _u32s[len(puts) - 1](*range(count, count + len(puts))):
         return -1
-    mark = (start, met, size, offset, shape, strides, end)
-    kind = machine.kinds.get(mark) or _kind(machine, mark)
-    name = len(nodes) if again is None else _ref(machine, again)
-    empty = machine.single[0x74]
-    if kind is None or name < 0 or type(nodes[function]) is not Global:
+    parts = (start, get, size, offset, shape, strides, end)
+    template = machine.templates.get(parts) or _new_template(machine, parts)
+    name = len(nodes) if key_get is None else _pushed(machine, key_get)
+    empty = machine.singletons[0x74]
+    if template is None or name < 0 or type(nodes[function]) is not Global:
         return -1
-    word, cls, place, numel, begin, lengths, steps, flag, hooks, nothing = kind
+    word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template
     if empty < 0 and not (lengths and steps):
         return -1
-    if again is None:
+    if key_get is None:
         nodes.append(key[5:].decode())
         memo.append(name)
-    if met is None:
+    if get is None:
         place = len(nodes)
-        nodes.append(machine.words.get(device) or _device(machine, device))
+        nodes.append(machine.strings.get(device) or _device(machine, device))
         memo.append(place)
-    outside = len(nodes) + 1
-    nodes += ((word, cls, name, place, numel), Persistent(outside - 1))
-    memo.append(outside)
-    machine.bare.append(outside)
+    storage = len(nodes) + 1
+    nodes += ((word, cls, name, place, numel), Persistent(storage - 1))
+    memo.append(storage)
+    machine.unmemoized.append(storage)
     first = second = empty
     forms = machine.style.forms
     if lengths:
@@ -160,47 +161,49 @@ def _native(machine: Machine, function: Ref, pos: int, stop: int) -> int:
             forms[second] = 0x74
     hook = len(nodes)
     nodes += (
-        Call(0x52, hooks, nothing),
-        (outside, begin, first, second, flag, hook),
+        Call(0x52, hooks, no_args),
+        (storage, begin, first, second, flag, hook),
         Call(0x52, function, hook + 1),
     )
-    return found.end()
+    return match.end()
 
 
-def _device(machine: Machine, word: bytes) -> str:
-    """The string of a device: each a node of its own, and all of them one object of Python's."""
-    text = machine.words[word] = word[5:].decode()
+def _device(machine: Machine, code: bytes) -> str:
+    """Return the string of a BINUNICODE: a node for each device, and one Python object for all that are equal."""
+    text = machine.strings[code] = code[5:].decode()
     return text
 
 
-def _kind(machine: Machine, mark: tuple[bytes | None, ...]) -> Kind | None:
-    """Look up what the words of a phrase stand for; None where one of them is not known yet, or not usual."""
-    parts = [[_ref(machine, word) for word in _WORDS(part or b"") if word[0] not in _MAKERS] for part in mark]
-    (word, cls), met, (size,), (offset,), shape, strides, (flag, hooks, nothing) = parts
-    if not (_takes_all(mark[4], shape) and _takes_all(mark[5], strides)):
-        return None
-    if min(word, cls, *met, size, offset, *shape, *strides, flag, hooks, nothing) < 0:
+def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
+    """Look up what the instructions push; None where one of them pushes something new or unusual."""
+    refs = [
+        [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
+    ]
+    (word, cls), get, (size,), (offset,), shape, strides, (flag, hooks, no_args) = refs
+    if not (_takes_all(parts[4], shape) and _takes_all(parts[5], strides)) or any(
+        ref < 0 for row in refs for ref in row
+    ):
         return None
     if type(machine.nodes[hooks]) is not Global:
         return None
-    if len(machine.kinds) >= _KINDS:
-        machine.kinds.clear()
-    device = met[0] if met else -1
-    kind = Kind(word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, nothing)
-    machine.kinds[mark] = kind
-    return kind
+    if len(machine.templates) >= _MAX_TEMPLATES:
+        machine.templates.clear()
+    device = get[0] if get else -1
+    template = Template(word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args)
+    machine.templates[parts] = template
+    return template
 
 
-def _takes_all(row: bytes | None, refs: list[Ref]) -> bool:
-    """Does the last instruction of a row make one tuple of everything in it?"""
-    return row is not None and (row[:1] == b"(" or row[-1] == 0x84 + len(refs))
+def _takes_all(code: bytes | None, refs: list[Ref]) -> bool:
+    """Return whether the last instruction makes one tuple of all ``refs``."""
+    return code is not None and (code[:1] == b"(" or code[-1] == 0x84 + len(refs))
 
 
-def _ref(machine: Machine, word: bytes) -> Ref:
-    """What one instruction pushes; -1 where that is not made yet."""
-    code, value = word[0], int.from_bytes(word[1:], "little")
+def _pushed(machine: Machine, instruction: bytes) -> Ref:
+    """Return what an instruction pushes; -1 if there is no such node yet."""
+    code, value = instruction[0], int.from_bytes(instruction[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
         return machine.memo[value] if value < len(machine.memo) else -1
     if code == 0x4B:  # BININT1
-        return machine.tiny[value]
-    return machine.consts.get(word, -1) if len(word) > 1 else machine.single[code]
+        return machine.small_ints[value]
+    return machine.consts.get(instruction, -1) if len(instruction) > 1 else machine.singletons[code]

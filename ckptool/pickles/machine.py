@@ -1,8 +1,8 @@
 """The state of the stack machine that ``decode`` drives.
 
-Where CPython's unpickler imports or calls, this one makes a node. Lengths are checked against the bytes
-that are there before anything is allocated; there is no recursion. Frequent opcodes are executed by
-``decode``, the others by ``rare`` and ``literals``.
+Where CPython's unpickler imports or calls, this one makes a node. Lengths are checked against the bytes that are there
+before anything is allocated, and nothing recurses. ``decode`` executes the frequent opcodes, ``uncommon_opcodes`` the
+others.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from ..base.errors import PickleError, TruncatedPickleError
 from ..base.limits import Limits
 from . import opcodes as op
-from .batches import steps_so_far
+from .batches import BATCH_SIZE, Batch, batches_so_far
 from .nodes import (
     Buffer,
     ByteArray,
@@ -34,18 +34,26 @@ from .nodes import (
     Style,
 )
 
-#: Kinds of which each value has a hash, as far as can be known without running anything; of a tuple it depends.
+#: Types of nodes with a hash, as far as can be known without running anything; a tuple depends on its elements.
 _HASHABLE = frozenset(
     (type(None), bool, int, float, str, bytes, FrozenSet, Global, Call, Persistent, Extension, Buffer)
 )
 _UNHASHABLE = (List, Dict, Set, ByteArray)
 
-#: When a container was filled that an object had taken as its state before: after every call.
-LATE = 1 << 62
+#: The container that each opcode fills; it may be an Instance, too.
+_CONTAINERS: Final = {op.APPEND: List, op.APPENDS: List, op.ADDITEMS: Set, op.SETITEM: Dict, op.SETITEMS: Dict}
+#: The value in ``filled_at`` of a container that was filled after it had become part of a state: after every call.
+_AFTER_EVERY_CALL: Final = 1 << 62
+
+#: Eight bytes for each number, where a list takes forty.
+_NUMBERS: Final = array("Q")
 
 
-class Kind(NamedTuple):
-    """What many tensors have in common (``phrase_reading``), as references; ``device`` -1 where it is always new."""
+class Template(NamedTuple):
+    """What many repetitions of the pattern of ``fast_decode`` have in common, as references.
+
+    ``device`` is -1 where each of them has a string of its own.
+    """
 
     word: Ref
     cls: Ref
@@ -56,32 +64,27 @@ class Kind(NamedTuple):
     strides: tuple[Ref, ...]
     flag: Ref
     hooks: Ref
-    nothing: Ref
-
-
-#: Eight bytes for each number, where a list takes forty.
-_NUMBERS: Final = array("Q")
+    no_args: Ref
 
 
 class Machine:
     """The state of one run over a pickle.
 
-    ``outer`` are the stacks that wait below a MARK. ``memo`` holds what was memoised in order, as every
-    pickler does; numbers out of order are in ``sparse``, so that a PUT of four billion costs nothing, and
-    ``gaps`` is set. ``bare`` are the nodes that a pickler never memoises, ascending. ``filled`` says of each container
-    how many nodes there were when it was last filled; ``given`` are those that went to BUILD.
+    ``pos`` is the offset of the next byte, ``op_start`` that of the current opcode. ``outer`` are the stacks below the
+    MARKs. ``memo`` holds what was memoized in order, as every pickler does; indices out of order are in ``sparse``, so
+    that a PUT of four billion costs nothing, and ``gaps`` is set. ``consts``, ``small_ints`` (BININT1) and
+    ``singletons`` (by opcode) are the nodes of constants. ``unmemoized`` are the nodes that a pickler never memoizes,
+    ascending; ``state_parts`` are those that went to BUILD. ``filled_at`` and ``texts`` become those of the graph.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
         self.data = data
-        self.start = start
-        self.pos = start
-        self.at = start
+        self.start = self.pos = self.op_start = start
         self.where = where
         self.limits = limits
         self.style = style
         self.dialect = style.dialect
-        self.most = min(limits.nodes, limits.few_nodes + (len(data) - start) // limits.bytes_per_node)
+        self.max_nodes = min(limits.nodes, limits.few_nodes + (len(data) - start) // limits.bytes_per_node)
         self.nodes: list[Node] = []
         self.stack: list[Ref] = []
         self.outer: list[list[Ref]] = []
@@ -90,104 +93,105 @@ class Machine:
         self.sparse_heap: list[int] = []
         self.gaps = False
         self.consts: dict[bytes, Ref] = {}
-        self.tiny: list[Ref] = [-1] * 256
-        self.single: list[Ref] = [-1] * 256
-        self.bare: list[Ref] = []
-        self.steps: dict[Ref, list[tuple[int, int]]] = {}
+        self.small_ints: list[Ref] = [-1] * 256
+        self.singletons: list[Ref] = [-1] * 256
+        self.unmemoized: list[Ref] = []
+        self.batches: dict[Ref, list[Batch]] = {}
         self.refused: dict[int, int] = {}
         self.oddities: list[tuple[int, str]] = []
-        self.words: dict[bytes, str] = {}
-        self.names: dict[bytes, tuple[str, str]] = {}
-        self.kinds: dict[tuple[bytes | None, ...], Kind] = {}
+        self.strings: dict[bytes, str] = {}
+        self.global_names: dict[bytes, tuple[str, str]] = {}
+        self.templates: dict[tuple[bytes | None, ...], Template] = {}
         self.frame_end = -1
-        self.hashed: set[Ref] = set()
-        self.filled: dict[Ref, int] = {}
+        self.hashable: set[Ref] = set()
+        self.filled_at: dict[Ref, int] = {}
         self.texts = _NUMBERS[:], _NUMBERS[:]
-        self.given: set[Ref] = set()
+        self.state_parts: set[Ref] = set()
 
-    # -- errors and remarks ---------------------------------------------------------------------
+    # -- errors and remarks
 
-    def fail(self, what: str) -> NoReturn:
-        """Give up at the current instruction."""
-        raise PickleError(what, where=self.where, offset=self.at)
+    def fail(self, message: str) -> NoReturn:
+        """Raise PickleError at the current opcode."""
+        raise PickleError(message, where=self.where, offset=self.op_start)
 
-    def short(self, size: int) -> NoReturn:
-        """Give up, because ``size`` bytes should follow and do not."""
-        what = f"{size:,} bytes are announced, but the pickle ends before"
-        raise TruncatedPickleError(what, where=self.where, offset=self.at)
+    def fail_short(self, size: int) -> NoReturn:
+        """Raise TruncatedPickleError, because ``size`` bytes should follow and do not."""
+        message = f"{size:,} bytes are announced, but the pickle ends before"
+        raise TruncatedPickleError(message, where=self.where, offset=self.op_start)
 
-    def odd(self, what: str) -> None:
+    def note_oddity(self, text: str) -> None:
         """Note what no pickler writes."""
         if len(self.oddities) < self.limits.listed:
-            self.oddities.append((self.at, what))
+            self.oddities.append((self.op_start, text))
 
-    def look_around(self, pos: int) -> int:
-        """What need not be looked at after each instruction: the number of nodes, the end of a FRAME.
+    def check_progress(self, pos: int) -> int:
+        """Check the number of nodes and the end of a FRAME, and return the offset after which to check again.
 
-        Fails for too many nodes; returns the offset behind which it must be called again.
+        Both need not be looked at after each opcode. Raises PickleError for too many nodes.
         """
-        left = self.most - len(self.nodes)
+        left = self.max_nodes - len(self.nodes)
         if left < 0:
-            self.fail(f"more than {self.most:,} objects in {len(self.data) - self.start:,} bytes, which is the limit")
+            size = len(self.data) - self.start
+            self.fail(f"more than {self.max_nodes:,} objects in {size:,} bytes, which is the limit")
         if 0 <= self.frame_end < pos:
-            self.odd("a FRAME ends inside an instruction")
-            self.frame_end = -1
-        elif self.frame_end == pos:
+            self.note_oddity("a FRAME ends inside an instruction")
+        if self.frame_end <= pos:
             self.frame_end = -1
         return min(pos + left, self.frame_end - 1) if self.frame_end > pos else pos + left
 
-    # -- reading and pushing --------------------------------------------------------------------
+    # -- reading and pushing
 
     def take(self, size: int) -> bytes:
-        """The next ``size`` bytes."""
+        """Read the next ``size`` bytes."""
         if size > len(self.data) - self.pos:
-            self.short(size)
+            self.fail_short(size)
         raw = self.data[self.pos : self.pos + size]
         self.pos += size
         return raw
 
     def line(self) -> bytes:
-        """The bytes before the next line feed, which is passed."""
+        """Read up to the next line feed, which is skipped."""
         end = self.data.find(b"\n", self.pos)
         if end < 0:
-            raise TruncatedPickleError("the pickle ends in the middle of a line", where=self.where, offset=self.at)
+            message = "the pickle ends in the middle of a line"
+            raise TruncatedPickleError(message, where=self.where, offset=self.op_start)
         text = self.data[self.pos : end]
         self.pos = end + 1
         return text
 
     def push(self, node: Node, form: int = -1) -> None:
-        """A new node; ``form`` is the opcode where it is not the default one."""
+        """Push a new node; ``form`` is its opcode unless that is the default one."""
         ref = len(self.nodes)
         self.stack.append(ref)
         self.nodes.append(node)
         if form >= 0:
             self.style.forms[ref] = form
 
-    def add_bare(self, node: Node, form: int = -1) -> Ref:
-        """A new node that no pickler memoises; it is not pushed."""
+    def add_unmemoized(self, node: Node, form: int = -1) -> Ref:
+        """Add a node that no pickler memoizes, without pushing it."""
         ref = len(self.nodes)
-        self.bare.append(ref)
+        self.unmemoized.append(ref)
         self.nodes.append(node)
         if form >= 0:
             self.style.forms[ref] = form
         return ref
 
     def pop_mark(self) -> list[Ref]:
-        """What lies above the last MARK."""
+        """Pop everything above the last MARK."""
         items = self.stack
         self.stack = self.outer.pop()
         return items
 
-    # -- parts of the frequent opcodes that are seldom needed -----------------------------------
+    # -- uncommon cases of the frequent opcodes
 
     def put(self, index: int, ref: Ref) -> None:
-        """Memoise out of order."""
+        """Memoize out of order."""
         memo = self.memo
         if index < len(memo):
             if memo[index] >= 0 and memo[index] != ref:
-                self.odd(f"memo {index} is written twice")
+                self.note_oddity(f"memo {index} is written twice")
             memo[index] = ref
-            self.kinds.clear()
+            self.templates.clear()
         elif index == 1 and not memo and not self.sparse:
             # Python 2 numbers its memo from 1.
             memo += [-1, ref]
@@ -195,15 +199,15 @@ class Machine:
         else:
             self.gaps = True
             if index > self.limits.memo:
-                self.odd(f"memo {index:,}: pickle.load runs out of memory for it")
+                self.note_oddity(f"memo {index:,}: pickle.load runs out of memory for it")
             if index not in self.sparse:
                 heappush(self.sparse_heap, index)
             elif self.sparse[index] != ref:
-                self.odd(f"memo {index} is written twice")
+                self.note_oddity(f"memo {index} is written twice")
             self.sparse[index] = ref
 
     def memoize(self, ref: Ref) -> None:
-        """MEMOIZE: the number is the count of those in use, which in a memo with gaps may be taken."""
+        """Execute MEMOIZE: the index is the number of those in use, which may be taken in a memo with gaps."""
         memo, sparse, heap = self.memo, self.sparse, self.sparse_heap
         while heap and heap[0] < len(memo):
             # The memo in order has reached it meanwhile.
@@ -212,11 +216,11 @@ class Machine:
         if count == len(memo):
             memo.append(ref)
         else:
-            self.odd("MEMOIZE in a memo with gaps")
+            self.note_oddity("MEMOIZE in a memo with gaps")
             self.put(count, ref)
 
     def get(self, index: int) -> Ref:
-        """What was memoised under a number, in order or not."""
+        """Return what was memoized under an index, in order or not."""
         memo = self.memo
         if index < len(memo) and memo[index] >= 0:
             return memo[index]
@@ -224,55 +228,55 @@ class Machine:
             self.fail(f"memo {index} is read before it is written")
         return self.sparse[index]
 
-    def tiny_int(self, value: int) -> Ref:
-        """The first BININT1 of a value."""
-        ref = self.tiny[value] = self.add_bare(value, -1 if self.dialect else op.BININT1)
+    def new_small_int(self, value: int) -> Ref:
+        """Add the node of a BININT1."""
+        ref = self.small_ints[value] = self.add_unmemoized(value, -1 if self.dialect else op.BININT1)
         return ref
 
-    def small_int(self, code: int, key: bytes) -> Ref:
-        """The first BININT2 or BININT of a value; ``key`` is the whole instruction."""
+    def new_int(self, code: int, key: bytes) -> Ref:
+        """Add the node of a BININT2 or BININT; ``key`` is the opcode with its argument."""
         size = 2 if code == op.BININT2 else 4
         if len(key) <= size:
-            self.short(size)
+            self.fail_short(size)
         value = int.from_bytes(key[1:], "little", signed=code == op.BININT)
         default = op.int_opcode(value, self.dialect)
-        ref = self.consts[key] = self.add_bare(value, -1 if default == code else code)
+        ref = self.consts[key] = self.add_unmemoized(value, -1 if default == code else code)
         return ref
 
-    def singleton(self, code: int) -> Ref:
-        """The first EMPTY_TUPLE, NONE, NEWTRUE or NEWFALSE, or TUPLE of nothing."""
+    def new_singleton(self, code: int) -> Ref:
+        """Add the node of EMPTY_TUPLE, NONE, NEWTRUE, NEWFALSE, or of TUPLE without elements."""
         value: Node = None if code == op.NONE else () if code in (op.EMPTY_TUPLE, op.TUPLE) else code == op.NEWTRUE
-        usual = {op.TUPLE: self.dialect == 0, op.EMPTY_TUPLE: self.dialect > 0, op.NONE: True}
-        ref = self.single[code] = self.add_bare(value, -1 if usual.get(code, self.dialect >= 2) else code)
+        default = {op.TUPLE: self.dialect == 0, op.EMPTY_TUPLE: self.dialect > 0, op.NONE: True}
+        ref = self.singletons[code] = self.add_unmemoized(value, -1 if default.get(code, self.dialect >= 2) else code)
         return ref
 
     def check_call(self, func: Ref, args: Ref, code: int) -> None:
-        """Fail for a call that CPython refuses before it is made."""
+        """Fail for a call that CPython refuses before making it."""
         node = self.nodes[args]
         if type(node) is not tuple and not isinstance(node, Instance):
-            self.fail(f"{op.NAMES[code]} with arguments that are no tuple")
+            self.fail(f"{op.NAMES[code]} with arguments that are not a tuple")
         if not isinstance(self.nodes[func], Instance):
             self.fail(f"{op.NAMES[code]} calls a {type(self.nodes[func]).__name__}")
 
     def check_keys(self, keys: Iterable[Ref]) -> None:
         """Fail for what cannot be a key of a dict or a member of a set."""
-        nodes, hashed = self.nodes, self.hashed
+        nodes, hashable = self.nodes, self.hashable
         work = [ref for ref in keys if type(nodes[ref]) not in _HASHABLE]
         while work:
             ref = work.pop()
             node = nodes[ref]
             if isinstance(node, _UNHASHABLE):
                 self.fail(f"a {type(node).__name__.lower()} as a key of a dict or in a set")
-            if isinstance(node, tuple) and ref not in hashed:
+            if isinstance(node, tuple) and ref not in hashable:
                 # Each tuple once: it may be in a million others.
-                hashed.add(ref)
+                hashable.add(ref)
                 work += node
 
-    def dropped(self, ref: Ref) -> None:
-        """After a POP: was it the call of an object that was made once more among its own arguments?
+    def note_discarded(self, ref: Ref) -> None:
+        """Note a popped call of an object that was made once more among its own arguments.
 
-        That is how the pickler writes such an object (``save_reduce`` in _pickle.c): it finds it in the memo
-        when it has just called for it, throws the result away and fetches the other.
+        That is how the pickler writes such an object (``save_reduce`` in _pickle.c): it finds it in the memo when it
+        has just called for it, throws the result away and fetches the other one.
         """
         node = self.nodes[ref]
         if type(node) is not Call or ref != len(self.nodes) - 1:
@@ -284,103 +288,58 @@ class Machine:
             inner = self.memo[int(number)]
             twin = self.nodes[inner]
             if inner >= 0 and type(twin) is Call and (twin.op, twin.func) == (node.op, node.func):
-                self.style.remade[inner] = ref
+                self.style.discarded[inner] = ref
 
-    # -- filling --------------------------------------------------------------------------------
+    # -- filling
 
-    def set_pairs(self, ref: Ref, pairs: list[Ref], code: int) -> None:
-        """SETITEM and SETITEMS."""
-        if len(pairs) & 1:
+    def fill(self, ref: Ref, refs: list[Ref], code: int) -> None:
+        """Execute APPEND, APPENDS, ADDITEMS, SETITEM or SETITEMS."""
+        node: Any = self.nodes[ref]
+        self.filled_at[ref] = len(self.nodes) if ref not in self.state_parts else _AFTER_EVERY_CALL
+        container = _CONTAINERS[code]
+        count, attribute = (len(refs) >> 1, "pairs") if container is Dict else (len(refs), "items")
+        if container is Dict and len(refs) & 1:
             self.fail(f"{op.NAMES[code]} with a key that has no value")
-        node = self.nodes[ref]
-        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
-        count = len(pairs) >> 1
-        if isinstance(node, Dict):
-            self.not_whole(ref)
-            self.check_keys(pairs[::2])
-            held = node.pairs
-            usual = not held and (code == op.SETITEM or 2 <= count < op.BATCH)
-            if not usual or ref in self.steps:
-                self.note_step(ref, code, count, Filling(pairs=held))
-            if isinstance(held, list):
-                held += pairs
-            elif pairs:
-                node.pairs = pairs
+        if type(node) is container:
+            if self.style.forms.get(ref) in (op.LIST, op.DICT):
+                # It may hold itself by now, so it is written empty and then filled.
+                del self.style.forms[ref]
+            if container is not List:
+                self.check_keys(refs[::2] if container is Dict else refs)
+            present = getattr(node, attribute)
+            first = not present
+            target = node
         elif isinstance(node, Instance):
-            filling = node.filling
-            usual = filling is None and (code == op.SETITEM or 2 <= count <= op.BATCH)
-            if filling is None:
-                filling = node.filling = Filling()
-            if not usual or ref in self.steps:
-                self.note_step(ref, code, count, filling)
-            if isinstance(filling.pairs, list):
-                filling.pairs += pairs
-            else:
-                filling.pairs = pairs
+            first = node.filling is None
+            target = node.filling = node.filling or Filling()
+            present = getattr(target, attribute)
         else:
             self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
-
-    def add_items(self, ref: Ref, items: list[Ref], code: int) -> None:
-        """APPEND, APPENDS and ADDITEMS."""
-        node = self.nodes[ref]
-        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
-        count = len(items)
-        if isinstance(node, List if code != op.ADDITEMS else Set):
-            held = node.items
-            self.not_whole(ref)
-            if code == op.ADDITEMS:
-                self.check_keys(items)
-                usual = not held and 1 <= count < op.BATCH
-            else:
-                usual = not held and (code == op.APPEND or 2 <= count <= op.BATCH)
-            if not usual or ref in self.steps:
-                self.note_step(ref, code, count, Filling(items=held))
-            if isinstance(held, list):
-                held += items
-            elif items:
-                node.items = items
-        elif isinstance(node, Instance):
-            filling = node.filling
-            usual = filling is None and (code == op.APPEND or (code == op.APPENDS and 2 <= count <= op.BATCH))
-            if filling is None:
-                filling = node.filling = Filling()
-            if not usual or ref in self.steps:
-                self.note_step(ref, code, count, filling)
-            if isinstance(filling.items, list):
-                filling.items += items
-            else:
-                filling.items = items
-        else:
-            self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
-
-    def not_whole(self, ref: Ref) -> None:
-        """A list or dict that LIST or DICT made is filled further: it may hold itself, and is no whole any more."""
-        forms = self.style.forms
-        if forms and forms.get(ref) in (op.LIST, op.DICT):
-            del forms[ref]
-
-    def note_step(self, ref: Ref, code: int, count: int, before: Filling) -> None:
-        """Remember how a container is filled from its first unusual step on; ``before`` came in usual ones."""
-        steps = self.steps.get(ref)
-        if steps is None:
-            steps = self.steps[ref] = steps_so_far(before, code == op.ADDITEMS)
-        steps.append((code, count))
+        default = code == 0x73 or code == 0x61 or (2 <= count < BATCH_SIZE and code != 0x90)
+        if not (first and default) or ref in self.batches:
+            # From its first unusual batch on; what it holds came in default ones.
+            if ref not in self.batches:
+                self.batches[ref] = batches_so_far(node)
+            self.batches[ref].append((code, count))
+        if isinstance(present, list):
+            present += refs
+        elif refs:
+            setattr(target, attribute, refs)
 
     def build(self, ref: Ref, state: Ref) -> None:
-        """BUILD."""
+        """Execute BUILD."""
         node = self.nodes[ref]
         if not isinstance(node, Instance):
             self.fail(f"BUILD on a {type(node).__name__}")
         parts = self.nodes[state]
-        self.given.update(parts if type(parts) is tuple else (state,))
-        self.filled[ref] = len(self.nodes) if ref not in self.given else LATE
-        if ref in self.steps:
-            self.steps[ref].append((op.BUILD, 1))
-        filling = node.filling
-        if filling is None:
-            filling = node.filling = Filling()
-        if isinstance(filling.states, list):
-            self.odd("an object is built twice")
-            filling.states.append(state)
+        self.state_parts.update(parts if type(parts) is tuple else (state,))
+        self.filled_at[ref] = len(self.nodes) if ref not in self.state_parts else _AFTER_EVERY_CALL
+        if ref in self.batches:
+            self.batches[ref].append((op.BUILD, 1))
+        if node.filling is None:
+            node.filling = Filling()
+        if isinstance(node.filling.states, list):
+            self.note_oddity("an object is built twice")
+            node.filling.states.append(state)
         else:
-            filling.states = [state]
+            node.filling.states = [state]

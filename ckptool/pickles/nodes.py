@@ -1,38 +1,39 @@
 """A pickle as a graph: an arena of nodes that refer to each other by number.
 
-``graph.nodes[ref]`` is the node of reference ``ref``; identity is the number. Two places that hold
-the same number hold the same object, and a cycle is just a number that leads back. An edit never
-touches a node: it gives a new arena in which some numbers hold another node, so that sharing and
-everything unnamed survive without being followed.
-
-What a slot holds:
+``graph.nodes[ref]`` is the node with the reference ``ref``, and the reference is its identity: two places that hold
+the same number hold the same object, and a cycle is a number that leads back. An edit never changes a node: it
+returns a new arena in which some numbers hold another node, so sharing and everything unnamed survive untouched.
 
 ======================  ====================================================================
 Python type             pickled object
 ======================  ====================================================================
-None bool int float     the constant itself; never shared on purpose, so one slot per value
-str bytes               the string itself (Python 2 byte strings are ``str``, see ``forms``)
+None bool int float     the constant itself; without identity, so one node for each value
+str bytes               the string itself (a byte string of Python 2 is a ``str``, see ``Style.forms``)
 tuple                   a tuple; its elements are references
 List Set FrozenSet      ``items`` are references
 Dict                    ``pairs`` are references: key, value, key, value ...
 ByteArray Buffer        mutable bytes; an out-of-band buffer (protocol 5)
-Global Call Persistent  a named object; the result of calling one; an object kept outside the pickle
+Global Call Persistent  a named object; the result of calling one; an object stored outside the pickle
 Extension               a code of the copyreg extension registry
 ======================  ====================================================================
 
-Nothing here knows torch, and nothing here runs or imports what a pickle names.
+Nothing here imports or calls what a pickle names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Final, TypeAlias
+
+from .opcodes import PYTHON2_STRINGS
 
 Ref: TypeAlias = int
 
 
-class List:
-    """A list; ``items`` are references."""
+class _Items:
+    """A container of ``items``, which are references in the order of the pickle."""
 
     __slots__ = ("items",)
 
@@ -40,26 +41,26 @@ class List:
         self.items = items
 
 
-class Set:
-    """A set made by EMPTY_SET; ``items`` are references in the order of the pickle."""
+class List(_Items):
+    """A list."""
 
-    __slots__ = ("items",)
-
-    def __init__(self, items: Sequence[Ref]) -> None:
-        self.items = items
+    __slots__ = ()
 
 
-class FrozenSet:
-    """A frozenset made by FROZENSET; ``items`` are references in the order of the pickle."""
+class Set(_Items):
+    """A set made by EMPTY_SET."""
 
-    __slots__ = ("items",)
+    __slots__ = ()
 
-    def __init__(self, items: Sequence[Ref]) -> None:
-        self.items = items
+
+class FrozenSet(_Items):
+    """A frozenset made by FROZENSET."""
+
+    __slots__ = ()
 
 
 class Dict:
-    """An exact dict; ``pairs`` alternates keys and values, doubles included, as written."""
+    """An exact dict; ``pairs`` alternates keys and values as written, duplicate keys included."""
 
     __slots__ = ("pairs",)
 
@@ -86,10 +87,9 @@ class Buffer:
 
 
 class Filling:
-    """What an object got after it was made.
+    """What an object received after its construction.
 
-    ``items`` were appended, ``pairs`` were set (key, value, ...), ``states`` went to BUILD: nearly
-    always none or one.
+    ``items`` were appended, ``pairs`` (key, value, ...) were set, ``states`` went to BUILD: nearly always none or one.
     """
 
     __slots__ = ("items", "pairs", "states")
@@ -101,7 +101,7 @@ class Filling:
 
 
 class Instance:
-    """What may be filled after it exists; ``filling`` is None as long as nothing came."""
+    """An object that can be filled after its construction; ``filling`` is None until it is."""
 
     # One slot, not three: hundreds of thousands of these are never filled.
     __slots__ = ("filling",)
@@ -109,22 +109,22 @@ class Instance:
 
     @property
     def items(self) -> Sequence[Ref]:
-        """What was appended."""
+        """The appended items."""
         return self.filling.items if self.filling is not None else ()
 
     @property
     def pairs(self) -> Sequence[Ref]:
-        """What was set: key, value, key, value ..."""
+        """The pairs that were set: key, value, key, value ..."""
         return self.filling.pairs if self.filling is not None else ()
 
     @property
     def states(self) -> Sequence[Ref]:
-        """What went to BUILD: nearly always nothing or one."""
+        """The states that went to BUILD: nearly always none or one."""
         return self.filling.states if self.filling is not None else ()
 
 
 class Global(Instance):
-    """A module attribute named by the pickle, spelt as the pickle spells it.
+    """A module attribute, spelled as in the pickle.
 
     ``parts`` are the two string nodes that STACK_GLOBAL took (protocol 4 and later), or None.
     """
@@ -139,7 +139,7 @@ class Global(Instance):
 
 
 class Call(Instance):
-    """What comes of calling ``func`` with the tuple ``args``: REDUCE, NEWOBJ, NEWOBJ_EX, OBJ or INST (``op``).
+    """The result of calling ``func`` with the tuple ``args`` by ``op``: REDUCE, NEWOBJ, NEWOBJ_EX, OBJ or INST.
 
     ``kwargs`` is the keyword mapping of NEWOBJ_EX, else -1.
     """
@@ -154,7 +154,7 @@ class Call(Instance):
         self.filling = None
 
     def filled(self, items: Sequence[Ref], pairs: Sequence[Ref], states: Sequence[Ref]) -> Call:
-        """The same call, filled otherwise."""
+        """Return the same call with this filling."""
         twin = Call(self.op, self.func, self.args, self.kwargs)
         if items or pairs or states:
             twin.filling = Filling(items, pairs, states)
@@ -162,7 +162,7 @@ class Call(Instance):
 
 
 class Persistent(Instance):
-    """An object that lives outside the pickle; ``pid`` refers to its persistent id.
+    """An object stored outside the pickle; ``pid`` refers to its persistent id.
 
     With PERSID (protocol 0, ``text`` True) the id is a line of text.
     """
@@ -191,87 +191,78 @@ Node: TypeAlias = (
 )
 
 
-#: Kinds that hold no references.
+#: Types of nodes without references.
 _LEAVES: Final = frozenset((str, bytes, int, float, bool, type(None)))
-#: Kinds without identity, besides ``()``.
+#: Types of nodes without identity; ``()`` has none either.
 CONSTANTS: Final = (type(None), bool, int, float)
 
 
 class Style:
-    """How a pickle was written, as far as the default policy of CPython's pickler does not tell.
+    """How a pickle deviates in its writing from CPython's pickler.
 
-    ``protocol``  0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
-    ``dialect``   the protocol whose opcodes are the defaults; it differs only where no pickler wrote it so;
-    ``framed``    whether FRAMEs were used (4 and later);
-    ``memo_base`` the first memo number: 0, or 1 from Python 2;
-    ``forms``     nodes written with another opcode than the default one;
-    ``unput``     nodes that were not memoised although the policy memoises their kind;
-    ``put``       nodes that were memoised although the policy does not;
-    ``steps``     how a container was filled, where not in the usual batches: (opcode, number of elements);
-    ``remade``    for an object that is among its own arguments the call that was begun first and thrown away;
-    ``late``      whether objects made by NEWOBJ are memoised behind their BUILD, as the pickler of TorchScript does.
-
-    A node that none of these mentions is memoised and written with the default opcode.
+    ``protocol``      0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
+    ``dialect``       the protocol whose opcodes are the default; differs only where no pickler wrote the file as it is;
+    ``framed``        whether there are FRAMEs (4 and later);
+    ``memo_base``     the first memo index: 0, or 1 from Python 2;
+    ``forms``         the opcode of each node that is not written with the default one;
+    ``unmemoized``    nodes that were not memoized although the pickler memoizes their type;
+    ``memoized``      nodes that were memoized although the pickler does not memoize their type;
+    ``batches``       how a container was filled, unless in the default batches: (opcode, number of elements);
+    ``discarded``     for an object that is among its own arguments, the call that was begun first and thrown away;
+    ``memoize_late``  whether results of NEWOBJ are memoized after their BUILD, as TorchScript's pickler does.
     """
 
     __slots__ = (
-        *("dialect", "forms", "framed", "header", "late", "memo_base", "protocol", "put", "remade", "steps", "unput"),
+        *("batches", "dialect", "discarded", "forms", "framed", "header", "memo_base", "memoize_late", "memoized"),
+        *("protocol", "unmemoized"),
     )
 
     def __init__(
-        self,
-        protocol: int = 2,
-        *,
-        header: bool = True,
-        framed: bool = False,
-        memo_base: int = 0,
-        dialect: int | None = None,
-        late: bool = False,
+        self, protocol: int = 2, *, header: bool = True, framed: bool = False, dialect: int | None = None
     ) -> None:
         self.protocol = protocol
-        self.late = late
         self.dialect = protocol if dialect is None else dialect
         self.header = header
         self.framed = framed
-        self.memo_base = memo_base
+        self.memo_base = 0
+        self.memoize_late = False
         self.forms: dict[Ref, int] = {}
-        self.unput: frozenset[Ref] = frozenset()
-        self.put: frozenset[Ref] = frozenset()
-        self.steps: dict[Ref, tuple[tuple[int, int], ...]] = {}
-        self.remade: dict[Ref, Ref] = {}
+        self.unmemoized: frozenset[Ref] = frozenset()
+        self.memoized: frozenset[Ref] = frozenset()
+        self.batches: dict[Ref, tuple[tuple[int, int], ...]] = {}
+        self.discarded: dict[Ref, Ref] = {}
 
     def extended(self, like: Mapping[Ref, Ref]) -> Style:
-        """The style in which each new reference of ``like`` is written as its old one; itself if that says nothing."""
+        """Return the style in which each new reference is written like the old one that ``like`` maps it to."""
         forms = {new: self.forms[old] for new, old in like.items() if old in self.forms}
-        unput = {new for new, old in like.items() if old in self.unput}
-        put = {new for new, old in like.items() if old in self.put}
-        if not (forms or unput or put):
+        unmemoized = {new for new, old in like.items() if old in self.unmemoized}
+        memoized = {new for new, old in like.items() if old in self.memoized}
+        if not (forms or unmemoized or memoized):
             return self
-        twin = self.later(self.late)
+        twin = copy(self)
         twin.forms = self.forms | forms
-        twin.unput, twin.put = self.unput | unput, self.put | put
+        twin.unmemoized, twin.memoized = self.unmemoized | unmemoized, self.memoized | memoized
         return twin
 
-    def later(self, late: bool) -> Style:
-        """The same style with another ``late``."""
-        twin = Style(self.protocol, header=self.header, framed=self.framed, memo_base=self.memo_base, late=late)
-        twin.dialect = self.dialect
-        twin.forms, twin.unput, twin.put = self.forms, self.unput, self.put
-        twin.steps, twin.remade = self.steps, self.remade
+    def memoizing_late(self) -> Style:
+        """Return the same style with ``memoize_late`` set."""
+        twin = copy(self)
+        twin.memoize_late = True
         return twin
 
 
 class Graph:
-    """One pickled object: an arena of nodes, the number of the root, and the style to write it in.
+    """One pickled object: an arena of nodes, the reference of the root, and the style to write it in.
 
-    ``refused`` counts the opcodes that ``torch.load(weights_only=True)`` does not know, by opcode;
-    ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes;
-    ``filled`` says of a container how many nodes there were when the pickle last filled it: a call of a lower number
-    that took it saw less of it; ``texts`` are references of strings and the offsets in bytes of their BINUNICODE.
-    Never changed once made: ``edited`` gives another graph.
+    ``refused`` counts the opcodes outside ``opcodes.ACCEPTED``, by opcode; ``oddities`` are the decoder's remarks
+    (offset in bytes, text) on what no pickler writes; ``filled_at`` maps each filled container to the number of nodes
+    when the pickle last filled it: a call with a lower reference that took the container saw less of it; ``texts`` are
+    the references of strings and the offsets in bytes of their BINUNICODE. ``cache`` holds what readers worked out
+    about single nodes, by a name of theirs and the reference; it is no part of the graph.
+    Never changed once made: ``edited`` returns another graph.
     """
 
-    __slots__ = ("filled", "memo", "nodes", "oddities", "refused", "root", "style", "texts")
+    __slots__ = ("cache", "filled_at", "nodes", "oddities", "refused", "root", "style", "texts")
 
     def __init__(
         self,
@@ -280,7 +271,7 @@ class Graph:
         style: Style,
         refused: Mapping[int, int] | None = None,
         oddities: Sequence[tuple[int, str]] = (),
-        filled: Mapping[Ref, int] | None = None,
+        filled_at: Mapping[Ref, int] | None = None,
         texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
     ) -> None:
         self.nodes: Final = nodes
@@ -288,10 +279,9 @@ class Graph:
         self.style: Final = style
         self.refused: Final[Mapping[int, int]] = refused or {}
         self.oddities: Final = oddities
-        self.filled: Final[Mapping[Ref, int]] = filled or {}
+        self.filled_at: Final[Mapping[Ref, int]] = filled_at or {}
         self.texts: Final = texts
-        #: What readers work out about single nodes, by a name of theirs and the reference; no part of the graph.
-        self.memo: Final[dict[tuple[str, Ref], Any]] = {}
+        self.cache: Final[dict[tuple[str, Ref], Any]] = {}
 
     def edited(
         self,
@@ -300,10 +290,10 @@ class Graph:
         root: Ref | None = None,
         like: Mapping[Ref, Ref] | None = None,
     ) -> Graph:
-        """Another graph: the nodes of ``changes`` in place of the old ones, ``added`` behind the last.
+        """Return another graph: ``changes`` in place of the old nodes, ``added`` after the last one.
 
-        The first of ``added`` gets the number ``len(self.nodes)``. ``like`` names for a new reference the
-        old one whose manner of writing it takes over; others are written as CPython's pickler would.
+        The first of ``added`` gets the number ``len(self.nodes)``. ``like`` maps a new reference to the old one
+        whose style it takes over; others are written as CPython's pickler would.
         """
         nodes = self.nodes + list(added)
         for ref, node in changes.items():
@@ -312,7 +302,7 @@ class Graph:
         return Graph(nodes, self.root if root is None else root, style, self.refused, self.oddities)
 
     def reachable(self) -> Iterator[Ref]:
-        """Every reference that the root leads to, each once, parents before children."""
+        """Yield every reference that the root leads to, each once, parents before children."""
         nodes, seen = self.nodes, bytearray(len(self.nodes))
         work = [self.root]
         while work:
@@ -329,21 +319,21 @@ class Graph:
 
 
 def children(node: Node) -> Sequence[Ref]:
-    """The references that a node holds, in the order in which a pickler would save them."""
+    """Return the references that a node holds, in the order in which a pickler would save them."""
     if isinstance(node, Instance):
-        made_of, filling = ingredients(node), node.filling
-        return (*made_of, *filling.items, *filling.pairs, *filling.states) if filling is not None else made_of
+        parts, filling = dependencies(node), node.filling
+        return (*parts, *filling.items, *filling.pairs, *filling.states) if filling is not None else parts
     if isinstance(node, Dict):
         return node.pairs
     if isinstance(node, List | Set):
         return node.items
-    return ingredients(node)
+    return dependencies(node)
 
 
-def ingredients(node: Node) -> Sequence[Ref]:
-    """The references that must exist before the node can: what it is made of, not what it is filled with.
+def dependencies(node: Node) -> Sequence[Ref]:
+    """Return the references that must exist before the node can be constructed, without those that fill it later.
 
-    In a decoded graph they never lead back to the node, because a stack machine makes one thing after another.
+    In a decoded graph they never lead back to the node, because a stack machine makes one object after another.
     """
     if isinstance(node, tuple):
         return node
@@ -358,3 +348,44 @@ def ingredients(node: Node) -> Sequence[Ref]:
     if isinstance(node, Buffer) and node.inner >= 0:
         return (node.inner,)
     return ()
+
+
+def relocated(node: Node, places: Mapping[Ref, Ref] | range) -> Node:
+    """Return a node for another arena, in which ``places[ref]`` is the reference of what was ``ref``."""
+    if isinstance(node, tuple):
+        return tuple(places[part] for part in node)
+    if isinstance(node, _Items):
+        return type(node)([places[part] for part in node.items])
+    if isinstance(node, Dict):
+        return Dict([places[part] for part in node.pairs])
+    if not isinstance(node, Instance):
+        return Buffer(places[node.inner]) if isinstance(node, Buffer) and node.inner >= 0 else node
+    twin: Instance
+    if isinstance(node, Call):
+        twin = Call(node.op, places[node.func], places[node.args], places[node.kwargs] if node.kwargs >= 0 else -1)
+    elif isinstance(node, Persistent):
+        twin = Persistent(places[node.pid], node.text)
+    elif isinstance(node, Global):
+        twin = Global(node.module, node.name, node.parts and (places[node.parts[0]], places[node.parts[1]]))
+    else:
+        assert isinstance(node, Extension)
+        twin = Extension(node.code)
+    if node.filling is not None:
+        twin.filling = Filling(*([places[ref] for ref in refs] for refs in (node.items, node.pairs, node.states)))
+    return twin
+
+
+_SURROGATE: Final = re.compile("[\udc80-\udcff]")
+
+
+def non_ascii_strings(graph: Graph) -> Iterator[Ref]:
+    """Yield the byte strings of Python 2 that are not ASCII, which ``pickle.load`` refuses without an encoding."""
+    for ref, form in graph.style.forms.items():
+        node = graph.nodes[ref] if form in PYTHON2_STRINGS else None
+        if type(node) is str and not node.isascii():
+            yield ref
+
+
+def non_utf8_strings(graph: Graph) -> Iterator[Ref]:
+    """Yield the byte strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
+    return (ref for ref in non_ascii_strings(graph) if _SURROGATE.search(str(graph.nodes[ref])) is not None)

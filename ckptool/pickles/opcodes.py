@@ -1,8 +1,7 @@
-"""The pickle opcodes by name, and what CPython's pickler does with them by default.
+"""The pickle opcodes by name, and which of them CPython's pickler chooses for a value.
 
-The numbers are those of CPython's ``Lib/pickle.py``; the policy functions restate what the C pickler
-(``Modules/_pickle.c``: ``save_long``, ``batch_list_exact``, ``batch_dict_exact``, ``batch_dict``) writes,
-because ``torch.save`` pickles with it.
+The numbers are those of CPython's ``Lib/pickle.py``; the functions follow the C pickler (``save_long`` and others in
+``Modules/_pickle.c``), because ``torch.save`` pickles with it.
 """
 
 from __future__ import annotations
@@ -82,19 +81,19 @@ NAMES: Final[dict[int, str]] = {
     value: name for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)
 }
 
-#: What ``torch.load(weights_only=True)`` executes (torch/_weights_only_unpickler.py, ``Unpickler.load``).
+#: The opcodes that torch's restricted unpickler executes (``Unpickler.load`` in torch/_weights_only_unpickler.py).
 ACCEPTED: Final = (
     frozenset((MARK, EMPTY_TUPLE, STOP, BINFLOAT, BININT, BININT1, BININT2, NONE, BINPERSID, REDUCE, SHORT_BINSTRING))
     | {BINUNICODE, EMPTY_LIST, APPEND, BUILD, GLOBAL, APPENDS, BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, SETITEM}
     | {TUPLE, SETITEMS, EMPTY_DICT, PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, NEWTRUE, NEWFALSE, LONG1, EMPTY_SET}
 )
 
-#: Elements in one APPENDS, SETITEMS or ADDITEMS (``BATCHSIZE`` in _pickle.c).
-BATCH: Final = 1000
+#: The opcodes of a ``str`` of Python 2.
+PYTHON2_STRINGS: Final = frozenset((STRING, BINSTRING, SHORT_BINSTRING))
 
 
 def int_opcode(value: int, protocol: int) -> int:
-    """The opcode for an int (not a bool)."""
+    """Return the opcode for an int (not a bool)."""
     if not -0x80000000 <= value <= 0x7FFFFFFF:
         # LONG1 holds 255 bytes of two's complement.
         return LONG if protocol < 2 else LONG1 if value.bit_length() < 255 * 8 else LONG4
@@ -104,7 +103,7 @@ def int_opcode(value: int, protocol: int) -> int:
 
 
 def text_opcode(size: int, protocol: int) -> int:
-    """The opcode for a str of ``size`` bytes of UTF-8."""
+    """Return the opcode for a str of ``size`` bytes of UTF-8."""
     if protocol == 0:
         return UNICODE
     if protocol >= 4:
@@ -113,54 +112,15 @@ def text_opcode(size: int, protocol: int) -> int:
 
 
 def bytes_opcode(size: int) -> int:
-    """The opcode for a bytes object (protocol 3 and later)."""
+    """Return the opcode for a bytes object (protocol 3 and later)."""
     return SHORT_BINBYTES if size < 0x100 else BINBYTES if size <= 0xFFFFFFFF else BINBYTES8
 
 
 def float_opcode(protocol: int) -> int:
-    """The opcode for a float."""
+    """Return the opcode for a float."""
     return BINFLOAT if protocol else FLOAT
 
 
 def extension_opcode(code: int) -> int:
-    """The opcode for a code of the extension registry."""
+    """Return the opcode for a code of the extension registry."""
     return EXT1 if code < 0x100 else EXT2 if code < 0x10000 else EXT4
-
-
-def item_steps(count: int, protocol: int, exact: bool) -> list[tuple[int, int]]:
-    """How ``count`` elements are appended: (opcode, number of elements) in order.
-
-    ``exact`` for a plain list; other objects (a deque) take the path of an iterator, which writes a
-    lone remainder as APPEND.
-    """
-    return _steps(count, protocol, APPEND, APPENDS, lone_remainder=not exact, closing_empty=False)
-
-
-def pair_steps(count: int, protocol: int, exact: bool) -> list[tuple[int, int]]:
-    """How ``count`` key-value pairs are set; ``exact`` for a plain dict, else a mapping such as OrderedDict."""
-    return _steps(count, protocol, SETITEM, SETITEMS, lone_remainder=not exact, closing_empty=exact)
-
-
-def member_steps(count: int) -> list[tuple[int, int]]:
-    """How ``count`` members are added to a set: a full last batch is followed by an empty one (``save_set``)."""
-    if not count:
-        return []
-    full, rest = divmod(count, BATCH)
-    return [(ADDITEMS, BATCH)] * full + [(ADDITEMS, rest)]
-
-
-def _steps(
-    count: int, protocol: int, single: int, many: int, *, lone_remainder: bool, closing_empty: bool
-) -> list[tuple[int, int]]:
-    if protocol == 0:
-        return [(single, 1)] * count
-    if count <= 1:
-        return [(single, 1)] * count
-    full, rest = divmod(count, BATCH)
-    steps = [(many, BATCH)] * full
-    if rest == 1 and lone_remainder:
-        steps.append((single, 1))
-    elif rest or closing_empty:
-        # The C loop over an exact dict learns that it is done only in the next, empty batch.
-        steps.append((many, rest))
-    return steps

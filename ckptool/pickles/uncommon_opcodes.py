@@ -1,13 +1,13 @@
-"""Opcodes of ``decode`` that are not frequent enough for its loop: containers, calls, memo and stack.
+"""The opcodes that are not frequent enough for the loop of ``decode``.
 
-Each function is called with the machine and the opcode when ``machine.pos`` stands behind the opcode.
+Each handler is called with the machine and the opcode, when ``machine.pos`` is the offset after the opcode.
 """
 
 from __future__ import annotations
 
 import re
 from codecs import raw_unicode_escape_decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import isinf
 from struct import Struct
 from typing import Final
@@ -22,38 +22,30 @@ from .nodes import (
     Extension,
     FrozenSet,
     Global,
-    Graph,
     Instance,
     List,
     Node,
     Persistent,
-    Ref,
     Set,
 )
-
-# -- Opcodes of ``decode`` that push a number, a text or bytes, but for the most frequent ones
-
-#: The opcodes of ``str`` of Python 2.
-PYTHON2: Final = frozenset((op.STRING, op.BINSTRING, op.SHORT_BINSTRING))
 
 _i32 = Struct("<i").unpack
 _u64 = Struct("<Q").unpack
 _f64 = Struct(">d").unpack
 
-_STRAY = re.compile("[\udc80-\udcff]")
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
-_ESCAPED = {b"\n": b"", b"b": b"\b", b"f": b"\f", b"t": b"\t", b"n": b"\n", b"r": b"\r", b"v": b"\v", b"a": b"\a"}
-_ESCAPED |= {b"\\": b"\\", b"'": b"'", b'"': b'"'}
+_ESCAPES = {b"\n": b"", b"b": b"\b", b"f": b"\f", b"t": b"\t", b"n": b"\n", b"r": b"\r", b"v": b"\v", b"a": b"\a"}
+_ESCAPES |= {b"\\": b"\\", b"'": b"'", b'"': b'"'}
 
 
-def binary_float(machine: Machine, code: int) -> None:
-    """BINFLOAT."""
+def _binary_float(machine: Machine, code: int) -> None:
+    """Execute BINFLOAT."""
     raw = machine.take(8)
     _number(machine, code, raw, _f64(raw)[0], op.float_opcode(machine.dialect))
 
 
-def binary_long(machine: Machine, code: int) -> None:
-    """LONG1 and LONG4."""
+def _binary_long(machine: Machine, code: int) -> None:
+    """Execute LONG1 or LONG4."""
     size = machine.take(1)[0] if code == op.LONG1 else _i32(machine.take(4))[0]
     if size < 0:
         machine.fail("LONG4 with a negative size")
@@ -62,8 +54,8 @@ def binary_long(machine: Machine, code: int) -> None:
     _number(machine, code, raw, value, op.int_opcode(value, machine.dialect))
 
 
-def text_number(machine: Machine, code: int) -> None:
-    """INT, LONG and FLOAT."""
+def _text_number(machine: Machine, code: int) -> None:
+    """Execute INT, LONG or FLOAT."""
     raw, limit = machine.line(), machine.limits.int_digits
     if len(raw) > limit + 2:
         machine.fail(f"a number of {len(raw):,} digits; the limit is {limit:,} (limits.int_digits)")
@@ -71,7 +63,7 @@ def text_number(machine: Machine, code: int) -> None:
         if code == op.FLOAT:
             value = float(raw)
             if isinf(value) and b"n" not in raw.lower():
-                machine.fail("a number that is too large")  # as the unpickler of C says; that of Python takes it
+                machine.fail("a number that is too large")  # as the C unpickler does; the one in Python takes it
             _number(machine, code, raw, value, op.float_opcode(machine.dialect))
         elif code == op.INT and raw in (b"00", b"01"):
             _number(machine, code, raw, raw == b"01", op.INT if machine.dialect < 2 else op.NEWTRUE)
@@ -79,79 +71,66 @@ def text_number(machine: Machine, code: int) -> None:
             whole = int(raw[:-1] if code == op.LONG and raw.endswith(b"L") else raw, 0)
             _number(machine, code, raw, whole, op.int_opcode(whole, machine.dialect))
     except ValueError:
-        machine.fail("a number that is no number")
+        machine.fail("a number that cannot be parsed")
 
 
 def _number(machine: Machine, code: int, raw: bytes, value: Node, default: int) -> None:
-    """Push a number: one node for each value and each way to write it."""
+    """Push a number; the same bytes are the same node."""
     key = b"%c%b" % (code, raw)
     ref = machine.consts.get(key)
     if ref is None:
-        ref = machine.consts[key] = machine.add_bare(value, -1 if code == default else code)
+        ref = machine.consts[key] = machine.add_unmemoized(value, -1 if code == default else code)
     machine.stack.append(ref)
 
 
-def text(machine: Machine, code: int) -> None:
-    """SHORT_BINUNICODE and BINUNICODE8."""
+def _text(machine: Machine, code: int) -> None:
+    """Execute SHORT_BINUNICODE or BINUNICODE8."""
     size = machine.take(1)[0] if code == op.SHORT_BINUNICODE else _u64(machine.take(8))[0]
     default = op.text_opcode(size, machine.dialect)
     machine.push(machine.take(size).decode("utf-8", "surrogatepass"), -1 if default == code else code)
 
 
-def text_line(machine: Machine, code: int) -> None:
-    """UNICODE."""
+def _text_line(machine: Machine, code: int) -> None:
+    """Execute UNICODE."""
     try:
         # The method decode() would import a module for this codec, which is an event for an audit hook.
         machine.push(raw_unicode_escape_decode(machine.line())[0], code if machine.dialect else -1)
     except UnicodeDecodeError:
-        machine.fail("a text with an escape that is none")
+        machine.fail("a string with an invalid escape")
 
 
-def byte_string(machine: Machine, code: int) -> None:
-    """SHORT_BINSTRING and BINSTRING: the ``str`` of Python 2."""
+def _byte_string(machine: Machine, code: int) -> None:
+    """Execute SHORT_BINSTRING or BINSTRING: the ``str`` of Python 2."""
     size = machine.take(1)[0] if code == op.SHORT_BINSTRING else _i32(machine.take(4))[0]
     if size < 0:
         machine.fail("BINSTRING with a negative size")
     machine.push(machine.take(size).decode("utf-8", "surrogateescape"), code)
 
 
-def byte_line(machine: Machine, code: int) -> None:
-    """STRING: the ``repr`` of a Python 2 ``str``."""
+def _byte_line(machine: Machine, code: int) -> None:
+    """Execute STRING: the ``repr`` of a Python 2 ``str``."""
     raw = machine.line()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         machine.fail("STRING without its quotes")
     raw = raw[1:-1]
     if b"\\" in raw:
         if b"\\" in _ESCAPE.sub(b"", raw):
-            machine.fail("STRING with an escape that is none")
+            machine.fail("STRING with an invalid escape")
         raw = _ESCAPE.sub(_unescaped, raw)
     machine.push(raw.decode("utf-8", "surrogateescape"), code)
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
-    """One escape as ``codecs.escape_decode`` reads it, which CPython uses; an unknown one stays."""
+    """Return the bytes of an escape, as ``codecs.escape_decode`` does, which CPython uses; an unknown one stays."""
     if match[1] is not None:
         return bytes((int(match[1], 16),))
     if match[2] is not None:
         return bytes((int(match[2], 8) & 0xFF,))
-    return _ESCAPED.get(match[3], match[0])
+    return _ESCAPES.get(match[3], match[0])
 
 
-def not_ascii(graph: Graph) -> Iterator[Ref]:
-    """Yield the strings of Python 2 that are not ASCII, which ``pickle.load`` refuses without an encoding."""
-    for ref, form in graph.style.forms.items():
-        node = graph.nodes[ref] if form in PYTHON2 else None
-        if type(node) is str and not node.isascii():
-            yield ref
-
-
-def not_utf8(graph: Graph) -> Iterator[Ref]:
-    """The strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
-    return (ref for ref in not_ascii(graph) if _STRAY.search(str(graph.nodes[ref])) is not None)
-
-
-def raw_bytes(machine: Machine, code: int) -> None:
-    """SHORT_BINBYTES, BINBYTES, BINBYTES8 and BYTEARRAY8."""
+def _raw_bytes(machine: Machine, code: int) -> None:
+    """Execute SHORT_BINBYTES, BINBYTES, BINBYTES8 or BYTEARRAY8."""
     width = 1 if code == op.SHORT_BINBYTES else 4 if code == op.BINBYTES else 8
     size = int.from_bytes(machine.take(width), "little")
     raw = machine.take(size)
@@ -161,18 +140,18 @@ def raw_bytes(machine: Machine, code: int) -> None:
         machine.push(raw, -1 if code == op.bytes_opcode(size) else code)
 
 
-# -- containers -----------------------------------------------------------------------------------
+# -- containers
 
 
 def _empty(machine: Machine, code: int) -> None:
-    """EMPTY_LIST, EMPTY_DICT and EMPTY_SET."""
-    # Protocol 0 has LIST and DICT only.
+    """Execute EMPTY_LIST, EMPTY_DICT or EMPTY_SET."""
+    # Protocol 0 has LIST or DICT only.
     form = code if machine.dialect == 0 else -1
     machine.push(List(()) if code == op.EMPTY_LIST else Dict(()) if code == op.EMPTY_DICT else Set(()), form)
 
 
-def _whole(machine: Machine, code: int) -> None:
-    """LIST and DICT."""
+def _list_or_dict(machine: Machine, code: int) -> None:
+    """Execute LIST or DICT."""
     items = machine.pop_mark()
     form = code if items or machine.dialect else -1
     if code == op.LIST:
@@ -185,83 +164,77 @@ def _whole(machine: Machine, code: int) -> None:
 
 
 def _frozen_set(machine: Machine, _: int) -> None:
-    """FROZENSET."""
+    """Execute FROZENSET."""
     items = machine.pop_mark()
     machine.check_keys(items)
     machine.push(FrozenSet(items))
 
 
-def _append(machine: Machine, code: int) -> None:
-    """APPEND."""
-    item = machine.stack.pop()
-    machine.add_items(machine.stack[-1], [item], code)
-
-
-def _append_many(machine: Machine, code: int) -> None:
-    """APPENDS and ADDITEMS."""
-    items = machine.pop_mark()
-    machine.add_items(machine.stack[-1], items, code)
+def _fill(machine: Machine, code: int) -> None:
+    """Execute APPEND, APPENDS or ADDITEMS."""
+    items = [machine.stack.pop()] if code == op.APPEND else machine.pop_mark()
+    machine.fill(machine.stack[-1], items, code)
 
 
 def _build(machine: Machine, _: int) -> None:
-    """BUILD."""
+    """Execute BUILD."""
     state = machine.stack.pop()
     machine.build(machine.stack[-1], state)
 
 
-# -- named objects and calls ----------------------------------------------------------------------
+# -- named objects and calls
 
 
-def _name(machine: Machine, _: int) -> None:
-    """GLOBAL: the two lines are looked up as one."""
+def _global(machine: Machine, _: int) -> None:
+    """Execute GLOBAL, whose two lines are looked up as one."""
     begin = machine.pos
     end = machine.data.find(b"\n", machine.data.find(b"\n", begin) + 1)
-    known = machine.names.get(machine.data[begin:end])
+    known = machine.global_names.get(machine.data[begin:end])
     if known is None:
-        known = _word(machine), _word(machine)
-        machine.names[machine.data[begin : machine.pos - 1]] = known
+        known = _global_line(machine), _global_line(machine)
+        machine.global_names[machine.data[begin : machine.pos - 1]] = known
     else:
         machine.pos = end + 1
     machine.push(Global(*known))
 
 
-def _word(machine: Machine) -> str:
-    """A line of GLOBAL: one string for each, because a million globals may name the same."""
+def _global_line(machine: Machine) -> str:
+    """Read a line of GLOBAL: one string for all that are equal, because a million globals may name the same."""
     raw = machine.line()
-    known = machine.words.get(raw)
+    known = machine.strings.get(raw)
     if known is None:
         try:
-            known = machine.words[raw] = raw.decode()
+            known = machine.strings[raw] = raw.decode()
         except UnicodeDecodeError:
             machine.fail("a global whose name is not UTF-8")
     return known
 
 
-def _stack_name(machine: Machine, _: int) -> None:
-    """STACK_GLOBAL."""
+def _stack_global(machine: Machine, _: int) -> None:
+    """Execute STACK_GLOBAL."""
     name_ref, module_ref = machine.stack.pop(), machine.stack.pop()
     name, module = machine.nodes[name_ref], machine.nodes[module_ref]
     if type(name) is not str or type(module) is not str:
-        machine.fail("STACK_GLOBAL on something that is no string")
+        machine.fail("STACK_GLOBAL on something that is not a string")
     machine.push(Global(module, name, (module_ref, name_ref)))
 
 
 def _new(machine: Machine, code: int) -> None:
-    """NEWOBJ and NEWOBJ_EX."""
+    """Execute NEWOBJ or NEWOBJ_EX."""
     kwargs = machine.stack.pop() if code == op.NEWOBJ_EX else -1
     args, func = machine.stack.pop(), machine.stack.pop()
     machine.check_call(func, args, code)
     if kwargs >= 0 and not isinstance(machine.nodes[kwargs], Dict | Instance):
-        machine.fail("NEWOBJ_EX with keyword arguments that are no dict")
+        machine.fail("NEWOBJ_EX with keyword arguments that are not a dict")
     machine.push(Call(code, func, args, kwargs))
 
 
 def _instance(machine: Machine, code: int) -> None:
-    """OBJ and INST."""
+    """Execute OBJ or INST."""
     items = machine.pop_mark()
-    # The pickler would memoise neither the class of INST nor the arguments, which are no tuple on the stack.
-    func = items.pop(0) if code == op.OBJ else machine.add_bare(Global(_ascii(machine), _ascii(machine)), code)
-    args = machine.add_bare(tuple(items), code)
+    # The pickler would memoize neither the class of INST nor the arguments, which are not a tuple on the stack.
+    func = items.pop(0) if code == op.OBJ else machine.add_unmemoized(Global(_ascii(machine), _ascii(machine)), code)
+    args = machine.add_unmemoized(tuple(items), code)
     machine.check_call(func, args, code)
     machine.push(Call(code, func, args))
 
@@ -274,59 +247,59 @@ def _ascii(machine: Machine) -> str:
 
 
 def _extension(machine: Machine, code: int) -> None:
-    """EXT1, EXT2 and EXT4."""
+    """Execute EXT1, EXT2 or EXT4."""
     size = 1 if code == op.EXT1 else 2 if code == op.EXT2 else 4
     value = int.from_bytes(machine.take(size), "little", signed=size == 4)
     if value <= 0:
         machine.fail("an extension code below 1")
-    machine.stack.append(machine.add_bare(Extension(value), -1 if code == op.extension_opcode(value) else code))
+    machine.stack.append(machine.add_unmemoized(Extension(value), -1 if code == op.extension_opcode(value) else code))
 
 
 def _persistent_text(machine: Machine, code: int) -> None:
-    """PERSID."""
-    pid = machine.add_bare(_ascii(machine), code)
-    machine.stack.append(machine.add_bare(Persistent(pid, text=True)))
+    """Execute PERSID."""
+    pid = machine.add_unmemoized(_ascii(machine), code)
+    machine.stack.append(machine.add_unmemoized(Persistent(pid, text=True)))
 
 
 def _buffer(machine: Machine, code: int) -> None:
-    """NEXT_BUFFER and READONLY_BUFFER."""
+    """Execute NEXT_BUFFER or READONLY_BUFFER."""
     inner = machine.stack.pop() if code == op.READONLY_BUFFER else -1
     if inner >= 0 and not isinstance(machine.nodes[inner], bytes | ByteArray | Buffer | Instance):
-        machine.fail("READONLY_BUFFER on what is no buffer")
-    machine.stack.append(machine.add_bare(Buffer(inner)))
+        machine.fail("READONLY_BUFFER on something that is not a buffer")
+    machine.stack.append(machine.add_unmemoized(Buffer(inner)))
 
 
-# -- stack, memo and framing ----------------------------------------------------------------------
+# -- stack, memo and framing
 
 
-def _shuffle(machine: Machine, code: int) -> None:
-    """POP, POP_MARK and DUP."""
+def _pop_or_dup(machine: Machine, code: int) -> None:
+    """Execute POP, POP_MARK or DUP."""
     if code == op.DUP:
         machine.stack.append(machine.stack[-1])
     elif code == op.POP_MARK:
         machine.pop_mark()
     elif not machine.stack:
         if machine.dialect >= 2:
-            machine.odd("POP takes a MARK")
+            machine.note_oddity("POP takes a MARK")
         machine.pop_mark()
     else:
-        machine.dropped(machine.stack.pop())
+        machine.note_discarded(machine.stack.pop())
 
 
-#: Places in a memo: as many as LONG_BINPUT can name. The unpickler of C makes a table as long as its largest number.
-_MEMOS: Final = 1 << 32
+#: Indices that LONG_BINPUT can express.
+_MEMO_LIMIT: Final = 1 << 32
 
 
 def _text_memo(machine: Machine, code: int) -> None:
-    """GET and PUT."""
+    """Execute GET or PUT."""
     try:
         index = int(machine.line())
     except ValueError:
-        machine.fail("a memo number that is no number")
+        machine.fail("a memo index that is not a number")
     if index < 0:
-        machine.fail("a negative memo number")
-    if index >= _MEMOS:
-        machine.fail("a memo number that is too large")
+        machine.fail("a negative memo index")
+    if index >= _MEMO_LIMIT:
+        machine.fail("a memo index that is too large")
     if code == op.GET:
         machine.stack.append(machine.get(index))
     elif index == len(machine.memo):
@@ -336,62 +309,61 @@ def _text_memo(machine: Machine, code: int) -> None:
 
 
 def _memoize(machine: Machine, _: int) -> None:
-    """MEMOIZE."""
+    """Execute MEMOIZE."""
     machine.memoize(machine.stack[-1])
 
 
 def _protocol(machine: Machine, _: int) -> None:
-    """PROTO."""
+    """Execute PROTO."""
     protocol = machine.take(1)[0]
     if protocol > 5:
         machine.fail(f"pickle protocol {protocol} is newer than any known (5)")
     if machine.style.header:
-        machine.odd("a second PROTO")
-    elif machine.at != machine.start:
-        machine.odd("PROTO is not the first instruction")
+        machine.note_oddity("a second PROTO")
+    elif machine.op_start != machine.start:
+        machine.note_oddity("PROTO is not the first instruction")
     machine.style.protocol = protocol
     machine.style.header = True
 
 
 def _frame(machine: Machine, _: int) -> None:
-    """FRAME."""
+    """Execute FRAME."""
     size = int.from_bytes(machine.take(8), "little")
     machine.style.framed = True
-    if machine.at < machine.frame_end:
-        machine.odd("a FRAME begins inside another")
+    if machine.op_start < machine.frame_end:
+        machine.note_oddity("a FRAME begins inside another")
     machine.frame_end = machine.pos + size
     if machine.frame_end > len(machine.data):
-        machine.short(size)
+        machine.fail_short(size)
 
 
 _TABLE: dict[Callable[[Machine, int], None], tuple[int, ...]] = {
     _empty: (op.EMPTY_LIST, op.EMPTY_DICT, op.EMPTY_SET),
-    _whole: (op.LIST, op.DICT),
+    _list_or_dict: (op.LIST, op.DICT),
     _frozen_set: (op.FROZENSET,),
-    _append: (op.APPEND,),
-    _append_many: (op.APPENDS, op.ADDITEMS),
+    _fill: (op.APPEND, op.APPENDS, op.ADDITEMS),
     _build: (op.BUILD,),
-    _name: (op.GLOBAL,),
-    _stack_name: (op.STACK_GLOBAL,),
+    _global: (op.GLOBAL,),
+    _stack_global: (op.STACK_GLOBAL,),
     _new: (op.NEWOBJ, op.NEWOBJ_EX),
     _instance: (op.OBJ, op.INST),
     _extension: (op.EXT1, op.EXT2, op.EXT4),
     _persistent_text: (op.PERSID,),
     _buffer: (op.NEXT_BUFFER, op.READONLY_BUFFER),
-    _shuffle: (op.POP, op.POP_MARK, op.DUP),
+    _pop_or_dup: (op.POP, op.POP_MARK, op.DUP),
     _text_memo: (op.GET, op.PUT),
     _memoize: (op.MEMOIZE,),
     _protocol: (op.PROTO,),
     _frame: (op.FRAME,),
-    binary_float: (op.BINFLOAT,),
-    binary_long: (op.LONG1, op.LONG4),
-    text_number: (op.INT, op.LONG, op.FLOAT),
-    text: (op.SHORT_BINUNICODE, op.BINUNICODE8),
-    text_line: (op.UNICODE,),
-    byte_string: (op.SHORT_BINSTRING, op.BINSTRING),
-    byte_line: (op.STRING,),
-    raw_bytes: (op.SHORT_BINBYTES, op.BINBYTES, op.BINBYTES8, op.BYTEARRAY8),
+    _binary_float: (op.BINFLOAT,),
+    _binary_long: (op.LONG1, op.LONG4),
+    _text_number: (op.INT, op.LONG, op.FLOAT),
+    _text: (op.SHORT_BINUNICODE, op.BINUNICODE8),
+    _text_line: (op.UNICODE,),
+    _byte_string: (op.SHORT_BINSTRING, op.BINSTRING),
+    _byte_line: (op.STRING,),
+    _raw_bytes: (op.SHORT_BINBYTES, op.BINBYTES, op.BINBYTES8, op.BYTEARRAY8),
 }
 
-#: The function for each opcode that the loop of ``decode`` does not execute itself.
-RARE: Final = {code: function for function, codes in _TABLE.items() for code in codes}
+#: The handler of each opcode that the loop of ``decode`` does not execute itself.
+HANDLERS: Final = {code: handler for handler, codes in _TABLE.items() for code in codes}

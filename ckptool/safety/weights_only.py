@@ -15,8 +15,7 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
 from ..pickles import opcodes as op
-from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
-from ..pickles.uncommon_opcodes import not_utf8
+from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
@@ -107,7 +106,7 @@ def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
     broken.update(_broken_rules(graph, torch))
-    undecodable = sum(1 for _ in not_utf8(graph))
+    undecodable = sum(1 for _ in non_utf8_strings(graph))
     if undecodable:
         broken[NOT_UTF8] += undecodable
     return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
@@ -164,7 +163,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
                 broken["filling of a storage"] += 1
         elif type(node) is Global and (node.items or node.pairs or node.states):
             broken["filling of a global"] += 1
-    for ref, steps in graph.style.steps.items():
+    for ref, steps in graph.style.batches.items():
         # Filled with nothing, which only shows in the steps: it looks at what is filled first.
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:

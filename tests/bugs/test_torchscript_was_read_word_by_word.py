@@ -83,8 +83,8 @@ def outcome(data: bytes) -> Any:
 
 def word_by_word(data: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_decode, "_PHRASE", lambda *_: None)
-        patch.setattr(fast_decode, "_NATIVE", lambda *_: None)
+        patch.setattr(fast_decode, "_TORCH_SAVE", lambda *_: None)
+        patch.setattr(fast_decode, "_TORCHSCRIPT", lambda *_: None)
         return outcome(data)
 
 
@@ -101,18 +101,18 @@ def test_damaged_ones_are_the_same(data: bytes) -> None:
 
 
 def test_phrases_are_met(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, met = fast_decode._NATIVE, [0]
+    real, met = fast_decode._TORCHSCRIPT, [0]
 
     def counting(*arguments: Any) -> Any:
         found = real(*arguments)
         met[0] += found is not None
         return found
 
-    monkeypatch.setattr(fast_decode, "_NATIVE", counting)
+    monkeypatch.setattr(fast_decode, "_TORCHSCRIPT", counting)
     graph = decode(data).graph
     # The first ones have small memo numbers.
     assert met[0] > 100
-    style = graph.style.later(True)
+    style = graph.style.memoizing_late()
     assert encode(Graph(graph.nodes, graph.root, style, graph.refused, graph.oddities)) == data
 
 

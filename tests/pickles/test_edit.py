@@ -60,14 +60,14 @@ def test_a_new_node_is_written_like_the_old_one_that_it_names(like: Any, written
 def test_the_style_is_the_same_object_unless_a_new_node_needs_another() -> None:
     graph = decode(PYTHON2).graph
     style = graph.style
-    forms, unput = dict(style.forms), set(style.unput)
+    forms, unmemoized = dict(style.forms), set(style.unmemoized)
     key, text, new = find(graph, "key"), find(graph, "text"), len(graph.nodes)
     assert graph.edited({key: "other"}).style is style
     assert graph.edited({}, ["new"], like={}).style is style
     assert graph.edited({}, ["new"], like={new: text}).style is style
     other = graph.edited({}, ["new"], like={new: key}).style
     assert other.forms == {**forms, new: op.SHORT_BINSTRING}
-    assert (style.forms, style.unput) == (forms, unput)
+    assert (style.forms, style.unmemoized) == (forms, unmemoized)
     assert (other.protocol, other.dialect, other.header, other.memo_base) == (2, 2, True, 1)
 
 
@@ -108,7 +108,7 @@ def test_a_value_that_outgrows_its_form_takes_another(data: bytes, old: Any, new
     assert replaced(data, old, new) == again
 
 
-def test_a_container_with_other_elements_is_filled_in_the_usual_steps() -> None:
+def test_a_container_with_other_elements_is_filled_in_the_default_batches() -> None:
     graph = decode(b"\x80\x02]q\x00(K\x01eK\x02a.").graph
     assert encode(graph) == b"\x80\x02]q\x00(K\x01eK\x02a."
     one, two = find(graph, 1), find(graph, 2)
@@ -152,7 +152,7 @@ def test_one_object_by_dup_stays_one(made: bytes) -> None:
     assert left == right
 
 
-# -- objects among their own ingredients --------------------------------------------------------------------------
+# -- objects that depend on themselves --------------------------------------------------------------------------
 
 #: The root is a tuple or call that leads to itself; nothing of it is more than weights_only takes.
 TANGLED = [
@@ -191,7 +191,7 @@ def test_a_knot_of_a_pickle_with_pop_is_written_as_the_pickler_does(data: bytes)
     "node", [(0,), (1, 0), Call(op.REDUCE, 0, 1), Persistent(0)], ids=["pair", "triple", "call", "persistent"]
 )
 def test_what_holds_itself_with_nothing_between_is_no_pickle(node: Node, refused: dict[int, int]) -> None:
-    with pytest.raises(ValueError, match="ingredient of itself"):
+    with pytest.raises(ValueError, match="depends on itself"):
         encode(Graph([node, ()], 0, Style(2), refused))
 
 

@@ -88,8 +88,8 @@ def test_a_memo_number_costs_no_memory(index: int) -> None:
 def test_a_memo_number_of_thousands_of_digits_is_only_a_number() -> None:
     digits = b"0" * 4000 + b"7"
     assert isinstance(root_of(b"]p" + digits + b"\ng" + digits + b"\n\x86."), tuple)
-    assert refusal(b"]p" + b"9" * 4000 + b"\n.").what == "a memo number that is too large"
-    assert refusal(b"]p" + b"9" * 5000 + b"\n.").what == "a memo number that is no number"
+    assert refusal(b"]p" + b"9" * 4000 + b"\n.").what == "a memo index that is too large"
+    assert refusal(b"]p" + b"9" * 5000 + b"\n.").what == "a memo index that is not a number"
 
 
 def test_digits_without_end_are_refused() -> None:

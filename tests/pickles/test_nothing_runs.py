@@ -31,7 +31,9 @@ HOSTILE = [
 #: Decodes, compares and writes each pickle, then prints every event that an audit hook saw meanwhile.
 WATCHED = """
 import sys
-from ckptool.pickles import decode, difference, encode
+from ckptool.pickles.compare import difference
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
 pickles = [bytes.fromhex(line) for line in sys.stdin]
 seen = []
 watching = True

@@ -112,8 +112,8 @@ def checkpoint(more: list[tuple[str, object]]) -> tuple[object, ...]:
 def one_by_one() -> Iterator[None]:
     """No phrases: every instruction by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["ckptool.pickles.decode"], "read", lambda *_: -1)
-        patch.setattr(fast_encode.Phrases, "write", lambda *_: b"")
+        patch.setattr(sys.modules["ckptool.pickles.decode"], "read_pattern", lambda *_: -1)
+        patch.setattr(fast_encode.PatternWriter, "write", lambda *_: b"")
         yield
 
 
@@ -136,10 +136,10 @@ def outcome(data: bytes) -> object:
     style = graph.style
     about = (
         style.forms,
-        style.unput,
-        style.put,
-        style.steps,
-        style.remade,
+        style.unmemoized,
+        style.memoized,
+        style.batches,
+        style.discarded,
         style.memo_base,
         graph.refused,
         graph.oddities,
@@ -149,7 +149,7 @@ def outcome(data: bytes) -> object:
 
 def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How many phrases are read, and how many written."""
-    read, write, counts = fast_decode.read, fast_encode.Phrases.write, [0, 0]
+    read, write, counts = fast_decode.read_pattern, fast_encode.PatternWriter.write, [0, 0]
 
     def counting_read(*args: Any) -> int:
         end = read(*args)
@@ -161,8 +161,8 @@ def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         counts[1] += bool(code)
         return code
 
-    monkeypatch.setattr(sys.modules["ckptool.pickles.decode"], "read", counting_read)
-    monkeypatch.setattr(fast_encode.Phrases, "write", counting_write)
+    monkeypatch.setattr(sys.modules["ckptool.pickles.decode"], "read_pattern", counting_read)
+    monkeypatch.setattr(fast_encode.PatternWriter, "write", counting_write)
     assert encode(decode(data).graph) == data
     return counts[0], counts[1]
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.text import counted
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
 from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, Ref, Set
@@ -32,7 +32,7 @@ class Case:
     ``copyreg`` both are those of the object that it creates.
     """
 
-    def __init__(self, editor: Rewrite, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
+    def __init__(self, editor: GraphEditor, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
         self.editor = editor
         self.graph: Graph = editor.graph
         self.ref = ref
@@ -119,13 +119,13 @@ class Case:
         return {name: value for key, value in pairs or () if isinstance(name := self.graph.nodes[key], str)}
 
 
-def new_call(editor: Rewrite, module: str, name: str, *args: Ref) -> Call:
+def new_call(editor: GraphEditor, module: str, name: str, *args: Ref) -> Call:
     """Return a call of ``module.name``."""
     func = editor.named(module, name)
     return Call(op.REDUCE, func, editor.add(tuple(args)) if args else editor.constant(()))
 
 
-def new_bytes(editor: Rewrite, text: Ref) -> Call:
+def new_bytes(editor: GraphEditor, text: Ref) -> Call:
     """Return bytes as torch accepts them: ``_codecs.encode(text, 'latin1')``."""
     return new_call(editor, "_codecs", "encode", text, editor.constant("latin1"))
 
@@ -150,7 +150,7 @@ def as_tuple(items: Sequence[Ref]) -> Replacement:
     return Replacement(tuple(items), f"tuple, {counted(len(items), 'element')}")
 
 
-def raw_bytes(editor: Rewrite, ref: Ref) -> bytes | None:
+def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
     """Return the bytes in a node: bytes, bytearray, ``_codecs.encode(text, 'latin1')``, a Python 2 string."""
     node = editor.node(ref)
     if isinstance(node, bytes):
@@ -175,7 +175,7 @@ def raw_bytes(editor: Rewrite, ref: Ref) -> bytes | None:
         return None
 
 
-def called_name(editor: Rewrite, func: Ref) -> str:
+def called_name(editor: GraphEditor, func: Ref) -> str:
     """Return the current mapped name of what a call calls; "" when it is not a global."""
     node = editor.node(func)
     if isinstance(node, Global):
@@ -193,7 +193,7 @@ _ELEMENTS: Final = 200
 class Keys:
     """Tell whether keys can be hashed and still differ. Each tuple is examined once: it may be in a million keys."""
 
-    def __init__(self, editor: Rewrite) -> None:
+    def __init__(self, editor: GraphEditor) -> None:
         self.editor = editor
         self._hashable: dict[Ref, bool] = {}
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ...base.text import counted, cut
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.graph_editor import Rewrite
+from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import callable_name, mapping
 from ...checkpoint.tensors import TensorReader
 from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
@@ -85,7 +85,7 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
     if not any(word in checkpoint.container.pickle for word in (b"multiarray", b"_frombuffer")):
         return checkpoint
     graph = checkpoint.graph
-    editor = Rewrite(graph)
+    editor = GraphEditor(graph)
     storages: dict[str, bytes] = {}
     for ref, node in enumerate(graph.nodes):
         if type(node) is not Call or callable_name(graph, node.func) not in (*SCALARS, *ARRAYS, *BUFFERS):
@@ -251,7 +251,7 @@ def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], strides: list[int
     return Replacement(new_call(editor, "torch._utils", function, *args), words)
 
 
-def _integers(editor: Rewrite, values: Sequence[int]) -> Ref:
+def _integers(editor: GraphEditor, values: Sequence[int]) -> Ref:
     refs = tuple(editor.constant(value) for value in values)
     return editor.add(refs) if refs else editor.constant(())
 
@@ -282,7 +282,7 @@ def _dtype(case: Case, ref: Ref) -> _Dtype | None:
     return _dtype_of(case.editor, node)
 
 
-def _dtype_of(editor: Rewrite, node: Call) -> _Dtype | None:
+def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
     args = editor.node(node.args)
     code = editor.node(args[0]) if type(args) is tuple and args else None
     state = editor.node(node.states[-1]) if node.states else ()
@@ -298,7 +298,7 @@ def _dtype_of(editor: Rewrite, node: Call) -> _Dtype | None:
     return _Dtype(code, size * 4 if code[0] == "U" else size, big, _unit(editor, parts[8:9]))
 
 
-def _unit(editor: Rewrite, metadata: list[Node]) -> str:
+def _unit(editor: GraphEditor, metadata: list[Node]) -> str:
     """Return the unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
     pair = metadata[0] if metadata else ()
     unit = editor.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()

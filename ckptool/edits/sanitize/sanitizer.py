@@ -17,13 +17,13 @@ from ...base.text import argument, counted, listed, salvage_step
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
-from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
+from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, elements, listed_pairs, mapped_name
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
 from ...pickles import opcodes as op
-from ...pickles.cycles import knots
+from ...pickles.cycles import cycles
 from ...pickles.decode import decode
 from ...pickles.encode import encode
 from ...pickles.nodes import (
@@ -42,8 +42,9 @@ from ...pickles.nodes import (
     Ref,
     Set,
     Style,
+    non_utf8_strings,
 )
-from ...pickles.uncommon_opcodes import PYTHON2, not_utf8
+from ...pickles.opcodes import PYTHON2_STRINGS
 from ...safety.storages import storage_flaws
 from ...safety.torch_lists import NEWEST, allowed, registered
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
@@ -142,11 +143,11 @@ def _make_plain(
         raise _refusal(checkpoint, sanitizer, root_unknown)
     graph = _plain_style(_without_cycles(checkpoint, sanitizer))
     if unknown:
-        gone = fallen(graph, unknown.keys())
+        gone = removed_with(graph, unknown.keys())
         if graph.root in gone:
             raise _refusal(checkpoint, sanitizer, True)
         others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
-        editor = Rewrite(graph)
+        editor = GraphEditor(graph)
         prune(editor, gone)
         graph = editor.done()
         changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in unknown.values()]
@@ -204,7 +205,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     editor, tuples = sanitizer.editor, sanitizer.tuples
     graph = editor.done()
     may_cycle = tuples or (checkpoint.graph.refused and editor.changed)
-    cyclic = [ref for cycle in knots(graph) for ref in cycle.made] if may_cycle else []
+    cyclic = [ref for cycle in cycles(graph) for ref in cycle.dependent] if may_cycle else []
     for ref in cyclic:
         if ref in tuples:
             editor.changed[ref] = List(list(elements(graph.nodes[ref])))
@@ -213,7 +214,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     if len(left) < len(cyclic):
         # One of its members may break a cycle.
         graph = editor.done()
-        left = [ref for cycle in knots(graph) for ref in cycle.made]
+        left = [ref for cycle in cycles(graph) for ref in cycle.dependent]
     for ref in left:
         node = graph.nodes[ref]
         if type(node) is Call and callable_name(graph, node.func) == "builtins.set":
@@ -267,9 +268,9 @@ class _Sanitizer:
         self.as_state_dict = as_state_dict
         self.reader = checkpoint.survey.reader
         self.unloadable = unloadable
-        self.editor = Rewrite(checkpoint.graph)
+        self.editor = GraphEditor(checkpoint.graph)
         self.storages: dict[str, bytes] = {}
-        self.not_utf8 = frozenset(not_utf8(checkpoint.graph))
+        self.not_utf8 = frozenset(non_utf8_strings(checkpoint.graph))
         self.changes: list[Change] = []
         #: What cannot be made plain: its path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
@@ -516,7 +517,7 @@ class _Sanitizer:
         graph = self.checkpoint.graph
         for number, (key, value) in enumerate(zip(pairs[::2], pairs[1::2])):
             name = self.editor.node(key)
-            if type(name) is not str or graph.style.forms.get(key) in PYTHON2:
+            if type(name) is not str or graph.style.forms.get(key) in PYTHON2_STRINGS:
                 visits.append(_Visit(key, path))
             if type(name) is str:
                 visits.append(_Visit(value, spell_key(path, name)))

@@ -12,9 +12,8 @@ from typing import Final
 from ...base.dtypes import BY_NAME
 from ...checkpoint.objects import callable_name, elements, given_pairs, mapped_name
 from ...checkpoint.tensors import ID_PARTS
-from ...pickles.nodes import Buffer, Call, Dict, Extension, Global, Graph, List, Persistent, Ref
+from ...pickles.nodes import Buffer, Call, Dict, Extension, Global, Graph, List, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, NEWOBJ, REDUCE
-from ...pickles.uncommon_opcodes import not_utf8
 
 #: Objects that have only fields: made of a class alone, then given a dict.
 _PLAIN: Final = frozenset(
@@ -148,7 +147,7 @@ def item_flaw(graph: Graph) -> str:
             pid = nodes[node.pid]
             if type(pid) is not tuple or len(pid) != ID_PARTS or nodes[pid[0]] not in ("storage", b"storage"):
                 return "it describes a storage in a way that torch cannot read"
-    return "a byte string of Python 2 in it is not UTF-8" if any(True for _ in not_utf8(graph)) else ""
+    return "a byte string of Python 2 in it is not UTF-8" if any(True for _ in non_utf8_strings(graph)) else ""
 
 
 def tensor_flaw(graph: Graph) -> str:

@@ -16,9 +16,8 @@ from ...base.limits import LIMITS
 from ...base.text import counted, shown
 from ...checkpoint.objects import attributes, callable_name, class_name, elements, mapped_name, mapping
 from ...pickles.decode import decode
-from ...pickles.nodes import Call, Global, Graph, Ref, children
+from ...pickles.nodes import Call, Global, Graph, Ref, children, non_ascii_strings
 from ...pickles.opcodes import NEWOBJ
-from ...pickles.uncommon_opcodes import not_ascii
 from .forms import metadata_flaws
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
@@ -220,7 +219,7 @@ class _Reader:
         meta = nodes[root["storage_meta"]] if "storage_meta" in root else None
         if meta is not None and not (isinstance(meta, Call) and meta.op == NEWOBJ):
             self._note("its storage_meta is not an object: torch sets load_id on it")
-        if any(not_ascii(self.graph)):
+        if any(non_ascii_strings(self.graph)):
             self._note("a string of Python 2 that is not ASCII: UnicodeDecodeError")
         version = nodes[root["version"]] if "version" in root else ""
         version = version if isinstance(version, str) else ""

@@ -12,8 +12,7 @@ from ...base.errors import TargetError
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.survey import StateDict
 from ...files.sources import Files, Plan
-from ...pickles.nodes import Dict, Graph, Ref, Style, children
-from ...pickles.relocate import moved
+from ...pickles.nodes import Dict, Graph, Ref, Style, children, relocated
 from ...values.elements import tensor_size
 from ..losses import refuse_edited, whole_state_dict
 from ..promises import Promise, tensor_facts
@@ -181,7 +180,7 @@ def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
         if ref not in places:
             places[ref] = len(places)
             work.extend(reversed(children(graph.nodes[ref])))
-    nodes = [moved(graph.nodes[ref], places) for ref in places]
+    nodes = [relocated(graph.nodes[ref], places) for ref in places]
     return Graph([*nodes, Dict([places[ref] for ref in pairs])], len(nodes), Style(_PROTOCOL))
 
 

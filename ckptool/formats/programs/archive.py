@@ -18,9 +18,8 @@ from ...files.sources import Appending, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import rewritten
 from ...files.zips.reader import Archive, Record
-from ...pickles.nodes import Call, Graph, Persistent, Ref
+from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
-from ...pickles.relocate import moved
 from ..pickles_in import zip_pickles
 from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in
 from .script_code import devices_in
@@ -170,7 +169,7 @@ def joined(builder: Builder, graph: Graph, named: Callable[[str], str] | None = 
     """Another graph at the end of an arena: its root there. ``named`` gives its storages other keys."""
     base = len(builder.nodes)
     places = range(base, base + len(graph.nodes))
-    builder.nodes += [moved(node, places) for node in graph.nodes]
+    builder.nodes += [relocated(node, places) for node in graph.nodes]
     for ref in places:
         node = builder.nodes[ref]
         if type(node) is bytes:

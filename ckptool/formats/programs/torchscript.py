@@ -20,8 +20,7 @@ from ...checkpoint.survey import DeviceName, survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
-from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style
-from ...pickles.relocate import moved
+from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
 from ..pickles_in import zip_pickles
 from ..torch.zip_reader import TorchZip
 from .script_code import read_code
@@ -61,8 +60,8 @@ class TorchScript(TorchZip, Program):
         self._check_beginning(record, data)
         mobile = archive.find("bytecode.pkl") is not None
         self.kind = "a PyTorch Mobile model" if mobile else "a TorchScript archive"
-        #: C++ writes objects otherwise than Python does; see ``Style.late``.
-        own = Graph(own.nodes, own.root, own.style.later(True), own.refused, own.oddities)
+        #: C++ writes objects otherwise than Python does; see ``Style.memoize_late``.
+        own = Graph(own.nodes, own.root, own.style.memoizing_late(), own.refused, own.oddities)
         self.parts = [Part(record, own, 0, {})]
         nodes = list(own.nodes)
         for name, folder in _OTHERS:
@@ -111,10 +110,10 @@ class TorchScript(TorchZip, Program):
         except PickleError as error:
             self._note("broken-part", "error", f"{shown(record.name)} cannot be followed to its end: {error}", True)
             return
-        graph = Graph(graph.nodes, graph.root, graph.style.later(True), graph.refused, graph.oddities)
+        graph = Graph(graph.nodes, graph.root, graph.style.memoizing_late(), graph.refused, graph.oddities)
         base = len(nodes)
         places = range(base, base + len(graph.nodes))
-        nodes += [moved(node, places) for node in graph.nodes]
+        nodes += [relocated(node, places) for node in graph.nodes]
         keys: dict[Ref, Ref] = {}
         for node in graph.nodes:
             pid = graph.nodes[node.pid] if type(node) is Persistent else None

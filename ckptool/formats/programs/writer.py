@@ -15,8 +15,7 @@ from ...files.zips.layout import appended, rewritten
 from ...files.zips.reader import Archive
 from ...files.zips.writer import Content, fresh
 from ...pickles.encode import encode
-from ...pickles.nodes import Graph, Node, Ref
-from ...pickles.relocate import moved
+from ...pickles.nodes import Graph, Node, Ref, relocated
 from .. import repickled
 from ..promises import Promise
 from ..repickled import prove
@@ -149,8 +148,8 @@ def _edited(graph: Graph, before: Graph, part: Part) -> Graph | None:
             # A storage of this pickle has its own key there, whatever it is called here.
             assert type(node) is tuple
             node = (*node[:2], part.keys[ref], *node[3:])
-        changes[ref - part.base] = moved(node, places)
+        changes[ref - part.base] = relocated(node, places)
     added: list[Node] = []
     while len(added) < len(places.wanted):
-        added.append(moved(graph.nodes[places.wanted[len(added)]], places))
+        added.append(relocated(graph.nodes[places.wanted[len(added)]], places))
     return part.graph.edited(changes, added)

@@ -15,7 +15,7 @@ from ...base.errors import RefusedError
 from ...base.text import salvage_step, shown
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
-from ...checkpoint.graph_editor import Rewrite, fallen, prune, used_storages
+from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
 from ...checkpoint.tensors import Storage, TensorReader
 from ...files.sources import Computed, Piece, Plan, merged
 from ...pickles.encode import encode
@@ -47,16 +47,16 @@ def losses(checkpoint: Checkpoint) -> list[Loss]:
 
 def without(checkpoint: Checkpoint) -> Graph:
     """The object without what ``losses`` tells; raises RefusedError where nothing is left."""
-    gone = fallen(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
+    gone = removed_with(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
     if checkpoint.graph.root in gone:
         raise RefusedError("nothing would be left of it", path=checkpoint.path)
-    rewrite = Rewrite(checkpoint.graph)
+    rewrite = GraphEditor(checkpoint.graph)
     prune(rewrite, gone)
     return rewrite.done()
 
 
 def _names(checkpoint: Checkpoint, lost: set[Ref]) -> tuple[str, ...]:
-    gone = fallen(checkpoint.graph, lost)
+    gone = removed_with(checkpoint.graph, lost)
     names = [entry.path for entry in checkpoint.survey.tensors if entry.ref in gone]
     names += [path for path, ref, _ in checkpoint.survey.storages if ref in gone]
     return tuple(names or [""])

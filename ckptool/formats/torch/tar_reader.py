@@ -21,8 +21,21 @@ from ...checkpoint.tensors import extent
 from ...files.sources import Appending, Plan, Source, Span, merged
 from ...files.tars import Member, members, resolved
 from ...pickles.decode import Decoded, decode
-from ...pickles.nodes import Call, Dict, Filling, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set
-from ...pickles.uncommon_opcodes import not_utf8
+from ...pickles.nodes import (
+    Call,
+    Dict,
+    Filling,
+    FrozenSet,
+    Global,
+    Graph,
+    Instance,
+    List,
+    Node,
+    Persistent,
+    Ref,
+    Set,
+    non_utf8_strings,
+)
 from ..pickles_in import bare_pickles, nested_pickles, tar_pickles
 
 # -- The object of a torch 0.1 archive with its tensors in place: one graph, as ``torch.save`` writes it today
@@ -272,7 +285,7 @@ class _Reader:
                 size = min(size * 8, most)
                 continue
             self.at += found.end
-            if any(not_utf8(found.graph)):
+            if any(non_utf8_strings(found.graph)):
                 self.broken("a string of Python 2 that is not UTF-8")
             if found.memo > LIMITS.memo:
                 self.broken(f"a memo of {found.memo:,} entries, for which pickle runs out of memory")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.base.errors import PickleError
-from ckptool.pickles.compare import difference, respelled
+from ckptool.pickles.compare import difference, redecoded
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import Graph
@@ -47,7 +47,7 @@ def test_other_texts(name: str, change: Callable[[str], str]) -> None:
     data = PICKLES[name]
     graph = decode(data).graph
     other = encode(_with_texts(graph, change))
-    made = respelled(graph, data, other)
+    made = redecoded(graph, data, other)
     assert made is None or difference(decode(other).graph, made) == ""
 
 
@@ -58,7 +58,7 @@ def test_keys_and_devices_are_found(name: str, text: str) -> None:
     data = PICKLES[name]
     graph = decode(data).graph
     edited = _with_texts(graph, lambda other: "new" if other == text else other)
-    made = respelled(graph, data, encode(edited))
+    made = redecoded(graph, data, encode(edited))
     assert made is not None
     assert difference(edited, made) == ""
 
@@ -74,7 +74,7 @@ def test_whatever_else_is_other_it_is_no_other_graph(data: Any) -> None:
         size = data.draw(st.integers(0, 3))
         changed[place : place + size] = data.draw(st.binary(max_size=3))
     graph = decode(original).graph
-    made = respelled(graph, original, bytes(changed))
+    made = redecoded(graph, original, bytes(changed))
     if made is None:
         return
     try:
@@ -87,4 +87,4 @@ def test_whatever_else_is_other_it_is_no_other_graph(data: Any) -> None:
 
 def test_a_text_that_names_a_function_decides_more_than_itself() -> None:
     data = pickle.dumps(len, 4)
-    assert respelled(decode(data).graph, data, data.replace(b"len", b"abs")) is None
+    assert redecoded(decode(data).graph, data, data.replace(b"len", b"abs")) is None
