@@ -13,6 +13,7 @@ from ..base.dtypes import Dtype
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children
 from ..pickles.opcodes import REDUCE
 from ..pickles.relocate import moved
+from .tensors import contiguous_strides
 
 
 class PlainTensor(NamedTuple):
@@ -33,12 +34,7 @@ class PlainTensor(NamedTuple):
 
 def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
     """A tensor that is all of its storage, row by row."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return PlainTensor(dtype, shape, tuple(reversed(strides)), key, prod(shape) * dtype.itemsize)
+    return PlainTensor(dtype, shape, contiguous_strides(shape), key, prod(shape) * dtype.itemsize)
 
 
 class Builder:

@@ -20,7 +20,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
-from ..values.elements import loaded_bytes, reblocked, swapped, turned_width
+from ..values.elements import loaded_bytes, reblocked, swapped, swapped_width
 from .storages import is_marked, storage_uses, with_plain_ids
 
 #: What has a mean: floating numbers, one to an element.
@@ -177,7 +177,7 @@ def _averaging(
     factors: Sequence[float],
     wide: str,
 ) -> Callable[[], Iterator[bytes]]:
-    width = turned_width(checkpoints[0], keys[0])
+    width = swapped_width(checkpoints[0], keys[0])
 
     def chunks() -> Iterator[bytes]:
         streams = [

@@ -18,14 +18,14 @@ from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.objects import callable_name, class_name, is_ordered_dict, mapping
 from ...checkpoint.objects import elements as elements_of
 from ...checkpoint.paths import as_children, joined
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, is_contiguous
 from ...checkpoint.views import without_views
 from ...files.sources import Files, Piece, Plan, merged
 from ...files.zips.writer import Content, fresh, summed
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, List, Ref, children
 from ...pickles.opcodes import NEWOBJ
-from ...values.elements import holds_rows, tensor_size
+from ...values.elements import tensor_size
 from ..losses import Loss
 from ..rows import rows
 from ..torch.zip_writer import renumbered, storage_contents
@@ -275,7 +275,7 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     found = [
         Loss("keys", tuple(walk.nameless)),
         Loss("containers", tuple(walk.containers)),
-        Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
+        Loss("strides", tuple(where for where, tensor in plain if not is_contiguous(tensor))),
         Loss("sharing", () if tied else tuple(shared)),
         Loss("requires-grad", tuple(where for where, tensor in plain if tensor.requires_grad or tensor.cls)),
         Loss("devices", tuple(dict.fromkeys(tensor.location for _, tensor in plain if tensor.location != "cpu"))),
