@@ -15,7 +15,7 @@ from ..values.elements import elements, in_storage_order, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
-from ..values.torch.measure import STEP, Measured, Rule, measure
+from ..values.torch.measure import STEP, ElementRule, Measured, measure
 from .keys import described, listed_entries
 
 #: Bins of a histogram: as many characters has the chart in the table.
@@ -104,7 +104,7 @@ def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -
     inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and by_channel else 1
     scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
     packed = stored.dtype.startswith("quint") and tensor_size(stored) != stored.numel
-    rule = Rule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
+    rule = ElementRule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
 
     def pieces() -> Iterable[bytes]:
         return elements(checkpoint, stored)

@@ -195,14 +195,14 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
 
     Memory: a few pieces; for a strided view that cannot be read in stretches (transposed and large, or in a deflated
     storage) everything between its first and its last element. Yields nothing for a tensor that has no storage of its
-    own, or is on meta. Raises MalformedError where bytes are missing, the dtype is unknown, or shape and strides are
+    own, or is on meta. Raises MalformedError where bytes are missing, the dtype is not known, or shape and strides are
     impossible.
     """
     dtype = dtype_of(tensor)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return
     if dtype is None:
-        raise MalformedError(f"the dtype {tensor.dtype!r} is unknown", path=checkpoint.path)
+        raise MalformedError(f"the dtype {tensor.dtype!r} is not known", path=checkpoint.path)
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         raise MalformedError("a tensor whose shape, strides and offset make no sense", path=checkpoint.path)
     width = dtype.itemsize

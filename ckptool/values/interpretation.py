@@ -76,7 +76,7 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
     if tensor.dtype in _BITS:
         return "bits without a value"
     if tensor.dtype not in BY_NAME:
-        return f"the dtype {tensor.dtype} is unknown"
+        return f"the dtype {tensor.dtype} is not known"
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         return "its shape, strides and offset make no sense"
     # A dimension that is expanded (stride 0) costs nothing: it is the others that must not overlap too often.
