@@ -14,7 +14,7 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, described, extent
 from ..pickles.nodes import Call, Global, Persistent, Ref
-from .arguments import Refused, refused_calls
+from .arguments import Refusal, refused_calls
 from .torch_lists import NEWEST, allowed, registered
 
 
@@ -75,8 +75,8 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
         led_to = set(other.reachable()) if checkpoint.traits.sharded else frozenset[Ref]()
         for ref, refusal in refused_calls(other, TensorReader(other), names).items():
             if ref not in led_to:
-                what = f"in a pickle beside the checkpoint's: {refusal.why}"
-                found.append(Flaw("arguments", "", what, refusal.sure))
+                what = f"in a pickle beside the checkpoint's: {refusal.message}"
+                found.append(Flaw("arguments", "", what, refusal.certain))
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if checkpoint.traits.in_a_row and not checkpoint.anew:
         # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
@@ -84,7 +84,7 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
         makers = {ref for ref, node in enumerate(nodes) if type(node) is Global and mapped_name(node) == _NESTED}
         for ref, node in enumerate(nodes if makers else ()):
             if type(node) is Call and node.func in makers:
-                refused[ref] = Refused(
+                refused[ref] = Refusal(
                     "a nested tensor in a legacy file, whose sizes torch reads before they are there"
                 )
     if not refused:
@@ -94,8 +94,8 @@ def _arguments(checkpoint: Checkpoint, known: Collection[Ref]) -> list[Flaw]:
         Flaw(
             "arguments",
             paths.get(ref, ""),
-            f"{paths[ref]}: {what.why}" if ref in paths else what.why,
-            what.sure,
+            f"{paths[ref]}: {what.message}" if ref in paths else what.message,
+            what.certain,
             ref,
         )
         for ref, what in refused.items()
