@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ..pickles import opcodes as op
-from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set, children
+from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 
@@ -217,17 +217,6 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
         return None
     parts = [graph.nodes[part] for part in node.pairs]
     return parts if _PLAIN.issuperset(map(type, parts)) else None
-
-
-def holds_constants(graph: Graph, ref: Ref) -> bool:
-    """Is it a container of texts, numbers, bytes and None alone? One can stand at a thousand places."""
-    known: bool | None = graph.memo.get(("constants", ref))
-    if known is None:
-        node = graph.nodes[ref]
-        held = children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet) else None
-        known = held is not None and _PLAIN.issuperset([type(graph.nodes[part]) for part in held])
-        graph.memo["constants", ref] = known
-    return known
 
 
 def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
