@@ -21,7 +21,7 @@ from . import composite
 
 
 class Refusal(NamedTuple):
-    """Why torch fails at a call, or at a key; ``certain`` is False where that was not tried."""
+    """The reason why torch fails at a call, or at a key; ``certain`` is False where that was not tried."""
 
     message: str
     certain: bool = True

@@ -1,4 +1,4 @@
-"""How the tensors that a sparse or nested one is made of must fit together, as torch checks before it makes one.
+"""Checks that the parts of a sparse or nested tensor fit together, which torch makes before it builds one.
 
 Each function returns what torch fails over, "" for nothing. Sources: ``aten/src/ATen/native/sparse/SparseTensor.cpp``,
 ``aten/src/ATen/native/TensorFactories.cpp`` and ``aten/src/ATen/NestedTensorImpl.cpp``, tried against torch 2.13.

@@ -1,4 +1,4 @@
-"""Whether tensors fit in their storages, and whether the storages are there: torch's mmap path trusts the file."""
+"""Checks that tensors fit in their storages, and that the storages are there: torch's mmap path trusts the file."""
 
 from __future__ import annotations
 

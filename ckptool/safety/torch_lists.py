@@ -1,4 +1,4 @@
-"""What ``torch.load(weights_only=True)`` takes, by torch version: a base, and the changes of each version.
+"""The names and rules of ``torch.load(weights_only=True)``, by torch version: a base, and what each version changed.
 
 Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py`` and
 ``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels. A version is "2.6": within

@@ -1,4 +1,4 @@
-"""Whether ``torch.load(weights_only=True)`` takes a file, and what stops it, without torch.
+"""A prediction without torch: does ``torch.load(weights_only=True)`` take a file, and what stops it?
 
 The lists are those of ``torch_lists``, the rules those of ``torch/_weights_only_unpickler.py``: names are matched,
 not objects.

@@ -1,4 +1,4 @@
-"""What the bytes of a tensor mean: which elements to read, and by which rule they become numbers.
+"""The meaning of the bytes of a tensor: which elements to read, and by which rule they become numbers.
 
 Sources: ``torch/_utils.py`` (``_rebuild_qtensor``, ``set_tensor_metadata``), ``torch/_tensor.py`` (``__reduce_ex__``).
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple, overload
+from typing import Final, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, class_name, constant, device_text, mapped_name, mapping, same_key
@@ -49,7 +49,7 @@ class ContainerValue(NamedTuple):
 
 
 class _SequenceMembers(Sequence[ValueMember]):
-    """The members of a sequence, each made on demand: there may be millions."""
+    """The members of a sequence, each made on demand: there may be millions. There are no slices of it."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = refs
@@ -57,15 +57,7 @@ class _SequenceMembers(Sequence[ValueMember]):
     def __len__(self) -> int:
         return len(self.refs)
 
-    @overload
-    def __getitem__(self, index: int) -> ValueMember: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ValueMember]: ...
-
-    def __getitem__(self, index: int | slice) -> ValueMember | Sequence[ValueMember]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self.refs)))]
+    def __getitem__(self, index: int) -> ValueMember:  # type: ignore[override]
         step = f"[{index}]"
         return ValueMember(step, step, self.refs[index])
 
