@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.tensors import contiguous_strides
 from ckptool.files.sources import BytesSource
 from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
-from ckptool.values.elements import contiguous_strides
 
 FOLDER = FIXTURES / "dcp4"
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.base.errors import MalformedError
-from ckptool.values import elements as rooms
-from ckptool.values.elements import elements, holds_rows, tensor_size, unordered
+from ckptool.checkpoint.tensors import is_contiguous
+from ckptool.values import elements as elements_module
+from ckptool.values.elements import elements, in_storage_order, tensor_size
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
 
@@ -24,8 +25,8 @@ DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Pieces and windows of a few bytes: what else would take tensors of hundreds of megabytes."""
     chunk, window = request.param
-    monkeypatch.setattr(rooms, "_CHUNK", chunk)
-    monkeypatch.setattr(rooms, "_WINDOW", window)
+    monkeypatch.setattr(elements_module, "_CHUNK", chunk)
+    monkeypatch.setattr(elements_module, "_WINDOW", window)
     yield chunk
 
 
@@ -59,10 +60,10 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
         found = list(elements(checkpoint, entry.tensor))
         assert b"".join(found) == tensor.contiguous().numpy().tobytes()
         assert all(piece and len(piece) % width == 0 for piece in found)
-        if not holds_rows(entry.tensor):
+        if not is_contiguous(entry.tensor):
             assert all(len(piece) <= max(pieces, width) for piece in found)
         assert tensor_size(entry.tensor) == tensor.numel() * width
-        stored, times = unordered(entry.tensor)
+        stored, times = in_storage_order(entry.tensor)
         again = b"".join(elements(checkpoint, stored)) * times
     one, other = (
         torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else None for data in (again, b"".join(found))
@@ -78,7 +79,7 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
 def test_a_transposed_tensor_is_read_from_its_beginning_to_its_end(tmp_path: Path) -> None:
     torch.save(torch.arange(24).view(2, 3, 4).permute(2, 0, 1), tmp_path / "a.pth")
     with ckptool.open(tmp_path / "a.pth") as checkpoint:
-        stored, times = unordered(checkpoint.survey.tensors[0].tensor)
+        stored, times = in_storage_order(checkpoint.survey.tensors[0].tensor)
     assert (stored.shape, stored.stride, times) == ((2, 3, 4), (12, 4, 1), 1)
 
 

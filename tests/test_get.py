@@ -26,7 +26,7 @@ from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
 from ckptool.edits.lookup import lookup
-from ckptool.values.numbers import numbers
+from ckptool.values.numeric import to_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,26 +79,26 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_code_of_eight_bits(dtype: str) -> None:
     codes = bytes(range(256))
     theirs = torch.frombuffer(bytearray(codes), dtype=getattr(torch, dtype)).to(torch.float64).tolist()
-    assert same(numbers(codes, dtype), theirs)
+    assert same(to_numbers(codes, dtype), theirs)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_code_of_sixteen_bits(dtype: str) -> None:
     codes = np.arange(1 << 16, dtype="<u2").tobytes()
     theirs = torch.frombuffer(bytearray(codes), dtype=getattr(torch, dtype)).to(torch.float64).tolist()
-    assert same(numbers(codes, dtype), theirs)
+    assert same(to_numbers(codes, dtype), theirs)
 
 
 @pytest.mark.parametrize("dtype", ["complex32", "complex64", "complex128"])
 def test_complex_numbers(dtype: str) -> None:
     tensor = torch.tensor([1 - 2j, complex(math.nan, -0.0), complex(-0.0, math.inf)]).to(getattr(torch, dtype))
     raw = torch.view_as_real(tensor).numpy().tobytes()
-    assert same(numbers(raw, dtype), tensor.to(torch.complex128).tolist())
+    assert same(to_numbers(raw, dtype), tensor.to(torch.complex128).tolist())
 
 
 def test_halves_and_quarters_of_bytes() -> None:
-    assert numbers(b"\x21\xf0", "quint4x2") == [1, 2, 0, 15]
-    assert numbers(b"\xe4", "quint2x4") == [0, 1, 2, 3]
+    assert to_numbers(b"\x21\xf0", "quint4x2") == [1, 2, 0, 15]
+    assert to_numbers(b"\xe4", "quint2x4") == [0, 1, 2, 3]
 
 
 # -- every tensor of every file ---------------------------------------------------------------------------------------

@@ -72,6 +72,26 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return sum((size - 1) * step for size, step in zip(shape, stride)) + 1
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor in row-major order without gaps."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Tell whether the elements lie in row-major order without gaps; those of an empty tensor do."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
+        if size != 1 and stride != step:
+            return 0 in tensor.shape
+        step *= size
+    return True
+
+
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
 _INT64 = 1 << 63

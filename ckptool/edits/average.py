@@ -20,7 +20,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
-from ..values.elements import loaded_bytes, reblocked, swapped, turned_width
+from ..values.elements import loaded_bytes, reblocked, swapped, swapped_width
 from .storages import has_bits, storage_uses, with_plain_ids
 
 #: Dtypes that have a mean: floating point, one number per element.
@@ -171,7 +171,7 @@ def _mean_chunks(
     factors: Sequence[float],
     sum_dtype: str,
 ) -> Callable[[], Iterator[bytes]]:
-    width = turned_width(checkpoints[0], keys[0])
+    width = swapped_width(checkpoints[0], keys[0])
 
     def chunks() -> Iterator[bytes]:
         streams = [

@@ -16,18 +16,16 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
-from ..checkpoint.tensors import Storage, Tensor, extent
+from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
 from ..files.threads import in_threads
 from ..values.elements import (
-    contiguous_strides,
     dtype_of,
     elements,
-    holds_rows,
     stored_bytes,
     swapped,
+    swapped_width,
     tensor_size,
-    turned_width,
     whole_chunks,
 )
 from .entries import drop_entries
@@ -152,7 +150,7 @@ def _has_gaps(cluster: Cluster) -> bool:
     first = cluster.uses[0].tensor
     if len({(t.offset, t.shape, t.stride, t.dtype) for t in (use.tensor for use in cluster.uses)}) > 1:
         return False
-    return not holds_rows(first) and tensor_size(first) < cluster.end - cluster.begin
+    return not is_contiguous(first) and tensor_size(first) < cluster.end - cluster.begin
 
 
 def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
@@ -164,7 +162,7 @@ def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
 
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
-    size, width = tensor_size(tensor), turned_width(checkpoint, tensor.storage)
+    size, width = tensor_size(tensor), swapped_width(checkpoint, tensor.storage)
 
     def chunks() -> Iterator[bytes]:
         for data in whole_chunks(elements(checkpoint, tensor), width):

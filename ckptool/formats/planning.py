@@ -14,12 +14,12 @@ from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE, Container
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
 from ..files.pool import open_pooled
 from ..files.sources import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
-from ..values.elements import holds_rows, tensor_size
+from ..values.elements import tensor_size
 from . import read_folder, repickled
 from .promises import Promise
 from .repickled import verified_pickle
@@ -251,7 +251,7 @@ def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     """Are its elements all the bytes of its storage as they are?"""
     plain = checkpoint.container.byteorder == "little" and not tensor.dtype.startswith("complex")
     whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
-    return plain and whole and holds_rows(tensor)
+    return plain and whole and is_contiguous(tensor)
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:

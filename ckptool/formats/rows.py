@@ -9,11 +9,11 @@ from ..base.errors import RefusedError
 from ..base.text import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapping
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Call, Graph, Ref
-from ..values.elements import dtype_of, elements, holds_rows, tensor_size, turned_width
-from ..values.interpretation import Reading, lazy_bits, resolved
+from ..values.elements import dtype_of, elements, swapped_width, tensor_size
+from ..values.interpretation import Reading, lazy_bits, resolved_bytes
 
 #: Classes of a tensor that are something about gradients.
 _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
@@ -59,15 +59,15 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
     if not size or dtype is None:
         return b""
     body = checkpoint.body(tensor.storage)
-    in_rows = holds_rows(tensor)
+    in_rows = is_contiguous(tensor)
     begin = tensor.offset * dtype.itemsize
     if body is None or tensor.location == "meta" or (in_rows and begin + size > body.size):
         what = f"the bytes of {where} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    swapped = turned_width(checkpoint, tensor.storage) > 1
+    swapped = swapped_width(checkpoint, tensor.storage) > 1
     negated, conjugated = lazy_bits(checkpoint, ref)
     if negated or conjugated:
-        return Computed(size, partial(resolved, checkpoint, Reading(tensor, "elements", negated, conjugated)))
+        return Computed(size, partial(resolved_bytes, checkpoint, Reading(tensor, "elements", negated, conjugated)))
     if isinstance(body.piece, Span) and not body.compressed and in_rows and not swapped:
         return Span(body.piece.source, body.piece.offset + begin, size)
     return Computed(size, partial(elements, checkpoint, tensor))

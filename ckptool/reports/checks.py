@@ -16,7 +16,7 @@ from ..pickles.nodes import Ref
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
 from ..safety.storages import Flaw, storage_flaws
-from ..safety.weights_only import MISNAMED, Verdict, weights_only
+from ..safety.weights_only import MISNAMED, LoadPrediction, weights_only
 from .findings import rule_words
 
 PASS: Final = "pass"
@@ -50,7 +50,7 @@ class Safety(NamedTuple):
 
     globals: list[NamedGlobal]
     pickles: list[FoundPickle]
-    verdict: Verdict | None
+    verdict: LoadPrediction | None
     checks: list[Check]
 
 
@@ -196,7 +196,7 @@ def _unless_unchecked(check: Check) -> Check:
     return check if check.status == FAIL or not open_ else check._replace(status=NOT_POSSIBLE, message=open_[0].message)
 
 
-def _by_torch(verdict: Verdict) -> str:
+def _by_torch(verdict: LoadPrediction) -> str:
     """Does torch.load pass it on?"""
     return f"torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
 
@@ -251,7 +251,7 @@ def _wrong(checkpoint: Checkpoint, found: Checksums) -> list[Note]:
 def safety(
     pickles: Iterable[FoundPickle],
     torch: str,
-    verdict: Verdict | None,
+    verdict: LoadPrediction | None,
     notes: Sequence[Note] = (),
     own: tuple[str, ...] = (),
 ) -> Safety:
@@ -310,7 +310,7 @@ def _globals(pickles: Sequence[FoundPickle], named: Sequence[NamedGlobal], torch
     return check._replace(message=f"not on torch {torch}'s list: {listed(names)}")
 
 
-def _loads(verdict: Verdict, pickles: Sequence[FoundPickle]) -> Check:
+def _loads(verdict: LoadPrediction, pickles: Sequence[FoundPickle]) -> Check:
     call = f"torch.load(weights_only=True) of torch {verdict.torch}"
     if verdict.loads:
         return Check("weights-only", "safety", PASS, f"{call} takes it")

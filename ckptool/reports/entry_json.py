@@ -33,10 +33,10 @@ from ..checkpoint.objects import plain_parts
 from ..checkpoint.paths import bounded, joined
 from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Ref
-from ..values.interpretation import Reading, numbers_in, repeats
-from ..values.numbers import Number, json_number
-from ..values.python_values import Content, Leaf, content
-from ..values.tensor_text import part_names, readable
+from ..values.interpretation import Reading, excessive_repeats, numbers_in
+from ..values.numeric import Number, json_number
+from ..values.python_values import ContainerValue, ScalarValue, python_value
+from ..values.tensor_text import interpret_for_display, shown_parts
 
 #: Levels of objects in objects; readers of JSON stop at about a thousand.
 _DEPTH: Final = 200
@@ -105,15 +105,15 @@ class _Writer:
             return
         node = self.checkpoint.graph.nodes[ref]
         if node is None or isinstance(node, bool | int | float | str):
-            yield _text(_leaf(Leaf("", node)))
+            yield _text(_leaf(ScalarValue("", node)))
             return
         plain = self._plain(ref)
         if plain:
             self.places[ref] = (bounded(path, ref), len(plain))
             yield plain
             return
-        found = content(self.checkpoint, ref)
-        if isinstance(found, Leaf):
+        found = python_value(self.checkpoint, ref)
+        if isinstance(found, ScalarValue):
             yield _text(_leaf(found))
         elif isinstance(found, Tensor):
             begin = self.written
@@ -135,15 +135,17 @@ class _Writer:
         if len(held) * 2 < len(parts):
             return ""  # a key that is written twice
         indent = "\n" + "  " * len(self.stack)
-        rows = [f"{indent}  {_text(key)}: {_text(_leaf(Leaf('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
+        rows = [f"{indent}  {_text(key)}: {_text(_leaf(ScalarValue('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
         return "{" + ",".join(rows) + indent + "}"
 
-    def _opened(self, ref: Ref, found: Content, path: str) -> Iterator[str]:
+    def _opened(self, ref: Ref, found: ContainerValue, path: str) -> Iterator[str]:
         path = bounded(path, ref)
         members = found.members
-        if found.kind == "sequence" and all(isinstance(content(self.checkpoint, one.ref), Leaf) for one in members):
-            leaves = (content(self.checkpoint, one.ref) for one in members)
-            texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, Leaf))
+        if found.kind == "sequence" and all(
+            isinstance(python_value(self.checkpoint, one.ref), ScalarValue) for one in members
+        ):
+            leaves = (python_value(self.checkpoint, one.ref) for one in members)
+            texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, ScalarValue))
             begin, size = "[", 2
             while piece := list(islice(texts, _AGAIN)):
                 text = begin + ", ".join(piece)
@@ -162,7 +164,7 @@ class _Writer:
         self.stack.append(_Open(self._members(found, path), _END[found.kind], ref, path, self.written))
         yield "[" if found.kind == "sequence" else opening
 
-    def _members(self, found: Content, path: str) -> Iterator[tuple[str, Ref, str]]:
+    def _members(self, found: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
         comma = "\n"
         for name, step, ref, _ in found.members:
             yield comma if found.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
@@ -171,22 +173,18 @@ class _Writer:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, ref: Ref, tensor: Tensor, path: str) -> Iterator[str]:
-        reader = self.checkpoint.survey.reader
         facts: dict[str, Any] = {"tensor": tensor.kind, "dtype": tensor.dtype, "shape": list(tensor.shape)}
         parts = tensor.parts if tensor.kind != "quantized" else ()
         if parts and not tensor.storage:
             yield _text(facts)[:-1] + ', "parts": {'
             comma = ""
-            for name, part in part_names(tensor):
-                inner = reader.tensor(part)
-                if inner is None or (inner.parts and inner.kind != "quantized"):
-                    continue
+            for name, part, inner in shown_parts(self.checkpoint.survey.reader, tensor):
                 yield f"{comma}{_text(name)}: "
                 yield from self._tensor(part, inner, path)
                 comma = ", "
             yield "}}"
             return
-        how = readable(self.checkpoint, ref)
+        how = interpret_for_display(self.checkpoint, ref)
         if isinstance(how, str):
             yield _text({**facts, "reason": how})
             return
@@ -209,7 +207,7 @@ _END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
 def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
     """The numbers of a tensor as lists in lists."""
     shape = how.tensor.shape
-    endless = repeats(shape, how.tensor.stride)
+    endless = excessive_repeats(shape, how.tensor.stride)
     if endless:
         raise RefusedError(f"a tensor without end: {endless}", path=checkpoint.path)
     if 0 in shape:
@@ -250,7 +248,7 @@ def _float(value: float) -> object:
     return json_number(int(value) if isfinite(value) and value == int(value) and abs(value) < 1 << 53 else value)
 
 
-def _leaf(leaf: Leaf) -> object:
+def _leaf(leaf: ScalarValue) -> object:
     value = leaf.value
     if isinstance(value, bytes):
         return {"base64": b64encode(value).decode()}

@@ -15,7 +15,7 @@ from ..base.prefixes import prefix_of
 from ..base.text import counted, human_bytes, listed, shown
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.survey import TensorEntry
-from ..safety.weights_only import Verdict
+from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check, Note
 
 # -- What a release expects, as data: from options, or from a policy file
@@ -104,7 +104,7 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def expectations(checkpoint: Checkpoint, policy: Policy, verdict: Verdict) -> Iterator[Check]:
+def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
     """A check for each thing that the policy expects of the metadata."""
     if policy.layout:
         kind, _ = layout_of(checkpoint)

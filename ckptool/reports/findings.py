@@ -23,7 +23,7 @@ from ..files.archives import is_address
 from ..files.sources import FolderSource
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
-from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, Verdict, weights_only
+from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
 
 
 class Finding(NamedTuple):
@@ -53,7 +53,7 @@ def rescue_step(checkpoint: Checkpoint) -> str:
 def findings(
     checkpoint: Checkpoint,
     account: Account,
-    verdict: Verdict,
+    verdict: LoadPrediction,
     flaws: Sequence[Flaw],
     map_location: MapLocation = None,
     sanitize_step: Callable[[Checkpoint], str] = lambda checkpoint: "",
@@ -174,7 +174,7 @@ def _inspect(path: str) -> str:
 
 
 def _weights_only(
-    checkpoint: Checkpoint, verdict: Verdict, sanitize_step: Callable[[Checkpoint], str]
+    checkpoint: Checkpoint, verdict: LoadPrediction, sanitize_step: Callable[[Checkpoint], str]
 ) -> list[Finding]:
     calls = suspicious_calls(checkpoint.graph)
     if calls:

@@ -13,9 +13,9 @@ from ..pickles.nodes import Ref
 from ..values.elements import elements
 from ..values.interpretation import numbers_in
 from ..values.npy import array_of
-from ..values.numbers import Number
-from ..values.python_values import Content, Leaf, content, python_key
-from ..values.tensor_text import readable
+from ..values.numeric import Number
+from ..values.python_values import ContainerValue, ScalarValue, python_key, python_value
+from ..values.tensor_text import interpret_for_display
 
 
 class TensorValue:
@@ -49,7 +49,7 @@ class TensorValue:
 
         Raises RefusedError where it has none, MalformedError where the bytes are missing.
         """
-        how = readable(self._checkpoint, self._ref)
+        how = interpret_for_display(self._checkpoint, self._ref)
         if isinstance(how, str):
             raise RefusedError(f"{self.path or 'the tensor'}: {how}", path=self._checkpoint.path)
         if how.of in ("values", "part"):
@@ -104,7 +104,7 @@ class _Values:
         self.checkpoint = checkpoint
         self.made: dict[Ref, Any] = {}
         #: Containers that exist and are still empty.
-        self.empty: list[tuple[Any, Content, str]] = []
+        self.empty: list[tuple[Any, ContainerValue, str]] = []
 
     def value(self, ref: Ref, path: str) -> Any:
         found = self._ready(ref, path)
@@ -121,8 +121,8 @@ class _Values:
             if here in self.made and self.made[here] is not _LATER:
                 work.pop()
                 continue
-            inside = self.content_of(here)
-            if not isinstance(inside, Content) or inside.cls not in ("tuple", "frozenset"):
+            inside = python_value(self.checkpoint, here)
+            if not isinstance(inside, ContainerValue) or inside.cls not in ("tuple", "frozenset"):
                 self.made[here] = self._made(here, inside, where)
                 work.pop()
                 continue
@@ -137,11 +137,8 @@ class _Values:
             work.pop()
         return self.made[ref]
 
-    def content_of(self, ref: Ref) -> Leaf | Content | Tensor:
-        return content(self.checkpoint, ref)
-
-    def _made(self, ref: Ref, found: Leaf | Content | Tensor, path: str) -> Any:
-        if isinstance(found, Leaf):
+    def _made(self, ref: Ref, found: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
+        if isinstance(found, ScalarValue):
             return found.value
         if isinstance(found, Tensor):
             return TensorValue(self.checkpoint, ref, found, path)
@@ -153,7 +150,7 @@ class _Values:
         self.empty.append((target, found, path))
         return target
 
-    def _fill(self, target: Any, found: Content, path: str) -> None:
+    def _fill(self, target: Any, found: ContainerValue, path: str) -> None:
         if isinstance(target, dict):
             keys = self._keys(found)
             target.update((key, self._ready(one.ref, joined(path, one.step))) for key, one in zip(keys, found.members))
@@ -167,7 +164,7 @@ class _Values:
             else:
                 target.append(value)
 
-    def _keys(self, found: Content) -> list[Any]:
+    def _keys(self, found: ContainerValue) -> list[Any]:
         """The keys of a mapping, none equal to another: those that Python has without a module as they are."""
         graph = self.checkpoint.graph
         keys: list[Any] = []

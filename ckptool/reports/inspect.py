@@ -17,7 +17,7 @@ from ..checkpoint.sharding import Spread, spread
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
-from ..safety.weights_only import Verdict, weights_only
+from ..safety.weights_only import LoadPrediction, weights_only
 from .findings import findings, sanitize_step
 
 #: Arguments of an object that are shown.
@@ -205,7 +205,7 @@ def _json_value(value: Scalar) -> Scalar:
     return value
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: LoadPrediction) -> dict[str, Any]:
     return {
         "torch": verdict.torch,
         "loads": verdict.loads,

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from ..base.errors import MalformedError
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
-from ..values.elements import dtype_of, elements, unordered
+from ..values.elements import dtype_of, elements, in_storage_order
 
 #: float4_e2m1fn_x2 has no code for NaN or Inf.
 _ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
@@ -57,7 +57,7 @@ def _counted(checkpoint: Checkpoint, tensor: Tensor, progress: Callable[[int], N
     from ..values.torch.compute import count_nonfinite
 
     nans = infs = 0
-    stored, times = unordered(tensor)
+    stored, times = in_storage_order(tensor)
     try:
         for data in elements(checkpoint, stored):
             more = count_nonfinite(data, stored.dtype)

@@ -11,11 +11,11 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
-from ..values.elements import elements, tensor_size, unordered
-from ..values.interpretation import Reading, reading
-from ..values.numbers import json_number
+from ..values.elements import elements, in_storage_order, tensor_size
+from ..values.interpretation import Reading, interpret
+from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
-from ..values.torch.measure import STEP, Measured, Rule, measure
+from ..values.torch.measure import STEP, ElementRule, Measured, measure
 from .keys import described, listed_entries
 
 #: Bins of a histogram: as many characters has the chart in the table.
@@ -52,7 +52,7 @@ def statistics_of(
     for entry in chosen:
         first = known.get(entry.ref)
         if first is None:
-            how = reading(checkpoint, entry.ref)
+            how = interpret(checkpoint, entry.ref)
             first = known.get(_mark(how))
             if first is None:
                 fields = _row(checkpoint, how, progress)
@@ -100,11 +100,11 @@ def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -
     tensor, affine = how.tensor, how.affine
     # Channels are told by the order of the elements; everything else can be read as it is stored.
     by_channel = affine is not None and affine.axis >= 0
-    stored, times = (tensor, 1) if by_channel else unordered(tensor)
+    stored, times = (tensor, 1) if by_channel else in_storage_order(tensor)
     inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and by_channel else 1
     scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
     packed = stored.dtype.startswith("quint") and tensor_size(stored) != stored.numel
-    rule = Rule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
+    rule = ElementRule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
 
     def pieces() -> Iterable[bytes]:
         return elements(checkpoint, stored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Final, NamedTuple
 
 from ..base.limits import LIMITS
@@ -95,14 +94,9 @@ class _Tree:
         if inside is not None:
             return [(f"[{number}]", item) for number, item in enumerate(inside[:_SHOWN])], len(inside)
         items = mapping(self.graph, ref)
-        held = as_children(self.graph, items or ())
+        below = as_children(self.graph, items or ())
         # The arguments of what is filled by key say how it is made, not what is in it.
-        rest = (one for one in beside(self.graph, ref, held) if items is None or one.step[0] != "(")
-        found: list[tuple[str, Ref]] = []
-        count = 0
-        for one in chain(held, rest):
-            if len(found) < _SHOWN:
-                key = self.graph.nodes[one.key] if one.key >= 0 else None
-                found.append((key if isinstance(key, str) else one.step, one.ref))
-            count += 1
-        return found, count
+        below += [one for one in beside(self.graph, ref, below) if items is None or one.step[0] != "("]
+        keys = (self.graph.nodes[one.key] if one.key >= 0 else None for one in below)
+        shown = [(key if isinstance(key, str) else one.step, one.ref) for one, key in zip(below[:_SHOWN], keys)]
+        return shown, len(below)

@@ -177,7 +177,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
         what = "torch.load reads files, and this is a folder of parts"
         return Check(name, group, FAIL, what, (Note("load", "error", what),))
     try:
-        need_torch("really loading it", path)
+        need_torch("loading it with torch.load", path)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
     loaded = load_report(path, parse_map_location(map_location or None))

@@ -1,1 +1,1 @@
-"""Checks: what can be said about a checkpoint, as plain data."""
+"""Predictions without torch: what loading a file would run, whether torch takes it, and damage that torch overlooks."""

@@ -1,9 +1,9 @@
-"""The arguments that torch's functions and the classes on its list take: what a call of them fails over.
+"""The arguments that torch's functions and the classes on its list take, and so the calls that fail.
 
-One row of ``_RULES`` for each: how many arguments, and what each must be, in the words of ``_KINDS``; then what they
-must be together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
-``set_`` and ``empty``), with ``map_location="cpu"``, where no location tag is looked at. The geometry of views is
-looked at elsewhere (``storages``).
+``_RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
+them together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
+``set_`` and ``empty``), with ``map_location="cpu"``, where no location tag is read. ``storages`` checks whether views
+fit their storages.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ..base.dtypes import BY_NAME
 from ..checkpoint.objects import elements, mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..pickles import opcodes as op
-from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Persistent, Ref, Set
-from . import parts as parts_of
+from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Node, Persistent, Ref, Set
+from . import composite
 
 
-class Refused(NamedTuple):
-    """Why torch fails at a call, or at a key; ``sure`` is False where it was not tried."""
+class Refusal(NamedTuple):
+    """The reason why torch fails at a call, or at a key; ``certain`` is False where that was not tried."""
 
-    why: str
-    sure: bool = True
+    message: str
+    certain: bool = True
 
 
-#: Tuples in a key: Python hashes them by recursion, and crashes at some ten thousand levels.
+#: Nested tuples in a key: Python hashes them by recursion, and crashes at some ten thousand levels.
 _DEEP: Final = 1000
 _INT64: Final = 1 << 63
 
@@ -42,7 +42,8 @@ _LAYOUTS: Final = frozenset(
 )
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
 _FLOATS: Final = ("float", "bfloat", "complex")
-#: The classes among what is on the list: NEWOBJ makes those.
+_QUANTIZED: Final = ("qint", "quint")
+#: The classes on the list, which NEWOBJ can make.
 _CLASSES: Final = frozenset(
     (
         *("collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.Size"),
@@ -52,59 +53,51 @@ _CLASSES: Final = frozenset(
 )
 
 
-def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refused]:
+def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refusal]:
     """Return the calls of ``names`` (torch's list) and the containers that torch fails at, by reference."""
-    return _Calls(graph, reader).refused(names)
+    return _CallChecker(graph, reader).refused(names)
 
 
-class _Calls:
+class _CallChecker:
     """One pass over a graph; names are cached by the reference of the function."""
 
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
         self.graph, self.nodes, self.reader = graph, graph.nodes, reader
         self.names: dict[Ref, str] = {}
         self.depths: dict[Ref, int] = {}
-        self.bytes_like: dict[Ref, bool] = {}  # thousands of calls may copy one list
+        self.holds_bytes: dict[Ref, bool] = {}  # thousands of calls may copy one list
 
-    def refused(self, names: frozenset[str]) -> dict[Ref, Refused]:
-        nodes, found = self.nodes, dict[Ref, Refused]()
+    def refused(self, names: frozenset[str]) -> dict[Ref, Refusal]:
+        nodes, refused = self.nodes, dict[Ref, Refusal]()
         for ref, node in enumerate(nodes):
+            refusal = None
             if type(node) is Call:
                 name = self.name(node.func)
                 if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
                     continue
                 if name == _DICTS[0] and node.filling is None and nodes[node.args] == ():
                     continue
-                what = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
-                if not name and (self.reader.storage(node.func) or self.reader.tensor(node.func)) is not None:
-                    what = Refused("a tensor or storage is called")
-                if what is None and name == _DICTS[0] and any(nodes[state] is None for state in node.states):
-                    what = Refused(f"{name}: a state that is None")
-                if what is None and node.states and name in _BARE:
-                    what = Refused(f"{name}: a state, which it cannot have")
-                if what is None and node.filling is not None and node.pairs:
-                    what = self.keys(node.pairs[::2])
-                if what is not None:
-                    found[ref] = what
+                if name in names or name.startswith("torch._utils."):
+                    refusal = self.call(ref, node, name)
+                refusal = refusal or self.callee(node, name) or self.filling(node, name)
             elif type(node) is Global:
-                # Of other globals nothing is known: a class may take it.
+                # Nothing is known of other globals: a class may accept it.
                 if node.filling is not None and self.name(ref) in names:
-                    found[ref] = Refused(f"{self.name(ref)} itself is changed, and nothing that is made of it")
+                    refusal = Refusal(f"{self.name(ref)} itself is changed, not an object made by it")
             elif isinstance(node, Dict | Set | FrozenSet):
-                what = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
-                if what is not None:
-                    found[ref] = what
-        return found
-
-    # -- nodes ------------------------------------------------------------------------------------
+                refusal = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
+            if refusal is not None:
+                refused[ref] = refusal
+        return refused
 
     def name(self, func: Ref) -> str:
         name = self.names.get(func)
         if name is None:
             node = self.nodes[func]
-            name = self.names[func] = mapped_name(node) if type(node) is Global else ""
+            name = mapped_name(node) if type(node) is Global else ""
             if name.startswith("torch.tensor."):
-                name = self.names[func] = "torch._tensor." + name.rpartition(".")[2]
+                name = "torch._tensor." + name.rpartition(".")[2]
+            self.names[func] = name
         return name
 
     def called(self, ref: Ref) -> str:
@@ -118,7 +111,7 @@ class _Calls:
         return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
-        """Is it a tensor as all the others are? Then nothing more need be asked."""
+        """Tell whether it is a tensor like nearly all others, which needs no further check."""
         args = self.nodes[node.args]
         if type(args) is not tuple or len(args) != 6:
             return False
@@ -127,408 +120,353 @@ class _Calls:
             return False
         return self.nodes[args[4]] is False and not tensor.dtype.startswith(("q", "untyped", "unknown"))
 
-    # -- calls ------------------------------------------------------------------------------------
+    # -- Calls
 
-    def call(self, ref: Ref, node: Call, name: str) -> Refused | None:
+    def call(self, ref: Ref, node: Call, name: str) -> Refusal | None:
         args = self.nodes[node.args]
         if type(args) is not tuple:
-            return Refused(f"{name} is called with arguments that are not a tuple")
+            return Refusal(f"{name}: its arguments are not a tuple")
         if node.op not in (op.REDUCE, op.NEWOBJ) or node.kwargs >= 0:
-            return None  # an opcode that is refused as such
+            return None  # the opcode itself is refused
         if node.op == op.NEWOBJ:
             if name not in _CLASSES:
-                return Refused(f"{name} is not a class that can be made")
+                return Refusal(f"{name} is not a class that can be made")
             if name in _DICTS or name in ("builtins.bytearray", "builtins.set"):
                 return None  # their __new__ takes anything
         return self.rule(name, args, self.reader.tensor(ref))
 
-    def rule(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
+    def callee(self, node: Call, name: str) -> Refusal | None:
+        if not name and (self.reader.storage(node.func) or self.reader.tensor(node.func)) is not None:
+            return Refusal("a tensor or storage is called")
+        return None
+
+    def filling(self, node: Call, name: str) -> Refusal | None:
+        if name == _DICTS[0] and any(self.nodes[state] is None for state in node.states):
+            return Refusal(f"{name}: a state that is None")
+        if node.states and name in _STATELESS:
+            return Refusal(f"{name}: a state, which it cannot have")
+        return self.keys(node.pairs[::2]) if node.filling is not None and node.pairs else None
+
+    def rule(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         rule = _RULES.get(name)
         if rule is None:
             if name.startswith("torch.distributed.") or name == "torch._utils._rebuild_wrapper_subclass":
-                return None  # of classes that have rules of their own
-            sure = name.rpartition(".")[2].endswith("Storage") or name in _VALUES
-            return Refused(
-                f"{name} is called, which {'is not a function' if sure else 'ckptool does not follow'}", sure
-            )
+                return None  # their classes have rules of their own
+            if name.rpartition(".")[2].endswith("Storage") or name in _VALUES:
+                return Refusal(f"{name} is called, which is not a function")
+            return Refusal(f"{name} is called, which ckptool does not follow", False)
         if not rule.least <= len(args) <= len(rule.kinds):
-            return Refused(f"{name} with {len(args)} arguments")
-        for number, (ref, kind) in enumerate(zip(args, rule.kinds)):
+            return Refusal(f"{name}: {len(args)} arguments")
+        for number, (ref, kind) in enumerate(zip(args, rule.kinds), 1):
             if kind and not _KINDS[kind](self, ref):
-                return Refused(f"{name}: argument {number + 1} is not a {kind}")
-        if rule.tensor and tensor is None:
-            return Refused(f"{name}: a tensor that cannot be")
-        return rule.more(self, name, args, tensor) if rule.more is not None else None
+                return Refusal(f"{name}: argument {number} is not a {kind}")
+        if rule.needs_tensor and tensor is None:
+            return Refusal(f"{name}: an impossible tensor")
+        refusal = rule.check(self, args, tensor) if rule.check is not None else None
+        return refusal and Refusal(f"{name}: {refusal.message}", refusal.certain)
 
-    def grad(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """Only a tensor of floating point can require a gradient."""
-        if tensor is not None and tensor.requires_grad and not tensor.dtype.startswith(_FLOATS):
-            return Refused(f"{name}: a tensor of {tensor.dtype} that requires a gradient")
+    # -- Tensors: what their arguments must be together
+
+    def dense(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
+        if tensor.dtype.startswith(_QUANTIZED):
+            return Refusal(f"a tensor of {tensor.dtype} without its scale")
         return None
 
-    def plain(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """_rebuild_tensor_v2: flags of the metadata, and that its storage is of no quantized dtype."""
-        assert tensor is not None
-        if len(args) > 6:
-            flags = self.metadata(args[6])
-            if flags is None or ("conj" in flags and not tensor.dtype.startswith("complex")):
-                return Refused(f"{name}: metadata that torch does not take")
-        return self.dense(name, args, tensor) or self.grad(name, args, tensor)
+    def tensor_v2(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
+        flawed = self.metadata(args[6:], tensor) or self.dense(args, tensor)
+        return flawed or _gradient(tensor.dtype, tensor.requires_grad)
 
-    def dense(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """A dtype that tensors without scales do not have."""
-        assert tensor is not None
-        if tensor.dtype.startswith(("qint", "quint")):
-            return Refused(f"{name}: a tensor of {tensor.dtype} without its scale")
-        return None
-
-    def metadata(self, ref: Ref) -> list[str] | None:
-        """The names of flags that are set, None for what is refused."""
-        node = self.nodes[ref]
-        if node is None or node is False or node == 0 or node == () or node == "":
-            return []
-        if isinstance(node, List | Set) and not node.items:
-            return []
-        held = mapping(self.graph, ref)
-        if held is None or not (isinstance(node, Dict) or self.called(ref) in _DICTS):
-            return None
-        names = [self.nodes[key] for key, _ in held]
-        flags = [self.nodes[value] for _, value in held]
-        if not all(type(key) is str for key in names):
-            return None
-        if not all(flag is None or isinstance(flag, bool | int | float) for flag in flags):
-            return None
-        return [str(key) for key in names]
-
-    def typed(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """_rebuild_tensor_v3: its tensor is changed in place, which one that requires a gradient is not."""
-        assert tensor is not None
+    def tensor_v3(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
         if self.nodes[args[4]] is True:
-            return Refused(f"{name}: a tensor that requires a gradient is changed in place")
-        if len(args) > 7:
-            flags = self.metadata(args[7])
-            if flags is None or ("conj" in flags and not tensor.dtype.startswith("complex")):
-                return Refused(f"{name}: metadata that torch does not take")
-        return self.dense(name, args, tensor)
+            return Refusal("a tensor that requires a gradient is changed in place")
+        return self.metadata(args[7:], tensor) or self.dense(args, tensor)
 
-    def of_parameter(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """Parameter(data, requires_grad): what it is made of decides which dtype it has."""
-        inner = self.reader.tensor(args[0]) if args else None
-        asks = self.nodes[args[1]] is True if len(args) > 1 else True
-        if inner is not None and asks and not inner.dtype.startswith(_FLOATS):
-            return Refused(f"{name}: a parameter of {inner.dtype} that requires a gradient")
-        if len(args) > 3 and not self.is_state(args[3]):
-            return Refused(f"{name}: a state that is not a dict of attributes")
+    def metadata(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
+        """Check the flags in the metadata of a tensor, the first of ``args``."""
+        pairs = self.attributes(args[0]) if args else []
+        names = {self.nodes[key] for key, _ in pairs or ()}
+        flags = (self.nodes[value] for _, value in pairs or ())
+        numbers = all(flag is None or isinstance(flag, bool | int | float) for flag in flags)
+        if pairs is None or not numbers or ("conj" in names and not tensor.dtype.startswith("complex")):
+            return Refusal("metadata that torch does not take")
         return None
 
-    def is_state(self, ref: Ref) -> bool:
-        """A dict of attributes, or a pair of them (``_set_obj_state``); what is empty is left alone."""
+    def attributes(self, ref: Ref) -> Sequence[tuple[Ref, Ref]] | None:
+        """Return the items of a dict with strings as keys, nothing for an empty value; None for what is refused."""
         node = self.nodes[ref]
-        if type(node) is tuple and len(node) != 2:
-            return False
-        for part in node if type(node) is tuple else (ref,):
-            held = self.nodes[part]
-            if held is None or held is False or held == 0 or held == "" or held == () or held == b"":
-                continue
-            if isinstance(held, List | Set) and not held.items:
-                continue
-            pairs = mapping(self.graph, part)
-            if pairs is None or not (isinstance(held, Dict) or self.called(part) in _DICTS):
-                return False
-            if not all(type(self.nodes[key]) is str for key, _ in pairs):
-                return False
-        return True
+        if node in (None, 0, "", b"", ()) or (isinstance(node, List | Set) and not node.items):
+            return ()
+        pairs = mapping(self.graph, ref) if isinstance(node, Dict) or self.called(ref) in _DICTS else None
+        return pairs if pairs is not None and all(type(self.nodes[key]) is str for key, _ in pairs) else None
 
-    def from_type(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """_rebuild_from_type_v2: the call within it, its class, and its state."""
-        inner = self.name(args[0])
-        cls = self.nodes[args[1]]
-        if inner == name:
-            return Refused(f"{name} within itself", False)
-        what = self.rule(inner, elements(self.nodes[args[2]]), tensor)
-        if what is not None:
-            return what
+    def state(self, ref: Ref) -> Refusal | None:
+        """Check a dict of attributes, or a pair of them (``_set_obj_state``)."""
+        node = self.nodes[ref]
+        parts = node if type(node) is tuple else (ref,)
+        if (type(node) is tuple and len(node) != 2) or any(self.attributes(part) is None for part in parts):
+            return Refusal("a state that is not a dict of attributes")
+        return None
+
+    def parameter(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        """Check Parameter(data, requires_grad): the dtype is that of its data."""
+        data = self.reader.tensor(args[0]) if args else None
+        requires_grad = self.nodes[args[1]] is True if len(args) > 1 else True
+        refusal = _gradient(data.dtype, requires_grad) if data is not None else None
+        return refusal or (self.state(args[3]) if len(args) > 3 else None)
+
+    def from_type(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        """Check the call within _rebuild_from_type_v2, its class, and its state."""
+        inner, cls = self.name(args[0]), self.nodes[args[1]]
+        if inner == _FROM_TYPE:
+            return Refusal("it is nested in itself", False)
+        refusal = self.rule(inner, elements(self.nodes[args[2]]), tensor)
+        if refusal is not None:
+            return refusal
         if tensor is None:
-            return Refused(f"{name} of something that is not a tensor")
-        known = mapped_name(cls) if type(cls) is Global else ""
-        if not known:
-            return Refused(f"{name} with something other than a class")
-        if known not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-            # A subclass with a state of its own; of classes that are no tensors nobody knows it.
-            return Refused(f"{name} with {known} as a class") if _is_no_tensor(known) else None
-        return None if self.is_state(args[3]) else Refused(f"{name}: a state that is not a dict of attributes")
+            return _NOT_A_TENSOR
+        name = mapped_name(cls) if type(cls) is Global else ""
+        if name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+            return self.state(args[3])
+        # A subclass has a state of its own; it is on no list.
+        if not name or _is_listed_non_tensor(name):
+            return Refusal(f"{name or 'something else'} in place of a class of tensors")
+        return None
 
-    def sparse(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        layout = self.layout(args[0])
-        data = elements(self.nodes[args[1]])
-        if layout == "torch.sparse_coo":
-            return self.coo(name, data)
-        if layout not in parts_of.COMPRESSED:
-            return Refused(f"{name} of the layout {layout}")
-        if len(data) != 4:
-            return Refused(f"{name} with {len(data)} parts")
-        parts = [self.reader.tensor(ref) for ref in data[:3]]
-        shape = self.ints(data[3])
-        if shape is None or min(shape, default=0) < 0 or len(shape) < 2:
-            return Refused(f"{name} with a size that torch does not take")
-        rows, columns, values = parts
-        if rows is None or columns is None or values is None:
-            return Refused(f"{name} of something that is not a tensor")
-        return _refused(name, parts_of.compressed(layout, rows, columns, values, shape))
-
-    def coo(self, name: str, data: Sequence[Ref]) -> Refused | None:
-        if len(data) not in (3, 4):
-            return Refused(f"{name} with {len(data)} parts")
-        indices, values, shape = self.reader.tensor(data[0]), self.reader.tensor(data[1]), self.ints(data[2])
-        if indices is None or values is None:
-            return Refused(f"{name} of something that is not a tensor")
-        if shape is None or min(shape, default=0) < 0:
-            return Refused(f"{name} with a size that torch does not take")
+    def sparse(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        layout, data = self.layout(args[0]), elements(self.nodes[args[1]])
+        coordinates = layout == "torch.sparse_coo"
+        if not coordinates and layout not in composite.BLOCK_DIMENSIONS:
+            return Refusal(f"the layout {layout}")
+        if len(data) != 4 and not (coordinates and len(data) == 3):
+            return Refusal(f"{len(data)} parts")
+        tensors = [self.reader.tensor(ref) for ref in data[: 2 if coordinates else 3]]
+        parts = [part for part in tensors if part is not None]
+        shape = self.ints(data[len(tensors)])
+        if len(parts) < len(tensors):
+            return _NOT_A_TENSOR
+        if shape is None or min(shape, default=0) < 0 or (not coordinates and len(shape) < 2):
+            return Refusal("a size that torch does not take")
+        if not coordinates:
+            return _refusal(composite.compressed_problem(layout, parts, shape))
         if len(data) == 4 and type(self.nodes[data[3]]) is not bool and self.nodes[data[3]] is not None:
-            return Refused(f"{name}: is_coalesced is not a bool")
-        return _refused(name, parts_of.coordinates(indices, values, shape))
+            return Refusal("is_coalesced is not a bool")
+        return _refusal(composite.coordinate_problem(parts, shape))
+
+    def nested(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        parts = [part for ref in args if (part := self.reader.tensor(ref)) is not None]
+        return _refusal(composite.nested_problem(parts))
+
+    def quantized(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
+        nodes, parts = self.nodes, elements(self.nodes[args[4]])
+        scheme = nodes[parts[0]] if parts else None
+        kind = mapped_name(scheme) if type(scheme) is Global else ""
+        if not tensor.dtype.startswith(_QUANTIZED):
+            return Refusal(f"a quantized tensor of {tensor.dtype}")
+        if nodes[args[5]] is not False:
+            return _gradient(tensor.dtype, True)
+        if kind == "torch.per_tensor_affine" and len(parts) == 3:
+            if type(nodes[parts[1]]) in (int, float, bool) and _is_int64(nodes[parts[2]]):
+                return None
+            return Refusal("a scale or zero point that is not a number")
+        if kind not in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams") or len(parts) != 4:
+            return Refusal(f"quantized by {kind or 'no scheme'} with {len(parts)} values")
+        axis, scales, zeros = nodes[parts[3]], self.reader.tensor(parts[1]), self.reader.tensor(parts[2])
+        if type(axis) is not int or not 0 <= axis < len(tensor.shape):
+            return Refusal("an axis that the tensor does not have")
+        if scales is not None and not scales.dtype.startswith(("float", "bfloat")):
+            return Refusal(f"scales of {scales.dtype}")
+        if scales is None or zeros is None:
+            return Refusal("scales that are not a tensor", False)
+        if scales.numel != tensor.shape[axis] or zeros.numel != tensor.shape[axis]:
+            return Refusal("not one scale and zero point for each channel")
+        if len(scales.shape) != 1 or len(zeros.shape) != 1:
+            return Refusal(f"scales of {len(scales.shape)} dimensions")
+        return None
+
+    def meta(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        shape, strides, dtype = self.ints(args[1]), self.ints(args[2]), self.dtype(args[0])
+        if shape is None or strides is None or len(shape) != len(strides) or min(shape, default=0) < 0:
+            return Refusal("a shape and strides that do not go together")
+        if dtype.startswith(_QUANTIZED):
+            return Refusal(f"a tensor of {dtype} without its scale")
+        return _gradient(dtype or "float32", self.nodes[args[3]] is True)
+
+    def moved(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        return _gradient(self.dtype(args[1]), self.nodes[args[3]] is True)
 
     def layout(self, ref: Ref) -> str:
-        if self.called(ref) != "torch.serialization._get_layout":
-            return ""
         node = self.nodes[ref]
-        args = elements(self.nodes[node.args]) if isinstance(node, Call) else ()
+        if not isinstance(node, Call) or self.name(node.func) != "torch.serialization._get_layout":
+            return ""
+        args = elements(self.nodes[node.args])
         text = self.nodes[args[0]] if args else ""
         return text if type(text) is str else ""
 
     def ints(self, ref: Ref) -> tuple[int, ...] | None:
-        """The numbers of a size: a tuple, list or torch.Size of them."""
+        """Return the numbers of a size: a tuple, list or torch.Size of them."""
         node = self.nodes[ref]
-        if self.called(ref) == "torch.Size" and isinstance(node, Call):
+        if isinstance(node, Call) and self.name(node.func) == "torch.Size":
             args = elements(self.nodes[node.args])
-            if not args:
-                return ()
-            node = self.nodes[args[0]]
-        if type(node) is not tuple and not isinstance(node, List):
-            return None
+            node = self.nodes[args[0]] if args else ()
         values = [self.nodes[item] for item in elements(node)]
-        if not all(type(value) is int and -_INT64 <= value < _INT64 for value in values):
+        if not isinstance(node, tuple | List) or not all(map(_is_int64, values)):
             return None
         return tuple(values)  # type: ignore[arg-type]
 
-    def quantized(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        parts = elements(self.nodes[args[4]])
-        scheme = self.nodes[parts[0]] if parts else None
-        kind = mapped_name(scheme) if type(scheme) is Global else ""
-        assert tensor is not None
-        if not tensor.dtype.startswith(("qint", "quint")):
-            return Refused(f"{name}: a quantized tensor of {tensor.dtype}")
-        if self.nodes[args[5]] is not False:
-            return Refused(f"{name}: a tensor of {tensor.dtype} that requires a gradient")
-        if kind == "torch.per_tensor_affine" and len(parts) == 3:
-            scale, zero = self.nodes[parts[1]], self.nodes[parts[2]]
-            if type(scale) in (int, float, bool) and type(zero) is int and -_INT64 <= zero < _INT64:
-                return None
-            return Refused(f"{name}: a scale or zero point that is not a number")
-        if kind in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams") and len(parts) == 4:
-            axis = self.nodes[parts[3]]
-            if type(axis) is not int or not 0 <= axis < len(tensor.shape):
-                return Refused(f"{name}: an axis that the tensor does not have")
-            scales, zeros = self.reader.tensor(parts[1]), self.reader.tensor(parts[2])
-            if scales is not None and not scales.dtype.startswith(("float", "bfloat")):
-                return Refused(f"{name}: scales of {scales.dtype}")
-            if scales is None or zeros is None:
-                return Refused(f"{name}: scales that are not a tensor", False)
-            if scales.numel != tensor.shape[axis] or zeros.numel != tensor.shape[axis]:
-                return Refused(f"{name}: as many scales and zero points as channels are needed")
-            if len(scales.shape) != 1 or len(zeros.shape) != 1:
-                return Refused(f"{name}: scales of {len(scales.shape)} dimensions")
-            return None
-        return Refused(f"{name}: quantized by {kind or 'no scheme'} with {len(parts)} values")
+    # -- Python's own classes and functions
 
-    def nested(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        buffer, sizes, strides, offsets = (self.reader.tensor(ref) for ref in args)
-        if buffer is None or sizes is None or strides is None or offsets is None:
-            return Refused(f"{name} of something that is not a tensor")
-        return _refused(name, parts_of.nested(buffer, sizes, strides, offsets))
-
-    def meta(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        shape, strides = self.ints(args[1]), self.ints(args[2])
-        if shape is None or strides is None or len(shape) != len(strides) or min(shape, default=0) < 0:
-            return Refused(f"{name}: a shape and strides that do not go together")
-        dtype = self.dtype(args[0])
-        if dtype.startswith(("qint", "quint")):
-            return Refused(f"{name}: a tensor of {dtype} without its scale")
-        if self.nodes[args[3]] is True and not (dtype or "float32").startswith(_FLOATS):
-            return Refused(f"{name}: a tensor of {dtype} that requires a gradient")
-        return None
-
-    def moved(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        if self.nodes[args[3]] is True and not self.dtype(args[1]).startswith(_FLOATS):
-            return Refused(f"{name}: a tensor of {self.dtype(args[1])} that requires a gradient")
-        return None
-
-    def device(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
+    def device(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         first = self.nodes[args[0]]
+        device = type(first) is str and _DEVICE.fullmatch(first) is not None
         if len(args) == 1:
-            if self.called(args[0]) == "torch.device" or (type(first) is str and _is_device(first)):
-                return None
-            return Refused(f"torch.device({first!r})" if type(first) is str else "torch.device of a non-string")
+            known = device or self.called(args[0]) == "torch.device"
+            return None if known else Refusal(repr(first) if type(first) is str else "something other than a string")
         index = self.nodes[args[1]]
-        fits = index is None or (type(index) is int and 0 <= index < 1 << 31)
-        if type(first) is str and (first in _DEVICE_TYPES or (index is None and _is_device(first))) and fits:
-            return None
-        return Refused("torch.device with a type or index that it does not take")
+        fits = type(index) is int and 0 <= index < 1 << 31 and type(first) is str and first in _DEVICE_TYPES
+        return None if fits or (device and index is None) else Refusal("a type or index that it does not take")
 
-    def size(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        if not args:
-            return None
-        node = self.nodes[args[0]]
-        if type(node) is tuple or isinstance(node, List):
-            items = [self.nodes[item] for item in elements(node)]
-            if all(isinstance(item, int) and -_INT64 <= item < _INT64 for item in items):
-                return None
-            return Refused("torch.Size of something other than integers")
-        sure = node != "" and isinstance(node, str | int | float | None)
-        return None if self.called(args[0]) == "torch.Size" else Refused("torch.Size of a non-list", sure)
+    def size(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        node = self.nodes[args[0]] if args else ()
+        if isinstance(node, tuple | List):
+            values = (self.nodes[item] for item in elements(node))
+            fits = all(isinstance(value, int) and -_INT64 <= value < _INT64 for value in values)
+            return None if fits else Refusal("something other than integers")
+        certain = node != "" and isinstance(node, str | int | float | None)
+        return None if self.called(args[0]) == "torch.Size" else Refusal("something other than a list", certain)
 
-    def encoded(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        text = self.nodes[args[0]]
-        coding = self.nodes[args[1]] if len(args) > 1 else "utf-8"
+    def encoded(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        text, codec = self.nodes[args[0]], self.nodes[args[1]] if len(args) > 1 else "utf-8"
         assert type(text) is str
-        if type(coding) is not str or coding.lower() not in _CODECS or len(args) > 2:
-            return Refused("_codecs.encode with a codec that ckptool does not know", False)
+        if type(codec) is not str or codec.lower() not in _CODECS or len(args) > 2:
+            return Refusal("a codec that ckptool does not know", False)
         try:
-            text.encode(coding)
+            text.encode(codec)
         except UnicodeEncodeError:
-            return Refused(f"_codecs.encode: the text has no form in {coding}")
+            return Refusal(f"the string cannot be encoded in {codec}")
         return None
 
-    def mutable_bytes(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        if not args:
-            return None
-        node = self.nodes[args[0]]
-        made = self.called(args[0]) in ("_codecs.encode", "builtins.bytearray")
-        if len(args) == 1 and (made or isinstance(node, bytes | ByteArray)):
-            return None
-        held = mapping(self.graph, args[0])
-        if len(args) == 1 and (type(node) is tuple or isinstance(node, List) or held is not None):
-            if args[0] not in self.bytes_like:
-                items = [self.nodes[item] for item in (elements(node) if held is None else [key for key, _ in held])]
-                self.bytes_like[args[0]] = all(isinstance(item, int) and 0 <= item < 256 for item in items)
-            return None if self.bytes_like[args[0]] else Refused("bytearray of something other than bytes")
-        if len(args) == 1 and type(node) is int and 0 <= node < 1 << 20:
-            return None
+    def mutable_bytes(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        node = self.nodes[args[0]] if args else b""
         if len(args) == 2 and type(node) is str:
-            return self.encoded("bytearray", args, tensor)
-        return Refused("bytearray of something that it does not take", len(args) > 3 or node is None)
-
-    def members(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        if not args:
+            return self.encoded(args, tensor)
+        if len(args) > 1:
+            return Refusal("something that it does not take", node is None)
+        if isinstance(node, bytes | ByteArray) or self.called(args[0]) in ("_codecs.encode", "builtins.bytearray"):
             return None
-        node = self.nodes[args[0]]
-        if type(node) is tuple or isinstance(node, List | Set | FrozenSet):
-            return self.keys(node if type(node) is tuple else node.items)  # type: ignore[union-attr]
-        if type(node) is str or isinstance(node, bytes | Dict) or self.called(args[0]) in _ITERABLE:
+        pairs = mapping(self.graph, args[0])
+        if isinstance(node, tuple | List) or pairs is not None:
+            if args[0] not in self.holds_bytes:
+                items = elements(node) if pairs is None else [key for key, _ in pairs]
+                values = (self.nodes[item] for item in items)
+                self.holds_bytes[args[0]] = all(isinstance(value, int) and 0 <= value < 256 for value in values)
+            return None if self.holds_bytes[args[0]] else Refusal("something other than bytes")
+        if type(node) is int and 0 <= node < 1 << 20:
             return None
-        return Refused("set of something that has no members", not isinstance(node, Call))
+        return Refusal("something that it does not take", node is None)
 
-    def number(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
+    def members(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        node = self.nodes[args[0]] if args else ()
+        if isinstance(node, tuple | List | Set | FrozenSet):
+            return self.keys(node if isinstance(node, tuple) else node.items)
+        if isinstance(node, str | bytes | Dict) or self.called(args[0]) in _ITERABLE:
+            return None
+        return Refusal("something that has no members", not isinstance(node, Call))
+
+    def number(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         values = [self.nodes[ref] for ref in args]
         if all(isinstance(value, int | float) for value in values):
             large = any(isinstance(value, int) and value.bit_length() > 1000 for value in values)
-            return Refused("complex of a number that is too large") if large else None
-        return Refused("complex of something that is not a number", type(values[0]) is not str)
+            return Refusal("a number that is too large") if large else None
+        return Refusal("something other than a number", type(values[0]) is not str)
 
-    def pairs(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refused | None:
-        """OrderedDict and Counter: keys must have a hash. What else they are made of is not followed at all."""
-        node = self.nodes[args[0]] if args else None
-        if args and node is None and name == "collections.Counter":
-            return None
-        if not args:
-            return None
+    def ordered_dict(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        """Check that keys can be hashed. What else a mapping is made of is not followed at all."""
+        node = self.nodes[args[0]] if args else ()
         if isinstance(node, Dict):
-            return None  # its keys are looked at where it is made
-        couples = elements(node)
-        if type(node) is tuple or isinstance(node, List):
-            if name == "collections.Counter":
-                return self.keys(couples)
-            for couple in couples:
-                inner = self.nodes[couple]
-                if len(elements(inner)) != 2 and not (isinstance(inner, str | bytes) and len(inner) == 2):
-                    if isinstance(inner, Call | Dict | Set | FrozenSet):
-                        return Refused(f"{name} of what ckptool does not follow", False)
-                    return Refused(f"{name} of something other than pairs")
-            return self.keys([elements(self.nodes[couple])[0] for couple in couples if elements(self.nodes[couple])])
-        if self.called(args[0]) in _DICTS:
-            return None
-        return Refused(f"{name} of something that is not a mapping", not isinstance(node, Call))
+            return None  # its keys are checked where it is made
+        if not isinstance(node, tuple | List):
+            known = self.called(args[0]) in _DICTS
+            return None if known else Refusal("something other than a mapping", not isinstance(node, Call))
+        pairs = [self.nodes[pair] for pair in elements(node)]
+        for pair in pairs:
+            if len(elements(pair)) != 2 and not (isinstance(pair, str | bytes) and len(pair) == 2):
+                if isinstance(pair, Call | Dict | Set | FrozenSet):
+                    return Refusal("something that ckptool does not follow", False)
+                return Refusal("something other than pairs")
+        return self.keys([elements(pair)[0] for pair in pairs if elements(pair)])
 
-    # -- keys -------------------------------------------------------------------------------------
+    def counter(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
+        node = self.nodes[args[0]] if args else None
+        if isinstance(node, tuple | List):
+            return self.keys(elements(node))
+        return self.ordered_dict(args, tensor) if node is not None else None
 
-    def keys(self, refs: Sequence[Ref]) -> Refused | None:
-        """What cannot be a key: containers, and tuples that are nested too deep to be hashed."""
+    # -- Keys
+
+    def keys(self, refs: Sequence[Ref]) -> Refusal | None:
+        """Refuse what cannot be a key: containers, and tuples that are nested too deep to be hashed."""
         nodes = self.nodes
         if _HASHED.issuperset([type(nodes[ref]) for ref in refs]):
             return None
         for ref in refs:
-            node = nodes[ref]
-            if isinstance(node, List | Dict | Set | ByteArray):
-                return Refused("a key that cannot be hashed")
-            if isinstance(node, Call) and self.name(node.func) in _UNHASHED:
-                return Refused("a key that cannot be hashed")
-            if type(node) is tuple:
-                depth = self.depth(ref)
-                if depth > _DEEP:
-                    return Refused(f"a key of tuples nested {depth:,} deep, which crashes Python")
-                if depth < 0:
-                    return Refused("a key that cannot be hashed")
+            depth = self.depth(ref)
+            if depth < 0:
+                return Refusal("a key that cannot be hashed")
+            if depth > _DEEP:
+                return Refusal(f"a key of tuples nested {depth:,} deep, which crashes Python")
         return None
 
     def depth(self, ref: Ref) -> int:
-        """How deep a tuple is nested, -1 where something in it has no hash; each tuple once."""
-        nodes, known = self.nodes, self.depths
+        """Return how deep a tuple is nested, 0 for any other key, -1 for one that cannot be hashed; each tuple once."""
+        nodes, depths = self.nodes, self.depths
+        if type(nodes[ref]) is not tuple:
+            unhashable = isinstance(nodes[ref], List | Dict | Set | ByteArray) or self.called(ref) in _UNHASHABLE
+            return -1 if unhashable else 0
         work = [ref]
         while work:
-            at = work[-1]
-            node = nodes[at]
-            if at in known:
-                work.pop()
-                continue
-            assert type(node) is tuple
-            inner = [part for part in node if type(nodes[part]) is tuple]
-            missing = [part for part in inner if part not in known]
-            if missing:
-                work += missing
-                continue
-            depths = [known[part] for part in inner]
-            bare = any(
-                isinstance(nodes[part], List | Dict | Set | ByteArray)
-                or (isinstance(held := nodes[part], Call) and self.name(held.func) in _UNHASHED)
-                for part in node
-            )
-            known[at] = -1 if bare or -1 in depths else 1 + max(depths, default=0)
+            parts = nodes[work[-1]]
+            assert type(parts) is tuple
+            if work[-1] not in depths:
+                missing = [part for part in parts if type(nodes[part]) is tuple and part not in depths]
+                if missing:
+                    work += missing
+                    continue
+                inner = [self.depth(part) for part in parts]
+                depths[work[-1]] = -1 if -1 in inner else 1 + max(inner, default=0)
             work.pop()
-        return known[ref]
+        return depths[ref]
 
 
-def _refused(name: str, why: str) -> Refused | None:
-    return Refused(f"{name}: {why}") if why else None
+def _refusal(message: str) -> Refusal | None:
+    return Refusal(message) if message else None
 
 
-def _is_no_tensor(name: str) -> bool:
-    """Is it on torch's list, and no class of tensors?"""
+def _gradient(dtype: str, requires_grad: bool) -> Refusal | None:
+    """Refuse a gradient for anything but floating point."""
+    if not requires_grad or dtype.startswith(_FLOATS):
+        return None
+    return Refusal(f"a tensor of {dtype} that requires a gradient")
+
+
+def _is_int64(value: Node) -> bool:
+    return type(value) is int and -_INT64 <= value < _INT64
+
+
+def _is_listed_non_tensor(name: str) -> bool:
     return name in _CLASSES | _VALUES or name.endswith("Storage") or "._rebuild" in name or name in _RULES
 
 
-def _is_device(text: str) -> bool:
-    return _DEVICE.fullmatch(text) is not None
-
-
+_NOT_A_TENSOR: Final = Refusal("something that is not a tensor")
 _V2: Final = "torch._utils._rebuild_tensor_v2"
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
-#: Calls of torch's list that give something with members, each of which has a hash.
+#: Calls of torch's list that give something with members, each of which can be hashed.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
 #: What has no __dict__ that BUILD could fill.
-_BARE: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
-_UNHASHED: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
+_STATELESS: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
+_UNHASHABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
-#: On the list, and neither functions nor classes.
+#: Names on the list that are neither functions nor classes.
 _VALUES: Final = frozenset(
     f"torch.{name}"
     for name in (
@@ -538,61 +476,61 @@ _VALUES: Final = frozenset(
     )
 )
 
-_Check = Callable[[_Calls, Ref], bool]
-_KINDS: Final[Mapping[str, _Check]] = {
-    "bool": lambda calls, ref: type(calls.nodes[ref]) is bool,
-    "bool or None": lambda calls, ref: type(calls.nodes[ref]) is bool or calls.nodes[ref] is None,
-    "string": lambda calls, ref: type(calls.nodes[ref]) is str,
-    "tuple": lambda calls, ref: type(calls.nodes[ref]) is tuple or isinstance(calls.nodes[ref], List),
-    "storage": lambda calls, ref: type(calls.nodes[ref]) is Persistent,
-    "tensor": lambda calls, ref: calls.reader.tensor(ref) is not None,
-    "tensor or None": lambda calls, ref: calls.reader.tensor(ref) is not None or calls.nodes[ref] is None,
-    "dtype": lambda calls, ref: bool(calls.dtype(ref)),
-    "dtype or None": lambda calls, ref: bool(calls.dtype(ref)) or calls.nodes[ref] is None,
-    "size": lambda calls, ref: calls.ints(ref) is not None,
-    "function": lambda calls, ref: type(calls.nodes[ref]) is Global,
-    "layout": lambda calls, ref: calls.layout(ref) in _LAYOUTS,
-    "name of a layout": lambda calls, ref: calls.nodes[ref] in _LAYOUTS if type(calls.nodes[ref]) is str else False,
+_KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
+    "bool": lambda checker, ref: type(checker.nodes[ref]) is bool,
+    "string": lambda checker, ref: type(checker.nodes[ref]) is str,
+    "tuple": lambda checker, ref: isinstance(checker.nodes[ref], tuple | List),
+    "storage": lambda checker, ref: type(checker.nodes[ref]) is Persistent,
+    "tensor": lambda checker, ref: checker.reader.tensor(ref) is not None,
+    "dtype": lambda checker, ref: bool(checker.dtype(ref)),
+    "size": lambda checker, ref: checker.ints(ref) is not None,
+    "function": lambda checker, ref: type(checker.nodes[ref]) is Global,
+    "layout": lambda checker, ref: checker.layout(ref) in _LAYOUTS,
+    "name of a layout": lambda checker, ref: type(node := checker.nodes[ref]) is str and node in _LAYOUTS,
+    "bool or None": lambda checker, ref: checker.nodes[ref] is None or type(checker.nodes[ref]) is bool,
+    "tensor or None": lambda checker, ref: checker.nodes[ref] is None or checker.reader.tensor(ref) is not None,
+    "dtype or None": lambda checker, ref: checker.nodes[ref] is None or bool(checker.dtype(ref)),
 }
 
 
 class _Rule(NamedTuple):
-    """``kinds`` of its arguments, "" for any; ``least`` of them; ``tensor`` where one must come of it."""
+    """The ``kinds`` of the arguments, "" for any; the ``least`` number of them; a ``check`` of all of them together.
+    ``needs_tensor``: the call makes a tensor that ckptool can read."""
 
     least: int
     kinds: tuple[str, ...]
-    tensor: bool = False
-    more: Callable[[_Calls, str, Sequence[Ref], Tensor | None], Refused | None] | None = None
+    check: Callable[..., Refusal | None] | None = None
+    needs_tensor: bool = False
 
 
 _VIEW: Final = ("storage", "", "size", "size")
+_PARAMETER: Final = ("tensor or None", "bool")
+_META: Final = ("dtype or None", "size", "size", "bool or None")
 _RULES: Final[Mapping[str, _Rule]] = {
-    "torch._utils._rebuild_tensor": _Rule(4, _VIEW, True, _Calls.dense),
-    _V2: _Rule(6, (*_VIEW, "bool", "", ""), True, _Calls.plain),
-    "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, "bool or None", "", "dtype or None", ""), True, _Calls.typed),
-    "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), True, _Calls.quantized),
-    "torch._utils._rebuild_parameter": _Rule(3, ("tensor or None", "bool", ""), False, _Calls.of_parameter),
-    "torch._utils._rebuild_parameter_with_state": _Rule(
-        4, ("tensor or None", "bool", "", ""), False, _Calls.of_parameter
+    "torch._utils._rebuild_tensor": _Rule(4, _VIEW, _CallChecker.dense, True),
+    _V2: _Rule(6, (*_VIEW, "bool", "", ""), _CallChecker.tensor_v2, True),
+    "torch._utils._rebuild_tensor_v3": _Rule(
+        7, (*_VIEW, "bool or None", "", "dtype or None", ""), _CallChecker.tensor_v3, True
     ),
-    "torch.nn.parameter.Parameter": _Rule(0, ("tensor or None", "bool"), False, _Calls.of_parameter),
-    "torch._utils._rebuild_sparse_tensor": _Rule(2, ("layout", "tuple"), False, _Calls.sparse),
-    "torch._utils._rebuild_nested_tensor": _Rule(4, ("tensor",) * 4, False, _Calls.nested),
-    "torch._utils._rebuild_meta_tensor_no_storage": _Rule(
-        4, ("dtype or None", "size", "size", "bool or None"), False, _Calls.meta
-    ),
+    "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), _CallChecker.quantized, True),
+    "torch._utils._rebuild_parameter": _Rule(3, (*_PARAMETER, ""), _CallChecker.parameter),
+    "torch._utils._rebuild_parameter_with_state": _Rule(4, (*_PARAMETER, "", ""), _CallChecker.parameter),
+    "torch.nn.parameter.Parameter": _Rule(0, _PARAMETER, _CallChecker.parameter),
+    "torch._utils._rebuild_sparse_tensor": _Rule(2, ("layout", "tuple"), _CallChecker.sparse),
+    "torch._utils._rebuild_nested_tensor": _Rule(4, ("tensor",) * 4, _CallChecker.nested),
+    "torch._utils._rebuild_meta_tensor_no_storage": _Rule(4, _META, _CallChecker.meta),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Rule(
-        4, ("tensor", "dtype", "", "bool"), False, _Calls.moved
+        4, ("tensor", "dtype", "", "bool"), _CallChecker.moved
     ),
-    "torch._tensor._rebuild_from_type_v2": _Rule(4, ("function", "", "tuple", ""), False, _Calls.from_type),
-    "torch.nested._internal.nested_tensor._rebuild_njt": _Rule(1, ("",), True),
+    _FROM_TYPE: _Rule(4, ("function", "", "tuple", ""), _CallChecker.from_type),
+    "torch.nested._internal.nested_tensor._rebuild_njt": _Rule(1, ("",), None, True),
     "torch.serialization._get_layout": _Rule(1, ("name of a layout",)),
-    "torch.Size": _Rule(0, ("",), False, _Calls.size),
-    "torch.device": _Rule(1, ("", ""), False, _Calls.device),
-    "_codecs.encode": _Rule(1, ("string", "", ""), False, _Calls.encoded),
-    "builtins.bytearray": _Rule(0, ("", "", ""), False, _Calls.mutable_bytes),
-    "builtins.set": _Rule(0, ("",), False, _Calls.members),
-    "builtins.complex": _Rule(0, ("", ""), False, _Calls.number),
-    "collections.OrderedDict": _Rule(0, ("",), False, _Calls.pairs),
-    "collections.Counter": _Rule(0, ("",), False, _Calls.pairs),
+    "torch.Size": _Rule(0, ("",), _CallChecker.size),
+    "torch.device": _Rule(1, ("", ""), _CallChecker.device),
+    "_codecs.encode": _Rule(1, ("string", "", ""), _CallChecker.encoded),
+    "builtins.bytearray": _Rule(0, ("", "", ""), _CallChecker.mutable_bytes),
+    "builtins.set": _Rule(0, ("",), _CallChecker.members),
+    "builtins.complex": _Rule(0, ("", ""), _CallChecker.number),
+    "collections.OrderedDict": _Rule(0, ("",), _CallChecker.ordered_dict),
+    "collections.Counter": _Rule(0, ("",), _CallChecker.counter),
 }

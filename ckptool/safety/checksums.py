@@ -1,4 +1,4 @@
-"""The one check that reads everything: each record against its checksum, each byte once, in order."""
+"""The only check that reads everything: each record against its checksum, each byte once, in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..checkpoint.container import Container, StoredRecord
 from ..files.threads import in_threads
 from ..files.zips.reader import checksum as checksum_of
 
-#: Records that are held at once.
+#: Records held at a time: a folder may have millions.
 _BATCH: Final = 50_000
 
 
 class Checksums(NamedTuple):
-    """``checked`` records of ``nbytes`` bytes agree or are in ``wrong``; ``uncomputed`` have no checksum on record
-    although the format has them; ``without`` are records of a format that has none. ``lost`` are records that
-    cannot be read, with the reason."""
+    """The outcome. ``checked`` records of ``nbytes`` bytes agree or are in ``wrong``; ``uncomputed`` ones have no
+    checksum although the format has them; ``without`` counts records of a format that has none. ``lost`` are the names
+    of records that cannot be read, with the reason."""
 
     checked: int
     nbytes: int
@@ -42,19 +42,18 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
                 progress(size)
 
     def read_batch() -> None:
-        """Sum some records: a folder may have millions, which must not be held all at once."""
-        found: dict[int, int] = {}
-        broken: dict[int, str] = {}
+        sums: dict[int, int] = {}
+        errors: dict[int, str] = {}
 
         def read(number: int) -> None:
             try:
-                found[number] = checksum(batch[number], advance if progress else None)
+                sums[number] = checksum(batch[number], advance if progress else None)
             except MalformedError as error:
-                broken[number] = error.what
+                errors[number] = error.what
 
         in_threads(range(len(batch)), read, sum(record.size for record in batch))
-        lost.extend((batch[number].name, broken[number]) for number in sorted(broken))
-        wrong.extend(record for number, record in enumerate(batch) if found.get(number, record.crc) != record.crc)
+        lost.extend((batch[number].name, errors[number]) for number in sorted(errors))
+        wrong.extend(record for number, record in enumerate(batch) if sums.get(number, record.crc) != record.crc)
         batch.clear()
 
     try:
@@ -75,5 +74,5 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
-    """The CRC-32 of a record's bytes, inflated; raises MalformedError where they do not inflate to their size."""
+    """Return the CRC-32 of a record's bytes, inflated; raise MalformedError where they do not inflate to their size."""
     return checksum_of(record.span, record.size, record.compressed, record.name, progress)

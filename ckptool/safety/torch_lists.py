@@ -1,8 +1,8 @@
-"""What ``torch.load(weights_only=True)`` takes, by torch version, as a base and what each version changed.
+"""The names and rules of ``torch.load(weights_only=True)``, by torch version: a base, and what each version changed.
 
 Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py`` and
 ``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels. A version is "2.6": within
-a minor version no release changed any of this. What a build for CUDA lists is what a build for the CPU lists.
+a minor version no release changed any of this. Builds for CUDA and for the CPU list the same.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 from ..pickles import opcodes as op
 
 
-class Change(NamedTuple):
-    """What a version added to and removed from the default list; ``registered`` is what else it registers.
+class ListChange(NamedTuple):
+    """Names that a version added to and removed from the default list, and that it ``registered`` besides.
 
-    Registered names are on the list of the user after a plain ``import torch``.
+    Registered names are on the user's own list after a plain ``import torch``.
     """
 
     version: str
@@ -51,20 +51,20 @@ _BASE = (
 
 #: Oldest to newest.
 HISTORY: Final = (
-    Change("1.13", added=_BASE),
-    Change(
+    ListChange("1.13", added=_BASE),
+    ListChange(
         "2.0",
         added=_names("torch._tensor", "_rebuild_from_type_v2"),
         removed=_names("torch._utils", "_rebuild_sparse_csr_tensor"),
     ),
-    Change("2.1"),
-    Change(
+    ListChange("2.1"),
+    ListChange(
         "2.2",
         added=_names("torch", "float8_e5m2 float8_e4m3fn")
         | _names("torch._utils", "_rebuild_tensor_v3 _rebuild_nested_tensor"),
     ),
-    Change("2.3", added=_names("torch", "float8_e5m2fnuz float8_e4m3fnuz")),
-    Change(
+    ListChange("2.3", added=_names("torch", "float8_e5m2fnuz float8_e4m3fnuz")),
+    ListChange(
         "2.4",
         added=_names("collections", "Counter")
         | _names("torch", "device bool uint8 bfloat16 bits8 bits16 bits1x8 bits2x4 bits4x2")
@@ -73,30 +73,30 @@ HISTORY: Final = (
         | _names("torch", "per_channel_affine_float_qparams")
         | _names("torch._utils", "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_wrapper_subclass"),
     ),
-    Change(
+    ListChange(
         "2.5",
         added=_names("_codecs", "encode")
         | _names("builtins", "bytearray")
         | _names("torch._utils", "_rebuild_device_tensor_from_numpy"),
     ),
-    Change(
+    ListChange(
         "2.6",
         added=_names("builtins", "set complex")
         | _names("torch", "uint16 uint32 uint64")
         | _names("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
         registered=_names("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt"),
     ),
-    Change(
+    ListChange(
         "2.7",
         added=_names("torch", "float8_e8m0fnu int1 int2 int3 int4 int5 int6 int7")
         | _names("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
     ),
-    Change("2.8", added=_names("torch", "float4_e2m1fn_x2")),
-    Change("2.9"),
-    Change("2.10", registered=_names("torch.distributed._mesh_layout", "_MeshLayout")),
-    Change("2.11"),
-    Change("2.12"),
-    Change("2.13", registered=_names("torch.distributed._mesh_layout", "_FlatLayout")),
+    ListChange("2.8", added=_names("torch", "float4_e2m1fn_x2")),
+    ListChange("2.9"),
+    ListChange("2.10", registered=_names("torch.distributed._mesh_layout", "_MeshLayout")),
+    ListChange("2.11"),
+    ListChange("2.12"),
+    ListChange("2.13", registered=_names("torch.distributed._mesh_layout", "_FlatLayout")),
 )
 
 NEWEST: Final = "2.13"
@@ -104,16 +104,16 @@ VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
 
 
 class Rules(NamedTuple):
-    """The rules beside the lists, where versions differ; in 2.13 all are true but ``calls_storages``.
+    """The rules beside the lists in which versions differ; in 2.13 all but ``calls_storages`` are true.
 
     ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
     Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
     alone. ``checks_setitem``: SETITEM and SETITEMS go only to dict, OrderedDict and Counter, not to whatever takes
     them (a list, a tensor, a bytearray). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
-    later it is a mere tag, though TypedStorage and UntypedStorage still are classes. ``refuses_script``: TorchScript
+    later it is only a tag, though TypedStorage and UntypedStorage are still classes. ``refuses_script``: TorchScript
     archives, and files in the old tar format, are refused under weights_only. ``checks_record_size``: a storage in a
-    zip file must have the size that the pickle says. ``checks_byteorder``: a record 'byteorder' is heeded, and one
-    that is neither little nor big is refused. ``reads_safetensors``: a name that ends in .safetensors is read as that.
+    zip file must have the size that the pickle says. ``checks_byteorder``: a record 'byteorder' is read, and refused
+    if it is neither little nor big. ``reads_safetensors``: a file named .safetensors is read as such.
     ``blocks_modules``: the names of sys, os, posix and nt are refused even when the user lists them.
     """
 
@@ -131,29 +131,29 @@ class Rules(NamedTuple):
 
 @cache
 def allowed(version: str) -> frozenset[str]:
-    """The globals ("module.name") that are allowed by default."""
+    """Return the globals ("module.name") that are allowed by default."""
     names: frozenset[str] = frozenset()
-    for change in _until(version):
+    for change in _history(version):
         names = (names - change.removed) | change.added
     return names
 
 
 @cache
 def registered(version: str) -> frozenset[str]:
-    """What a plain ``import torch`` adds to the list of the user."""
-    return frozenset().union(*(change.registered for change in _until(version)))
+    """Return the names that a plain ``import torch`` adds to the list of the user."""
+    return frozenset().union(*(change.registered for change in _history(version)))
 
 
 @cache
 def refused_opcodes(version: str) -> frozenset[int]:
-    """The opcodes of pickle that the restricted unpickler does not know."""
+    """Return the opcodes of pickle that the restricted unpickler does not know."""
     refused = frozenset(op.NAMES) - op.ACCEPTED
     # torch 1.13 cannot read a float.
     return refused if _since(version, "2.0") else refused | {op.BINFLOAT}
 
 
 def maps_python2(version: str, protocol: int = 2) -> bool:
-    """Whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
+    """Tell whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
 
     torch 2.4 and 2.5 do so only in a pickle whose PROTO says 2; a pickle without PROTO counts as another.
     """
@@ -161,7 +161,7 @@ def maps_python2(version: str, protocol: int = 2) -> bool:
 
 
 def newobj_targets(version: str) -> frozenset[str]:
-    """The names that NEWOBJ does not refuse as such; those among them that are no classes fail at run time."""
+    """Return the names that NEWOBJ does not refuse as such; those that are not classes fail at run time."""
     if rules(version).newobj_listed:
         return allowed(version) | registered(version)
     return frozenset(("torch.nn.parameter.Parameter",))
@@ -169,7 +169,7 @@ def newobj_targets(version: str) -> frozenset[str]:
 
 @cache
 def rules(version: str) -> Rules:
-    """The rules beside the lists."""
+    """Return the rules beside the lists."""
     return Rules(
         default=_since(version, "2.6"),
         newobj_listed=_since(version, "2.6"),
@@ -185,10 +185,10 @@ def rules(version: str) -> Rules:
 
 
 def _since(version: str, first: str) -> bool:
-    return len(_until(version)) >= len(_until(first))
+    return len(_history(version)) >= len(_history(first))
 
 
-def _until(version: str) -> tuple[Change, ...]:
+def _history(version: str) -> tuple[ListChange, ...]:
     if version not in VERSIONS:
         raise ValueError(f"no lists for torch {version!r}; there are lists for {', '.join(VERSIONS)}")
     return HISTORY[: VERSIONS.index(version) + 1]

@@ -1,4 +1,4 @@
-"""Will ``torch.load(weights_only=True)`` take it, and what stops it? Answered without torch.
+"""A prediction without torch: does ``torch.load(weights_only=True)`` take a file, and what stops it?
 
 The lists are those of ``torch_lists``, the rules those of ``torch/_weights_only_unpickler.py``: names are matched,
 not objects.
@@ -7,7 +7,7 @@ not objects.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -15,21 +15,26 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
 from ..pickles import opcodes as op
-from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
+from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
+from ..pickles.nodes import non_utf8_strings
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-#: Whatever a user lists, these stay refused.
+#: Modules that stay refused whatever the user lists.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
-#: How the rule begins that stops torch.load at safetensors under another name.
+#: The beginning of the rule that stops torch.load at safetensors under another name.
 MISNAMED: Final = "safetensors under another name"
 
-#: What stops torch.load in both modes: it decodes them strictly, where the caller names no other encoding
+#: The rule that stops torch.load in both modes: it decodes them strictly unless the caller names another encoding
 #: (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in _weights_only_unpickler.py).
 NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeError"
-#: What stops torch.load at a pickle that is called a safetensors file.
+#: The rule that stops torch.load at a pickle that is named like a safetensors file.
 WRONG_SUFFIX: Final = "the name ends in .safetensors, so torch.load reads it as that"
+
+_APPENDS: Final = "APPENDS to something other than a list"
+_SETITEMS: Final = "SETITEMS on something other than a dict"
+_DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 
 _FLAWS: Final = {
     "missing-storage": "bytes of a storage are missing",
@@ -51,44 +56,45 @@ class Blocker(NamedTuple):
     called: bool = False
 
 
-class Verdict(NamedTuple):
-    """``loads`` is the answer for torch ``torch``; ``blockers`` are the reasons against it."""
+class LoadPrediction(NamedTuple):
+    """Whether torch of the version ``torch`` ``loads`` a file; ``blockers`` are the reasons against it."""
 
     torch: str
     loads: bool
     blockers: tuple[Blocker, ...]
 
 
-def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEWEST) -> Verdict:
-    """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the torch ``torch``, such as "2.6".
+def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEWEST) -> LoadPrediction:
+    """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the version ``torch``, such as "2.6".
 
-    ``flaws`` are those of ``storage_flaws``. What only shows at run time is not foreseen: a device that is absent.
+    ``flaws`` are those of ``storage_flaws``. Failures that depend on the machine, such as an absent device, are not
+    predicted.
     """
     program = program_of(checkpoint)
     if program is not None:
-        # Its pickles are for another unpickler: what they name says nothing about torch.load.
-        return Verdict(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
+        # Its pickles are for another unpickler: their names say nothing about torch.load.
+        return LoadPrediction(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
     if not checkpoint.pickled:
         rule = _without_pickle(checkpoint, torch)
-        return Verdict(torch, not rule, (Blocker("", rule, 1),) if rule else ())
+        return LoadPrediction(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
-        # They come in one protocol, so only what the object itself does not show is said.
+        # All are written in one protocol: only what the object itself does not show is added.
         known = {(blocker.name, blocker.rule) for blocker in blockers}
         blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
     broken = _container_rules(checkpoint, flaws, torch)
     blockers += [Blocker("", rule, count) for rule, count in broken.items()]
-    return Verdict(torch, not blockers, tuple(blockers))
+    return LoadPrediction(torch, not blockers, tuple(blockers))
 
 
 def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
-    """Why torch.load does not pass safetensors on to its library, or "".
+    """Return why torch.load does not pass safetensors on to its library, or "".
 
     It does so by the name of a file alone (torch/serialization.py, ``load``).
     """
-    refused = next((problem.message for problem in checkpoint.container.problems if problem.refused), "")
-    if refused:
-        return refused
+    for problem in checkpoint.container.problems:
+        if problem.refused:
+            return problem.message
     sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
     named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
     if named and rules(torch).reads_safetensors:
@@ -99,21 +105,17 @@ def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
-    """What stops torch in a pickle, whatever file it is in."""
-    broken: Counter[str] = Counter()
-    for code, count in graph.refused.items():
-        broken[f"opcode {op.NAMES[code]}"] += count
+    """Return what stops torch in a pickle, whatever file it is in."""
+    broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
     broken.update(_broken_rules(graph, torch))
-    undecodable = sum(1 for _ in non_utf8_strings(graph))
-    if undecodable:
-        broken[NOT_UTF8] += undecodable
+    broken.update(NOT_UTF8 for _ in non_utf8_strings(graph))
     return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
 
 def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
-    """Every global of the pickle that is not on torch's list, popped ones included, most frequent first."""
+    """Return every global of the pickle that is not on torch's list, popped ones included, most frequent first."""
     listed = allowed(torch) | registered(torch)
     mapped = maps_python2(torch, graph.style.protocol)
     counts: Counter[str] = Counter()
@@ -135,7 +137,7 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
 
 
 def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
-    """The structural rules of the restricted unpickler, on every object that the pickle makes."""
+    """Count the objects of the pickle that break a structural rule of the restricted unpickler."""
     broken: Counter[str] = Counter()
     nodes = graph.nodes
     version = rules(torch)
@@ -144,48 +146,43 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
         if type(node) is Call:
             func = nodes[node.func]
             if type(func) is not Global:
-                # An object of a 'module' record of the legacy format, or something made up.
-                broken["call of what is no global"] += 1
+                # A class of a 'module' record of the legacy format, or something invented.
+                broken["call of something other than a global"] += 1
             elif node.op == op.NEWOBJ or node.filling is not None:
                 name = mapped_name(func)
                 if node.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
                     broken[f"NEWOBJ of {name}"] += 1
                 if node.filling is not None:
-                    broken.update(_filling(name, node, version))
+                    broken.update(_broken_by_filling(name, node, version))
         elif type(node) is Persistent:
             pid = nodes[node.pid]
             first = nodes[pid[0]] if type(pid) is tuple and pid else None
             if first == "module" or first == b"module":
                 broken["persistent id 'module': a class with its source"] += 1
             elif first != "storage" and first != b"storage":
-                broken["persistent id that is no storage"] += 1
+                broken["persistent id of something other than a storage"] += 1
             if node.filling is not None and (node.items or node.pairs or node.states):
-                broken["filling of a storage"] += 1
+                broken["change to a storage"] += 1
         elif type(node) is Global and (node.items or node.pairs or node.states):
-            broken["filling of a global"] += 1
+            broken["change to a global"] += 1
     for ref, steps in graph.style.batches.items():
-        # Filled with nothing, which only shows in the steps: it looks at what is filled first.
+        # Filled with nothing, which only the steps show; torch checks the object first.
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:
-            broken["APPENDS to something other than a list"] += 1
+            broken[_APPENDS] += 1
         mapping = isinstance(node, Call) and callable_name(graph, node.func) in _DICTS
         if isinstance(node, Instance) and op.SETITEMS in empty and not mapping:
-            broken["SETITEMS on something other than a dict"] += 1
+            broken[_SETITEMS] += 1
     return broken
 
 
-_DICTS: Final = ("collections.OrderedDict", "collections.Counter")
-
-
-def _filling(name: str, node: Call, version: Rules) -> list[str]:
-    broken = []
+def _broken_by_filling(name: str, node: Call, version: Rules) -> Iterator[str]:
     if node.items:
-        broken.append("APPENDS to something other than a list")
+        yield _APPENDS
     if node.pairs and version.checks_setitem and name not in _DICTS:
-        broken.append("SETITEMS on something other than a dict")
+        yield _SETITEMS
     if node.states and not _buildable(name, version):
-        broken.append("BUILD of what is no tensor, parameter or OrderedDict")
-    return broken
+        yield "BUILD on something other than a tensor, parameter or OrderedDict"
 
 
 def _buildable(name: str, version: Rules) -> bool:
@@ -193,7 +190,7 @@ def _buildable(name: str, version: Rules) -> bool:
         return True
     if not version.build_listed:
         return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict")
-    # A class outside of the list is a blocker by its name already.
+    # A class that is not on the list is already a blocker by its name.
     return name not in ("_codecs.encode", "torch.serialization._get_layout")
 
 
@@ -202,7 +199,7 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) 
     version = rules(torch)
     legacy = checkpoint.traits.in_a_row
     for problem in checkpoint.container.problems:
-        # Laid out anew nothing of the container is left.
+        # A new layout leaves nothing of the container.
         if problem.refused and not checkpoint.needs_relayout:
             broken[problem.message] += 1
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:

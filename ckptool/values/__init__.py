@@ -1,1 +1,1 @@
-"""What the bytes of tensors mean as numbers. ``values.torch`` is the only room that imports torch."""
+"""The values in a checkpoint: tensors as bytes, numbers and text, and objects as Python has them."""

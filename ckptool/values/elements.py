@@ -1,7 +1,7 @@
-"""The bytes of storages and tensors, in pieces: as they are stored, or as plain rows of elements.
+"""The bytes of storages and tensors, in pieces: as they are stored, or element by element in row-major order.
 
-What a tensor *is* does not depend on its strides, its offset or the byte order of its file: ``elements`` gives the
-same bytes for equal tensors. No torch is needed for it.
+``elements`` gives the same bytes for equal tensors, whatever their strides, offsets and the byte order of their files.
+It does not need torch.
 """
 
 from __future__ import annotations
@@ -19,76 +19,56 @@ from ..base.limits import LIMITS
 from ..base.text import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
-from ..checkpoint.tensors import Storage, Tensor, extent
+from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
 from ..files.zips.reader import contents
 
-#: Bytes looked at in one go.
+#: Bytes read at a time.
 _CHUNK: Final = 1 << 19
-#: Bytes of a view with other strides that are held at once, where it can be read in stretches.
+#: Bytes of a strided view that are held at once, where it can be read in stretches.
 _WINDOW: Final = 16 << 20
-#: Bytes of a storage that is inflated or computed, and kept for the next view of it.
-_KEPT: Final = 64 << 20
+#: Largest storage, in bytes, that is kept for its next view once it has been inflated or computed.
+_CACHED: Final = 64 << 20
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def dtype_of(tensor: Tensor) -> Dtype | None:
-    """The dtype of a tensor's elements, None for one that torch does not know."""
+    """Return the dtype of a tensor's elements, None for one that torch does not have."""
     return BY_NAME.get(tensor.dtype)
 
 
 def tensor_size(tensor: Tensor) -> int:
-    """The bytes of a tensor's own elements, as ``elements`` gives them."""
+    """Return the bytes of a tensor's own elements, as ``elements`` gives them."""
     dtype = dtype_of(tensor)
     if dtype is None or not tensor.storage:
         return 0
     return -(-tensor.numel // dtype.packed) * dtype.itemsize
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor without holes whose last dimension runs fastest."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the stored elements of a tensor as a view in the order of the storage, and how often each one counts.
 
-
-def holds_rows(tensor: Tensor) -> bool:
-    """Do its elements stand one after the other, in the order in which they count?"""
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
-        if size != 1 and stride != step:
-            return 0 in tensor.shape
-        step *= size
-    return True
-
-
-def unordered(tensor: Tensor) -> tuple[Tensor, int]:
-    """The elements of a tensor in the order in which they are stored, and how often each counts.
-
-    For what does not depend on the order: a transposed tensor is read from its beginning to its end, an expanded
-    one once.
+    For results that do not depend on the order: a transposed tensor is read from its beginning to its end, an
+    expanded one once.
     """
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
         return tensor, 1
     axes = sorted(((step, size) for size, step in zip(tensor.shape, tensor.stride) if size != 1), reverse=True)
     times = prod(size for step, size in axes if step == 0)
-    shape = tuple(size for step, size in axes if step != 0)
-    return tensor._replace(shape=shape, stride=tuple(step for step, _ in axes if step != 0)), times
+    stride, shape = (tuple(axis[part] for axis in axes if axis[0] != 0) for part in (0, 1))
+    return tensor._replace(shape=shape, stride=stride), times
 
 
 def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-    """The bytes of a storage in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
+    """Yield the bytes of a storage in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
 
-    Raises MalformedError where they are not there.
+    Raises MalformedError where they are missing.
     """
     body = checkpoint.body(key)
     if body is None or begin + (size or 0) > body.size:
-        what = f"the bytes of storage {key!r} are not all in the file"
-        raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+        message = f"the bytes of storage {key!r} are not all in the file"
+        raise MalformedError(message, path=checkpoint.path, next=salvage_step(checkpoint.path))
     left = body.size - begin if size is None else size
     if isinstance(body.piece, Span) and not body.compressed:
         while left:
@@ -98,7 +78,7 @@ def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
             yield data
             begin, left = begin + len(data), left - len(data)
         return
-    for data in _kept(checkpoint, body, key) if left < body.size else _sequential(body, key):
+    for data in _cached_bytes(checkpoint, body, key) if left < body.size else _sequential(body, key):
         if begin < len(data) and left:
             part = data[begin : begin + left]
             yield part
@@ -108,9 +88,9 @@ def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
         raise MalformedError(f"storage {key!r} ends too early", path=checkpoint.path)
 
 
-def _kept(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
-    """The bytes of a storage that many views are read from: the last one is kept, where it is not large."""
-    if body.size > _KEPT:
+def _cached_bytes(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
+    """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
+    if body.size > _CACHED:
         return _sequential(body, key)
     inflated = checkpoint.inflated
     if inflated.piece != body.piece:
@@ -127,7 +107,7 @@ def _sequential(body: Body, key: str) -> Iterable[bytes]:
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
-    """The same bytes in pieces of whole elements of ``width`` bytes; what is left at the end comes as it is."""
+    """Yield the same bytes in pieces of whole elements of ``width`` bytes; an incomplete last one comes as it is."""
     rest = b""
     for data in chunks:
         data = rest + data if rest else data
@@ -140,7 +120,7 @@ def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
 
 
 def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of ``size``; the last one may be shorter."""
+    """Yield the same bytes in pieces of ``size``; the last one may be shorter."""
     rest = bytearray()
     for data in chunks:
         rest += data
@@ -154,7 +134,7 @@ def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 
 def swapped(data: bytes, width: int) -> bytes:
-    """Numbers of ``width`` bytes in the other byte order."""
+    """Return numbers of ``width`` bytes in the other byte order."""
     if width == 1:
         return data
     numbers = array(_CODES[width], data)
@@ -163,17 +143,17 @@ def swapped(data: bytes, width: int) -> bytes:
 
 
 def number_width(dtype: Dtype) -> int:
-    """The bytes of the numbers of a storage class that torch turns round; a complex number is two.
+    """Return the width in bytes of the numbers that torch byte-swaps in a storage class; a complex number is two.
 
-    1 where it turns none: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
+    1 where it swaps none: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
     ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
     """
     return dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
 
 
-def turned_width(checkpoint: Checkpoint, key: str) -> int:
-    """The bytes of the numbers of a storage that are in the other order in the file than torch has them on a
-    little-endian machine; 1 where none are."""
+def swapped_width(checkpoint: Checkpoint, key: str) -> int:
+    """Return the width in bytes of the numbers of a storage that a big-endian file has in the other order than torch
+    has them in memory on a little-endian machine; 1 where there are none."""
     if checkpoint.container.byteorder != "big":
         return 1
     storage = checkpoint.survey.reader.storages.get(key)
@@ -181,17 +161,16 @@ def turned_width(checkpoint: Checkpoint, key: str) -> int:
 
 
 def loaded_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-    """The bytes of a storage as torch has them in memory on a little-endian machine; else like ``stored_bytes``."""
-    width = turned_width(checkpoint, key)
+    """Yield bytes of a storage as torch has them in memory on a little-endian machine; else like ``stored_bytes``."""
+    width = swapped_width(checkpoint, key)
     if width == 1:
         yield from stored_bytes(checkpoint, key, begin, size)
         return
     body = checkpoint.body(key)
     left = (0 if body is None else body.size - begin) if size is None else size
-    first = begin - begin % width
-    for data in whole_chunks(
-        stored_bytes(checkpoint, key, first, begin + left + -(begin + left) % width - first), width
-    ):
+    first, end = begin - begin % width, begin + left
+    stored = stored_bytes(checkpoint, key, first, end + -end % width - first)
+    for data in whole_chunks(stored, width):
         part = swapped(data, width)[begin - first :][:left]
         yield part
         left -= len(part)
@@ -199,12 +178,12 @@ def loaded_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
 
 
 def added_storages(
-    checkpoint: Checkpoint, made: Mapping[str, bytes], storages: Mapping[str, Storage]
+    checkpoint: Checkpoint, contents_of: Mapping[str, bytes], storages: Mapping[str, Storage]
 ) -> dict[str, Body]:
-    """New storages by their keys, from their bytes on a little-endian machine: in the byte order of the file."""
+    """Return new storages by their keys, given their bytes in little-endian order, in the byte order of the file."""
     big = checkpoint.container.byteorder == "big"
     bodies = {}
-    for key, data in made.items():
+    for key, data in contents_of.items():
         if big and key in storages:
             data = swapped(data, number_width(storages[key].dtype))
         bodies[key] = Body(data, len(data), crc32(data))
@@ -212,12 +191,12 @@ def added_storages(
 
 
 def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
-    """A tensor's elements, one after the other as they count, little-endian, in pieces of whole elements.
+    """Yield a tensor's elements in row-major order, little-endian, in pieces of whole elements.
 
-    Memory: some pieces; for a view with other strides that cannot be read in stretches (transposed and large, or in
-    a deflated storage) what lies between its first and its last element. Nothing comes of a tensor that has no storage
-    of its own, or is on meta. Raises MalformedError where bytes are missing, the dtype is not known, or the shape and
-    strides cannot be.
+    Memory: a few pieces; for a strided view that cannot be read in stretches (transposed and large, or in a deflated
+    storage) everything between its first and its last element. Yields nothing for a tensor that has no storage of its
+    own, or is on meta. Raises MalformedError where bytes are missing, the dtype is not known, or shape and strides are
+    impossible.
     """
     dtype = dtype_of(tensor)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
@@ -227,69 +206,67 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         raise MalformedError("a tensor whose shape, strides and offset make no sense", path=checkpoint.path)
     width = dtype.itemsize
-    if dtype.packed > 1 or holds_rows(tensor):
+    if dtype.packed > 1 or is_contiguous(tensor):
         begin = tensor.offset // dtype.packed * width
         yield from whole_chunks(loaded_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width)
     else:
-        yield from _gathered(checkpoint, tensor, width)
+        yield from _strided_elements(checkpoint, tensor, width)
 
 
-def _gathered(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[bytes]:
-    """The elements of a view with other strides, in pieces."""
+def _strided_elements(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[bytes]:
     stride = tensor.stride
     origin, size = tensor.offset * width, extent(tensor.shape, stride) * width
     if tensor_size(tensor) > max(LIMITS.inflated_bytes, LIMITS.inflation * size):
-        what = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
-        raise MalformedError(what, path=checkpoint.path)
-    blocks = _blocks(tensor.shape, stride, _CHUNK // width)
-    first = extent(next(_blocks(tensor.shape, stride, _CHUNK // width))[1], stride) * width
+        message = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
+        raise MalformedError(message, path=checkpoint.path)
+    first_block = next(_blocks(tensor.shape, stride, _CHUNK // width))[1]
     body = checkpoint.body(tensor.storage)
     in_stretches = body is not None and isinstance(body.piece, Span) and not body.compressed
-    if size <= _WINDOW or first > _WINDOW or not in_stretches:
-        # Grown with what is there, not made as large as the strides say.
-        read = bytearray()
-        for data in loaded_bytes(checkpoint, tensor.storage, origin, size):
-            read += data
-        whole = memoryview(read)
-        for at, shape in blocks:
-            yield _rows(whole[at * width : (at + extent(shape, stride)) * width], shape, stride, width)
-        return
-    for at, shape in blocks:
-        wanted = extent(shape, stride) * width
-        data = b"".join(loaded_bytes(checkpoint, tensor.storage, origin + at * width, wanted))
-        yield _rows(data, shape, stride, width)
+    at_once = size <= _WINDOW or extent(first_block, stride) * width > _WINDOW or not in_stretches
+    whole = bytearray()
+    for data in loaded_bytes(checkpoint, tensor.storage, origin, size) if at_once else ():
+        whole += data  # it grows with the bytes that exist: the strides may promise far more
+    view = memoryview(whole)
+    for offset, shape in _blocks(tensor.shape, stride, _CHUNK // width):
+        begin, length = offset * width, extent(shape, stride) * width
+        if at_once:
+            yield _gather(view[begin : begin + length], shape, stride, width)
+        else:
+            stretch = b"".join(loaded_bytes(checkpoint, tensor.storage, origin + begin, length))
+            yield _gather(stretch, shape, stride, width)
 
 
-def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Parts of a view with at most so many elements, in row-major order: (offset in elements, shape)."""
+def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], limit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield parts of a view with at most ``limit`` elements, in row-major order: (offset in elements, shape)."""
     axis = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
-    if prod(shape) <= most or axis == len(shape):
+    if prod(shape) <= limit or axis == len(shape):
         yield 0, shape
         return
-    inner = prod(shape[axis + 1 :])
-    step = max(most // inner, 1)
+    step = max(limit // prod(shape[axis + 1 :]), 1)
     for begin in range(0, shape[axis], step):
         part = (*shape[:axis], min(step, shape[axis] - begin), *shape[axis + 1 :])
-        for at, block in _blocks(part, stride, most) if step == 1 else ((0, part),):
-            yield begin * stride[axis] + at, block
+        for offset, block in _blocks(part, stride, limit) if step == 1 else ((0, part),):
+            yield begin * stride[axis] + offset, block
 
 
-def _rows(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
-    """The elements of a view, brought together: a strided copy along the longest dimension for each other place."""
+def _gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
+    """Return the elements of a view in row-major order: one strided copy along the longest dimension for each index of
+    the others."""
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]
-    origin = memoryview(data).cast("B").cast(code)
+    source = memoryview(data).cast("B").cast(code)
     out = memoryview(bytearray(width * prod(shape))).cast(code)
     target = contiguous_strides(shape)
     longest = max(range(len(shape)), key=lambda axis: shape[axis])
-    count, step, along = shape[longest], stride[longest], target[longest]
+    count, step, out_step = shape[longest], stride[longest], target[longest]
     others = [axis for axis in range(len(shape)) if axis != longest]
     for place in product(*(range(shape[axis]) for axis in others)):
-        here = sum(index * stride[axis] for index, axis in zip(place, others))
-        there = sum(index * target[axis] for index, axis in zip(place, others))
+        begin = sum(index * stride[axis] for index, axis in zip(place, others))
+        out_begin = sum(index * target[axis] for index, axis in zip(place, others))
         if step:
-            out[there : there + (count - 1) * along + 1 : along] = origin[here : here + (count - 1) * step + 1 : step]
+            line: memoryview | array[int] = source[begin : begin + (count - 1) * step + 1 : step]
         else:
-            out[there : there + (count - 1) * along + 1 : along] = array(code, [origin[here]]) * count
+            line = array(code, [source[begin]]) * count
+        out[out_begin : out_begin + (count - 1) * out_step + 1 : out_step] = line
     return out.tobytes()

@@ -15,36 +15,21 @@ from ..base.errors import RefusedError
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.sources import Computed, Plan
 from ..pickles.nodes import Ref
-from .interpretation import Reading, reading, repeats, resolved
-from .numbers import numbers
+from .interpretation import Reading, excessive_repeats, interpret, resolved_bytes
+from .numeric import to_numbers, widened_bfloat16
 
-#: torch dtype -> that of NumPy. What NumPy does not have becomes the next wider one, which holds every value of it.
-_TYPES: Final = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<f4",
-    "float8_e5m2": "<f4",
-    "float8_e4m3fn": "<f4",
-    "float8_e5m2fnuz": "<f4",
-    "float8_e4m3fnuz": "<f4",
-    "float8_e8m0fnu": "<f4",
-    "complex128": "<c16",
-    "complex64": "<c8",
-    "complex32": "<c8",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "|i1",
-    "uint8": "|u1",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bool": "|b1",
+#: dtype -> how NumPy describes it.
+_DESCRIPTIONS: Final = {
+    **{"float64": "<f8", "float32": "<f4", "float16": "<f2", "complex128": "<c16", "complex64": "<c8", "bool": "|b1"},
+    **{"int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1"},
+    **{"uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1"},
 }
-_NAMES: Final = {"<f4": "float32", "<c8": "complex64"}
-_TRUE: Final = bytes([0, *[1] * 255])
-#: Dimensions that an array of NumPy 2 can have; 32 before.
+#: dtype that NumPy does not have -> a wider one that holds each of its values.
+_WIDENED: Final = {"bfloat16": "float32", "complex32": "complex64"} | {
+    f"float8_{kind}": "float32" for kind in ("e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu")
+}
+_BOOLS: Final = bytes([0, *[1] * 255])
+#: Dimensions that an array can have in NumPy 2; 32 before.
 _DIMENSIONS: Final = 64
 
 
@@ -64,42 +49,42 @@ class Array(NamedTuple):
 
 
 def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
-    """The tensor ``ref`` as an array; ``name`` is what the user calls it.
+    """Return the tensor ``ref`` as an array; ``name`` is its path as the user gave it.
 
-    Raises RefusedError for what is no dense tensor of numbers.
+    Raises RefusedError for anything but a dense tensor of numbers.
     """
     tensor = checkpoint.survey.reader.tensor(ref)
-    how = reading(checkpoint, ref)
-    step = f"ckptool get {quote(checkpoint.path)} {quote(name or '.')} --json"
+    reading = interpret(checkpoint, ref)
+    label = name or "the tensor"
+    step = f"ckptool get {quote(checkpoint.path)} {quote(name or '.')}"
     if tensor is None:
-        raise RefusedError(f"{name or 'the whole file'} is no tensor", path=checkpoint.path, next=step)
-    if isinstance(how, str):
-        raise RefusedError(f"{name or 'the tensor'}: {how}", path=checkpoint.path, next=f"see it with {step[:-7]}")
-    if how.of not in ("elements", "part") or how.tensor.dtype not in _TYPES:
+        raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=f"{step} --json")
+    if isinstance(reading, str):
+        raise RefusedError(f"{label}: {reading}", path=checkpoint.path, next=f"see it with {step}")
+    dtype, shape = reading.tensor.dtype, reading.tensor.shape
+    widened = _WIDENED.get(dtype, "")
+    if reading.of not in ("elements", "part") or (widened or dtype) not in _DESCRIPTIONS:
         kind = tensor.kind if tensor.kind != "dense" else tensor.dtype
-        what = f"{name or 'the tensor'} is a tensor of the kind {kind}, which NumPy does not have"
-        raise RefusedError(what, path=checkpoint.path, next=f"its parts: {step}")
-    if len(how.tensor.shape) > _DIMENSIONS:
-        what = f"{name or 'the tensor'} has {len(how.tensor.shape)} dimensions, an array at most {_DIMENSIONS}"
-        raise RefusedError(what, path=checkpoint.path)
-    endless = repeats(how.tensor.shape, how.tensor.stride)
-    if endless:
-        raise RefusedError(f"{name or 'the tensor'}: {endless}", path=checkpoint.path)
-    dtype = how.tensor.dtype
-    descr = _TYPES[dtype]
-    widened = _NAMES.get(descr, "") if _NAMES.get(descr, dtype) != dtype else ""
-    size = how.tensor.numel * int(descr[2:])
-    return Array(descr, how.tensor.shape, size, lambda: _chunks(checkpoint, how), dtype, widened)
+        message = f"{label} is a tensor of the kind {kind}, which NumPy does not have"
+        raise RefusedError(message, path=checkpoint.path, next=f"its parts: {step} --json")
+    if len(shape) > _DIMENSIONS:
+        message = f"{label} has {len(shape)} dimensions, an array at most {_DIMENSIONS}"
+        raise RefusedError(message, path=checkpoint.path)
+    repeats = excessive_repeats(shape, reading.tensor.stride)
+    if repeats:
+        raise RefusedError(f"{label}: {repeats}", path=checkpoint.path)
+    descr = _DESCRIPTIONS[widened or dtype]
+    size = reading.tensor.numel * int(descr[2:])
+    return Array(descr, shape, size, lambda: _chunks(checkpoint, reading), dtype, widened)
 
 
 def npy_plan(array: Array) -> Plan:
-    """The file: header and elements."""
+    """Return the file: header and elements."""
     return Plan((_header(array.descr, array.shape), Computed(array.size, array.chunks)))
 
 
 def _header(descr: str, shape: tuple[int, ...]) -> bytes:
-    spelled = f"({shape[0]},)" if len(shape) == 1 else f"({', '.join(map(str, shape))})"
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {spelled}, }}"
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     # The elements begin at a multiple of 64, so that they can be mapped.
     short = len(text) < 65_000
     start = 10 if short else 12
@@ -107,33 +92,31 @@ def _header(descr: str, shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY" + (pack("<BBH", 1, 0, len(text)) if short else pack("<BBI", 2, 0, len(text))) + text.encode()
 
 
-def _chunks(checkpoint: Checkpoint, how: Reading) -> Iterator[bytes]:
-    for data in resolved(checkpoint, how):
+def _chunks(checkpoint: Checkpoint, reading: Reading) -> Iterator[bytes]:
+    for data in resolved_bytes(checkpoint, reading):
         for at in range(0, len(data), 1 << 20):
-            yield _wide(data[at : at + (1 << 20)], how.tensor.dtype)
+            yield _numpy_bytes(data[at : at + (1 << 20)], reading.tensor.dtype)
 
 
-def _wide(data: bytes, dtype: str) -> bytes:
-    """The same numbers in the type that NumPy has."""
+def _numpy_bytes(data: bytes, dtype: str) -> bytes:
+    """Return the same numbers in the type that NumPy has."""
     if dtype == "bool":
-        return data.translate(_TRUE)
+        return data.translate(_BOOLS)
     if dtype == "bfloat16":
-        wide = bytearray(2 * len(data))
-        wide[2::4], wide[3::4] = data[::2], data[1::2]
-        return bytes(wide)
+        return widened_bfloat16(data)
     if dtype == "complex32":
-        values = numbers(data, "float16")
+        values = to_numbers(data, "float16")
         return pack(f"<{len(values)}f", *values)
     if dtype.startswith("float8"):
         wide = bytearray(4 * len(data))
-        for place, table in enumerate(_tables(dtype)):
+        for place, table in enumerate(_float8_tables(dtype)):
             wide[place::4] = data.translate(table)
         return bytes(wide)
     return data
 
 
 @cache
-def _tables(dtype: str) -> tuple[bytes, ...]:
-    """The four bytes of the float32 of every code."""
-    words = [pack("<f", value) for value in numbers(bytes(range(256)), dtype)]
+def _float8_tables(dtype: str) -> tuple[bytes, ...]:
+    """Return four tables, one for each byte of the float32 that a code stands for."""
+    words = [pack("<f", value) for value in to_numbers(bytes(range(256)), dtype)]
     return tuple(bytes(word[place] for word in words) for place in range(4))

@@ -1,33 +1,32 @@
-"""What stands at a place of a checkpoint, in Python's terms: a scalar, a mapping, a list, an object, a tensor."""
+"""The value at a reference of a checkpoint in Python's terms: a scalar, a mapping, a list, an object, a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple, TypeAlias, overload
+from typing import Final, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, class_name, constant, device_text, mapped_name, mapping, same_key
-from ..checkpoint.paths import Child, as_children, beside, key_text, sequence
+from ..checkpoint.paths import as_children, beside, key_text, sequence
 from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Buffer, ByteArray, Call, Dict, Extension, Global, Graph, Persistent, Ref
 
-#: What is a value by itself.
-Plain: TypeAlias = "bool | int | float | complex | str | bytes | None"
-
-#: Mappings that are nothing but that, whatever else is written with them.
+#: Mappings that are shown as a dict, whatever else is written with them.
 _DICTS: Final = frozenset(("dict", "OrderedDict", "collections.defaultdict", "collections.Counter"))
+#: Arguments that are the class itself, by the function that makes an object of one.
+_CLASS_ARGUMENTS: Final = {"copyreg.__newobj__": ("(0)",), "copyreg._reconstructor": ("(0)", "(1)", "(2)")}
 
 
-class Leaf(NamedTuple):
-    """A value by itself; ``kind`` is its type in a word, "name" for a class or function (``value`` is its name),
-    "storage" for one without a tensor (``value`` describes it)."""
+class ScalarValue(NamedTuple):
+    """A value that holds no others. ``kind`` is its type in a word, "name" for a class or function (``value`` is its
+    name), "storage" for one without a tensor (``value`` describes it)."""
 
     kind: str
-    value: Plain
+    value: bool | int | float | complex | str | bytes | None
 
 
-class Member(NamedTuple):
-    """Something in something: its name for people, the ``step`` to it in a path, its reference, and the key in a
+class ValueMember(NamedTuple):
+    """A value within another: its name for people, the ``step`` to it in a path, its reference, and the key in a
     mapping, -1 elsewhere."""
 
     name: str
@@ -36,21 +35,21 @@ class Member(NamedTuple):
     key: Ref = -1
 
 
-class Content(NamedTuple):
-    """Something with something inside.
+class ContainerValue(NamedTuple):
+    """A value that holds others.
 
     ``kind``: "mapping", "sequence" or "object"; ``cls`` the class. The names of ``members`` differ from each other:
-    those of a mapping are its keys as texts, of a sequence numbers in brackets, of an object its attributes, keys and
+    those of a mapping are its keys as strings, of a sequence indices in brackets, of an object its attributes, keys and
     elements in brackets for what it holds as a mapping or list, and "(number)" for the arguments it was made with.
     """
 
     kind: str
     cls: str
-    members: Sequence[Member]
+    members: Sequence[ValueMember]
 
 
-class _Elements(Sequence[Member]):
-    """The members of a sequence, each made when it is asked for: there may be millions."""
+class _SequenceMembers(Sequence[ValueMember]):
+    """The members of a sequence, each made on demand: there may be millions. There are no slices of it."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = refs
@@ -58,106 +57,86 @@ class _Elements(Sequence[Member]):
     def __len__(self) -> int:
         return len(self.refs)
 
-    @overload
-    def __getitem__(self, index: int) -> Member: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Member]: ...
-
-    def __getitem__(self, index: int | slice) -> Member | Sequence[Member]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self.refs)))]
+    def __getitem__(self, index: int) -> ValueMember:  # type: ignore[override]
         step = f"[{index}]"
-        return Member(step, step, self.refs[index])
+        return ValueMember(step, step, self.refs[index])
 
 
-def content(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content | Tensor:
-    """What the reference stands for."""
+def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerValue | Tensor:
+    """Return the value that the reference stands for."""
     graph = checkpoint.graph
     node = graph.nodes[ref]
     if node is None or isinstance(node, bool | int | float | str | bytes):
-        return Leaf(class_name(graph, ref), node)
+        return ScalarValue(class_name(graph, ref), node)
     if isinstance(node, ByteArray):
-        return Leaf("bytearray", node.data)
+        return ScalarValue("bytearray", node.data)
     if isinstance(node, Global):
-        return Leaf("name", mapped_name(node))
+        return ScalarValue("name", mapped_name(node))
     inside = sequence(graph, ref)
     if inside is not None:
         cls = class_name(graph, ref).rpartition(".")[2]
-        return Content("sequence", "tuple" if cls == "Size" else cls, _Elements(inside))
+        return ContainerValue("sequence", "tuple" if cls == "Size" else cls, _SequenceMembers(inside))
     if isinstance(node, Dict):
-        return Content("mapping", "dict", _entries(graph, as_children(graph, mapping(graph, ref) or ())))
+        return ContainerValue("mapping", "dict", _entries(graph, mapping(graph, ref) or ()))
     if isinstance(node, Persistent):
-        return _outside(checkpoint, ref)
+        storage = checkpoint.survey.reader.storage(ref)
+        if storage is None:
+            return ScalarValue("name", callable_name(graph, ref) or "an object outside of the pickle")
+        words = f"{storage.key}: {storage.cls}, {storage.nbytes:,} bytes, {storage.location}"
+        return ScalarValue("storage", words)
     if isinstance(node, Buffer | Extension):
-        return Leaf("name", class_name(graph, ref))
+        return ScalarValue("name", class_name(graph, ref))
     assert isinstance(node, Call), "everything else is above"
-    return _called(checkpoint, ref, node)
+    return _call_result(checkpoint, ref, node)
 
 
-def _entries(graph: Graph, held: Sequence[Child]) -> list[Member]:
-    """The members of a mapping; a key that is no string has another name where a string is called like it."""
+def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember]:
+    """Return the members of a mapping; a key that is not a string gets another name where a string is spelled alike."""
     nodes = graph.nodes
-    taken: set[str] = {name for one in held if type(name := nodes[one.key]) is str}
-    found = []
-    for step, ref, key in held:
+    taken: set[str] = {name for key, _ in items if type(name := nodes[key]) is str}
+    members = []
+    for step, ref, key in as_children(graph, items):
         name = nodes[key]
         if type(name) is not str:
             name = key_text(graph, key) if not step.startswith("[#") else step
             while name in taken:
                 name += "'"
             taken.add(name)
-        found.append(Member(name, step, ref, key))
-    return found
+        members.append(ValueMember(name, step, ref, key))
+    return members
 
 
-def _outside(checkpoint: Checkpoint, ref: Ref) -> Leaf | Content:
-    graph = checkpoint.graph
-    storage = checkpoint.survey.reader.storage(ref)
-    if storage is not None:
-        return Leaf("storage", f"{storage.key}: {storage.cls}, {storage.nbytes:,} bytes, {storage.location}")
-    name = callable_name(graph, ref)
-    return Leaf("name", name or "an object outside of the pickle")
-
-
-def _called(checkpoint: Checkpoint, ref: Ref, node: Call) -> Leaf | Content | Tensor:
+def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | ContainerValue | Tensor:
     graph = checkpoint.graph
     tensor = checkpoint.survey.reader.tensor(ref)
     if tensor is not None:
         return tensor
     device = device_text(graph, ref)
     if device is not None:
-        return Leaf("torch.device", device)
+        return ScalarValue("torch.device", device)
     value = constant(graph, ref)
     if value is not None:
-        return Leaf(type(value).__name__, value)
-    cls, pairs = class_name(graph, ref), mapping(graph, ref)
-    entries = as_children(graph, pairs or ())
-    if pairs is not None and cls in _DICTS:
-        return Content("mapping", cls.rpartition(".")[2], _entries(graph, entries))
-    held: dict[str, list[Member]] = {"": [], "[": [], "(": []}
-    hidden = _HIDDEN.get(callable_name(graph, node.func), ())
-    for one in (*beside(graph, ref, entries), *entries):
-        if one.step in hidden or (one.key < 0 and one.step.startswith("(key ")):
-            continue
-        name = one.step.removeprefix(".")
-        held[name[:1] if name[:1] in "[(" and not name.startswith("(state") else ""].append(Member(name, *one))
-    return Content("object", cls, [*held[""], *held["["], *held["("]])
+        return ScalarValue(type(value).__name__, value)
+    cls, items = class_name(graph, ref), mapping(graph, ref)
+    if items is not None and cls in _DICTS:
+        return ContainerValue("mapping", cls.rpartition(".")[2], _entries(graph, items))
+    entries = as_children(graph, items or ())
+    hidden = _CLASS_ARGUMENTS.get(callable_name(graph, node.func), ())
+    members = [
+        ValueMember(one.step.removeprefix("."), *one)
+        for one in (*beside(graph, ref, entries), *entries)
+        if one.step not in hidden and (one.key >= 0 or not one.step.startswith("(key "))
+    ]
+    return ContainerValue("object", cls, sorted(members, key=_attributes_first))
 
 
-#: Arguments that are the class itself, of functions that make an object of one.
-_HIDDEN: Final = {
-    "copyreg.__newobj__": ("(0)",),
-    "copyreg._reconstructor": ("(0)", "(1)", "(2)"),
-}
+def _attributes_first(member: ValueMember) -> int:
+    """Sort the members of an object: attributes, then entries and elements, then arguments."""
+    return 0 if member.name.startswith("(state") else {"[": 1, "(": 2}.get(member.name[:1], 0)
 
 
 def python_key(graph: Graph, ref: Ref) -> Hashable:
-    """A key as a Python value where it is one; raises ValueError for a key that needs a module."""
-    return _python(graph, ref, same_key(graph, ref))
-
-
-def _python(graph: Graph, ref: Ref, known: Hashable) -> Hashable:
+    """Return a key as a Python value; raise ValueError for one that Python has only with its module."""
     node = graph.nodes[ref]
     if isinstance(node, float) and node != node:
         return float("nan")  # an object of its own, so that several can be keys
@@ -167,8 +146,8 @@ def _python(graph: Graph, ref: Ref, known: Hashable) -> Hashable:
         value = constant(graph, ref)
         if value is not None:
             return value
-    inside = sequence(graph, ref) if isinstance(known, tuple) and known[0] in ("tuple", "frozenset") else None
-    if inside is None:
+    identity, inside = same_key(graph, ref), sequence(graph, ref)
+    if not isinstance(identity, tuple) or identity[0] not in ("tuple", "frozenset") or inside is None:
         raise ValueError
-    parts = [_python(graph, part, same_key(graph, part)) for part in inside]
-    return frozenset(parts) if known[0] == "frozenset" else tuple(parts)  # type: ignore[index]
+    parts = [python_key(graph, part) for part in inside]
+    return frozenset(parts) if identity[0] == "frozenset" else tuple(parts)

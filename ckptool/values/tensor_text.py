@@ -1,4 +1,4 @@
-"""A tensor as text, in the manner in which torch prints one: four decimals, long ones with their edges only.
+"""A tensor as text, as torch prints one: four decimals, and only the edges of a large one.
 
 Source: ``torch/_tensor_str.py``, which decides between plain and scientific numbers in the same way.
 """
@@ -13,21 +13,20 @@ from typing import Final, TypeAlias
 from ..base.dtypes import BY_NAME
 from ..base.text import cut
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import Body
 from ..checkpoint.sharding import Sharding, sharding
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, TensorReader
 from ..files.sources import Span
 from ..pickles.nodes import Ref
-from .interpretation import Affine, Reading, numbers_in, reading, repeats
-from .numbers import Number
+from .interpretation import Affine, Reading, excessive_repeats, interpret, numbers_in
+from .numeric import Number
 
-#: Elements that are printed one and all.
+#: Largest tensor, in elements, that is printed in full.
 _WHOLE: Final = 1_000
 _EDGE: Final = 3
-#: Dimensions that are shown as brackets in brackets.
+#: Dimensions that are shown as nested brackets.
 _NESTED: Final = 32
 _WIDTH: Final = 80
-#: What the parts of composite tensors are called, in the order in which the pickle has them.
+#: The names of the parts of composite tensors, in the order of the pickle.
 _PARTS: Final = {
     "sparse_coo": ("indices", "values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -40,94 +39,95 @@ _PARTS: Final = {
 Nested: TypeAlias = "list[Nested] | Number | None"
 
 
-def head_words(tensor: Tensor) -> str:
-    """What it is: ``float32 4x3x1x1, cuda:0``."""
+def tensor_summary(tensor: Tensor) -> str:
+    """Return what a tensor is in one line: ``float32 4x3x1x1, cuda:0``."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
-    words = f"{tensor.dtype} {shape}, {tensor.location}" if tensor.location else f"{tensor.dtype} {shape}"
-    if tensor.kind not in ("dense", "quantized", "meta"):
-        words += f", {tensor.kind}"
-    if tensor.cls:
-        words += f", {tensor.cls}"
-    return words + (", requires_grad" if tensor.requires_grad else "")
+    kind = "" if tensor.kind in ("dense", "quantized", "meta") else tensor.kind
+    grad = "requires_grad" if tensor.requires_grad else ""
+    return ", ".join(filter(None, (f"{tensor.dtype} {shape}", tensor.location, kind, tensor.cls, grad)))
 
 
 def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
-    """The lines that show a tensor. Raises MalformedError where its bytes are missing."""
-    tensor = checkpoint.survey.reader.tensor(ref)
+    """Yield the lines that show a tensor. Raises MalformedError where its bytes are missing."""
+    reader = checkpoint.survey.reader
+    tensor = reader.tensor(ref)
     assert tensor is not None
-    spread = sharding(checkpoint.survey.reader, ref, tensor)
-    if spread is not None:
-        yield from _spread_lines(checkpoint, spread, tensor)
+    shards = sharding(reader, ref, tensor)
+    if shards is not None:
+        yield from _sharded_lines(checkpoint, shards, tensor)
         return
-    yield head_words(tensor)
+    yield tensor_summary(tensor)
     if tensor.parts and tensor.kind != "quantized":
-        for name, part in part_names(tensor):
-            inner = checkpoint.survey.reader.tensor(part)
-            if inner is None or (inner.parts and inner.kind != "quantized"):
-                continue
-            yield ""
-            yield f"{name}:"
+        for name, part, _ in shown_parts(reader, tensor):
+            yield from ("", f"{name}:")
             yield from tensor_lines(checkpoint, part)
         return
-    how = readable(checkpoint, ref)
-    if isinstance(how, str):
-        yield f"({how})"
+    reading = interpret_for_display(checkpoint, ref)
+    if isinstance(reading, str):
+        yield f"({reading})"
         return
-    if how.affine is not None:
-        yield f"integers, to be read as (q - zero_point) * scale: {_affine_words(how.affine)}"
-    if how.tensor.dtype.startswith(("bits", "float4")):
+    if reading.affine is not None:
+        yield f"integers, to be read as (q - zero_point) * scale: {_affine_words(reading.affine)}"
+    if reading.tensor.dtype.startswith(("bits", "float4")):
         yield "bytes as they are: torch gives them no value by themselves"
-    body = checkpoint.body(how.tensor.storage)
-    in_place = body is not None and _in_place(body, how.tensor)
-    endless = "" if in_place else repeats(how.tensor.shape, how.tensor.stride)
-    if endless:
-        yield f"({endless})"
+    addressable = _is_addressable(checkpoint, reading.tensor)
+    repeats = "" if addressable else excessive_repeats(reading.tensor.shape, reading.tensor.stride)
+    if repeats:
+        yield f"({repeats})"
         return
-    yield from _drawn(_picked(checkpoint, how, in_place), how.tensor.dtype)
+    yield from _draw(_displayed(checkpoint, reading, addressable), reading.tensor.dtype)
 
 
-def _spread_lines(checkpoint: Checkpoint, spread: Sharding, tensor: Tensor) -> Iterator[str]:
-    """A tensor that is spread over ranks: what it is, and the parts of it that are here."""
-    head = head_words(tensor._replace(kind="dense", cls=spread.kind))
-    owner = f"rank {spread.rank}" if spread.rank >= 0 else "one rank"
-    yield f"{head}: {spread.words}"
-    if not spread.parts:
+def _sharded_lines(checkpoint: Checkpoint, shards: Sharding, tensor: Tensor) -> Iterator[str]:
+    """Yield what a tensor that is spread over ranks is, and the parts of it that are in this file."""
+    summary = tensor_summary(tensor._replace(kind="dense", cls=shards.kind))
+    owner = f"rank {shards.rank}" if shards.rank >= 0 else "one rank"
+    yield f"{summary}: {shards.words}"
+    if not shards.parts:
         yield f"({owner} had nothing of it)"
-    for part in spread.parts:
-        at = part.slices(tensor.shape)
-        yield ""
-        yield f"what {owner} had of it{', ' + at if at else ''}:"
+    for part in shards.parts:
+        slices = part.slices(tensor.shape)
+        yield from ("", f"what {owner} had of it{', ' + slices if slices else ''}:")
         yield from tensor_lines(checkpoint, part.ref)
 
 
-def part_names(tensor: Tensor) -> Iterator[tuple[str, Ref]]:
-    """The tensors inside a composite one, by what torch calls them."""
+def shown_parts(reader: TensorReader, tensor: Tensor) -> Iterator[tuple[str, Ref, Tensor]]:
+    """Yield the parts of a composite tensor that hold numbers: the name torch has for one, its reference, the part."""
     names = _PARTS.get(tensor.kind, ())
-    for number, part in enumerate(tensor.parts):
-        yield names[number] if number < len(names) else f"part {number}", part
+    for number, ref in enumerate(tensor.parts):
+        part = reader.tensor(ref)
+        if part is not None and (not part.parts or part.kind == "quantized"):
+            yield names[number] if number < len(names) else f"part {number}", ref, part
 
 
-def readable(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """How to read it; bits are shown as integers, and what has no scale as well."""
-    how = reading(checkpoint, ref)
+def interpret_for_display(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
+    """Return how to read a tensor as ``interpret`` does, but bits, and quantized ones without a scale, as integers."""
+    reading = interpret(checkpoint, ref)
     tensor = checkpoint.survey.reader.tensor(ref)
-    if isinstance(how, str) and tensor is not None and tensor.storage and tensor.dtype in BY_NAME:
-        return Reading(tensor, "elements") if tensor.dtype.startswith(("bits", "q")) else how
-    return how
+    if isinstance(reading, str) and tensor is not None and tensor.storage and tensor.dtype in BY_NAME:
+        return Reading(tensor, "elements") if tensor.dtype.startswith(("bits", "q")) else reading
+    return reading
 
 
 def _affine_words(affine: Affine) -> str:
-    def told(values: Sequence[float]) -> str:
+    def join(values: Sequence[float]) -> str:
         return cut(", ".join(f"{value:g}" for value in values[:20]) + (", ..." if len(values) > 20 else ""))
 
     if affine.axis < 0:
         return f"scale {affine.scales[0]:g}, zero_point {affine.zero_points[0]:g}"
-    return f"axis {affine.axis}, scales {told(affine.scales)}; zero_points {told(affine.zero_points)}"
+    return f"axis {affine.axis}, scales {join(affine.scales)}; zero_points {join(affine.zero_points)}"
 
 
-def _picked(checkpoint: Checkpoint, how: Reading, in_place: bool) -> Nested:
-    """The numbers to show, in lists in lists; None stands for those between. ``in_place``: each can be read alone."""
-    tensor = how.tensor
+def _is_addressable(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Tell whether single elements can be read, without those before them."""
+    body = checkpoint.body(tensor.storage)
+    packed = BY_NAME[tensor.dtype].packed if tensor.dtype in BY_NAME else 1
+    return body is not None and isinstance(body.piece, Span) and not body.compressed and packed == 1
+
+
+def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> Nested:
+    """Return the numbers to show, as nested lists; None stands for those left out."""
+    tensor = reading.tensor
     shape, strides = tensor.shape, tensor.stride
     if 0 in shape:
         return []
@@ -135,43 +135,33 @@ def _picked(checkpoint: Checkpoint, how: Reading, in_place: bool) -> Nested:
     if len(shape) > _NESTED or not edge:  # even the edges are too many: as if it had one dimension
         edge, shape = 0, (tensor.numel,)
     if tensor.numel <= _WHOLE:
-        values = [value for part in numbers_in(checkpoint, how) for value in part]
+        values = [value for part in numbers_in(checkpoint, reading) for value in part]
         return _nested(iter(values), [list(range(size)) for size in shape])
-    chosen = [_edges(size, edge or _EDGE) for size in shape]
-    wanted = [[index for index in axis if index is not None] for axis in chosen]
-    if edge and in_place:
+    axes = [_edges(size, edge or _EDGE) for size in shape]
+    # One tuple of indices for each number to show.
+    places = product(*([index for index in axis if index is not None] for axis in axes))
+    if edge and addressable:
         values = []
-        for place in product(*wanted[:-1]):
-            at = tensor.offset + sum(index * step for index, step in zip(place, strides))
-            for index in wanted[-1]:
-                one = tensor._replace(shape=(), stride=(), offset=at + index * strides[-1])
-                values += next(numbers_in(checkpoint, how._replace(tensor=one)))
+        for place in places:
+            offset = tensor.offset + sum(index * step for index, step in zip(place, strides))
+            element = tensor._replace(shape=(), stride=(), offset=offset)
+            values += next(numbers_in(checkpoint, reading._replace(tensor=element)))
     else:
-        values = list(_found(numbers_in(checkpoint, how), _flat(wanted, shape)))
-    return _nested(iter(values), chosen)
-
-
-def _in_place(body: Body, tensor: Tensor) -> bool:
-    """Can single elements be read where they stand?"""
-    packed = BY_NAME[tensor.dtype].packed if tensor.dtype in BY_NAME else 1
-    return isinstance(body.piece, Span) and not body.compressed and packed == 1
+        steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        numbers = (sum(index * step for index, step in zip(place, steps)) for place in places)
+        values = list(_at(numbers_in(checkpoint, reading), numbers))
+    return _nested(iter(values), axes)
 
 
 def _edges(size: int, edge: int) -> list[int | None]:
-    """The first and the last indices of an axis, None for those between."""
+    """Return the first and the last indices of an axis, with None for those between."""
     if size <= 2 * edge:
         return list(range(size))
     return [*range(edge), None, *range(size - edge, size)]
 
 
-def _flat(wanted: list[list[int]], shape: tuple[int, ...]) -> Iterator[int]:
-    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    for place in product(*wanted):
-        yield sum(index * step for index, step in zip(place, steps))
-
-
-def _found(pieces: Iterator[list[Number]], places: Iterator[int]) -> Iterator[Number]:
-    """The numbers at the places, which ascend."""
+def _at(pieces: Iterator[list[Number]], places: Iterator[int]) -> Iterator[Number]:
+    """Yield the numbers at places that ascend."""
     begin, piece = 0, next(pieces)
     for place in places:
         while place >= begin + len(piece):
@@ -179,16 +169,16 @@ def _found(pieces: Iterator[list[Number]], places: Iterator[int]) -> Iterator[Nu
         yield piece[place - begin]
 
 
-def _nested(values: Iterator[Number], chosen: Sequence[Sequence[int | None]]) -> Nested:
-    if not chosen:
+def _nested(values: Iterator[Number], axes: Sequence[Sequence[int | None]]) -> Nested:
+    if not axes:
         return next(values)
-    return [None if index is None else _nested(values, chosen[1:]) for index in chosen[0]]
+    return [None if index is None else _nested(values, axes[1:]) for index in axes[0]]
 
 
-# -- drawing ----------------------------------------------------------------------------------------------------------
+# -- Drawing
 
 
-def _drawn(shown: Nested, dtype: str) -> Iterator[str]:
+def _draw(shown: Nested, dtype: str) -> Iterator[str]:
     texts = _texts([value for value in _flattened(shown) if value is not None], dtype)
     width = max(map(len, texts), default=0)
     yield from _lines(shown, iter(text.rjust(width) for text in texts), 0, width)
@@ -205,26 +195,24 @@ def _flattened(shown: Nested) -> Iterator[Number | None]:
 def _lines(shown: Nested, texts: Iterator[str], depth: int, width: int) -> list[str]:
     if not isinstance(shown, list):
         return [next(texts)]
-    if not shown or not isinstance(next((item for item in shown if item is not None), None), list):
+    if not any(isinstance(item, list) for item in shown):
         return _row(["..." if item is None else next(texts) for item in shown], depth, width)
     lines: list[str] = []
-    deeper = isinstance(shown[0], list) and bool(shown[0]) and isinstance(shown[0][0], list)
+    gap = isinstance(shown[0], list) and bool(shown[0]) and isinstance(shown[0][0], list)
     for number, item in enumerate(shown):
         block = ["..."] if item is None else _lines(item, texts, depth + 1, width)
+        if number and gap:
+            lines.append("")
+        block = [" " + line if line else "" for line in block]
         if number == 0:
-            block = [block[0], *(" " + line if line else "" for line in block[1:])]
-            block[0] = "[" + block[0]
-        else:
-            block = [" " + line if line else "" for line in block]
-            if deeper:
-                lines.append("")
+            block[0] = "[" + block[0][1:]
         block[-1] += "," if number < len(shown) - 1 else "]"
         lines += block
     return lines
 
 
 def _row(texts: list[str], depth: int, width: int) -> list[str]:
-    """One row of numbers, on as many lines as it takes."""
+    """Return one row of numbers, on as many lines as it takes."""
     room = max((_WIDTH - depth - 2) // (width + 2), 1)
     rows = [", ".join(texts[at : at + room]) for at in range(0, len(texts), room)] or [""]
     lines = ["[" + rows[0], *(" " + row for row in rows[1:])]
@@ -242,7 +230,7 @@ def _texts(values: list[Number], dtype: str) -> list[str]:
 
 
 def _floats(values: Sequence[float]) -> list[str]:
-    """All in one manner: whole numbers with a dot, four decimals, or scientific where these would not tell."""
+    """Format all alike: whole numbers with a dot, four decimals, or scientific where these would hide them."""
     sizes = [abs(value) for value in values if isfinite(value) and value]
     low, high = min(sizes, default=1.0), max(sizes, default=1.0)
     whole = all(size == int(size) for size in sizes)

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple
 
+from ...checkpoint.tensors import contiguous_strides
 from ...files.sources import Source
-from ...values.elements import contiguous_strides
 from .metadata import Box
 
 #: Bytes of a piece with odd strides that are held at once.

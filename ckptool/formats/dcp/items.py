@@ -8,11 +8,10 @@ from ...base.dtypes import Dtype
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.text import listed
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
-from ...checkpoint.tensors import Tensor, TensorReader, extent
+from ...checkpoint.tensors import Tensor, TensorReader, contiguous_strides, extent
 from ...files.sources import FileSource, SliceSource, Source, Span
 from ...files.zips.reader import Archive, Record, read_archive
 from ...pickles.nodes import Graph
-from ...values.elements import contiguous_strides
 from ..torch.zip_reader import TorchZip, read_records
 from .chunks import RowSource, SignSource
 from .forms import item_flaw, lazy_bits, tensor_flaw

@@ -14,13 +14,14 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.objects import is_ordered_dict
+from ...checkpoint.tensors import is_contiguous
 from ...checkpoint.views import without_views
 from ...files.sources import Files, Piece, Plan, merged
 from ...files.zips.writer import Content, fresh, summed
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, Ref, children
 from ...pickles.opcodes import NEWOBJ
-from ...values.elements import holds_rows, tensor_size
+from ...values.elements import tensor_size
 from ..losses import Loss, refuse_edited
 from ..promises import Promise
 from ..rows import rows
@@ -143,7 +144,7 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     found = [
         Loss("keys", tuple(walk.nameless)),
         Loss("containers", tuple(walk.containers)),
-        Loss("strides", tuple(where for where, tensor in plain if not holds_rows(tensor))),
+        Loss("strides", tuple(where for where, tensor in plain if not is_contiguous(tensor))),
         Loss("sharing", () if tied else tuple(shared)),
         Loss("requires-grad", tuple(where for where, tensor in plain if tensor.requires_grad or tensor.cls)),
         Loss("devices", tuple(dict.fromkeys(tensor.location for _, tensor in plain if tensor.location != "cpu"))),

@@ -17,10 +17,10 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
 from ...checkpoint.survey import StateDict, TensorEntry
-from ...checkpoint.tensors import Tensor, extent
+from ...checkpoint.tensors import Tensor, extent, is_contiguous
 from ...files.sources import Piece, Plan, Span, merged
 from ...pickles.nodes import Graph, List, Ref
-from ...values.elements import holds_rows, tensor_size
+from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
 from ..losses import Loss, refuse_edited, whole_state_dict
 from ..promises import Promise
@@ -82,7 +82,7 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> li
         Loss("entries", tuple(outside(checkpoint, state_dict))),
         Loss("dtypes", tuple(entry.key for entry in odd if _lacks_dtype(entry.tensor))),
         Loss("layouts", tuple(entry.key for entry in odd if not _lacks_dtype(entry.tensor))),
-        Loss("strides", tuple(entry.key for entry in dense if not holds_rows(entry.tensor))),
+        Loss("strides", tuple(entry.key for entry in dense if not is_contiguous(entry.tensor))),
         Loss("sharing", () if tied == "clone" else tuple(_sharing(kept))),
         Loss("requires-grad", tuple(entry.key for entry in inside if _may_learn(entry.tensor))),
         Loss("attributes", tuple(entry.key for entry in dense if is_more(checkpoint.graph, entry.ref, entry.tensor))),

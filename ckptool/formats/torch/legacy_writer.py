@@ -20,7 +20,7 @@ from ...checkpoint.tensors import Storage, TensorReader
 from ...files.sources import Computed, Piece, Plan, merged
 from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
-from ...values.elements import loaded_bytes, turned_width
+from ...values.elements import loaded_bytes, swapped_width
 from .. import repickled
 from ..losses import Loss
 from ..promises import Promise, storage_facts
@@ -152,7 +152,7 @@ def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
     if body is None or body.size != storage.nbytes or storage.location == "meta":
         what = f"the bytes of storage {shown(storage.key)} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    if body.compressed or turned_width(checkpoint, storage.key) > 1:
+    if body.compressed or swapped_width(checkpoint, storage.key) > 1:
         yield Computed(body.size, partial(loaded_bytes, checkpoint, storage.key))
     else:
         yield body.piece

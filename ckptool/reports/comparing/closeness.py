@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, is_contiguous
 from ...files.sources import FileSource, Span
 from ...files.threads import BLOCK
-from ...values.elements import dtype_of, elements, holds_rows, reblocked, tensor_size, turned_width
+from ...values.elements import dtype_of, elements, reblocked, swapped_width, tensor_size
 
 # -- Reading the values of tensors for comparison: as they stand in the file, or made
 
@@ -38,9 +38,9 @@ def raw_of(checkpoint: Checkpoint, tensor: Tensor) -> Raw | None:
     Bytes that are missing are left to ``elements``, which says so.
     """
     dtype = dtype_of(tensor)
-    if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or holds_rows(tensor)):
+    if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or is_contiguous(tensor)):
         return None
-    if turned_width(checkpoint, tensor.storage) > 1:
+    if swapped_width(checkpoint, tensor.storage) > 1:
         return None
     body = checkpoint.body(tensor.storage)
     if body is None or body.compressed or not isinstance(body.piece, Span):

@@ -12,7 +12,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor
 from ...files.threads import BLOCK, in_threads
 from ...values.elements import dtype_of, reblocked, tensor_size
-from ...values.interpretation import Reading, resolved
+from ...values.interpretation import Reading, resolved_bytes
 from .closeness import Raw, blocks_of, raw_of
 
 #: Bytes of a large tensor that one thread takes at a time.
@@ -134,7 +134,7 @@ class _Comparison:
         at = 0
         if number in self.turned:
             both = zip((self.a, self.b), self.turned[number])
-            blocks = [reblocked(resolved(side, how), BLOCK) for side, how in both]
+            blocks = [reblocked(resolved_bytes(side, how), BLOCK) for side, how in both]
         else:
             blocks = [blocks_of(self.a, left), blocks_of(self.b, right)]
         for ours, theirs in zip_longest(*blocks, fillvalue=b""):

@@ -13,7 +13,7 @@ from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, TargetError
 from ...base.limits import LIMITS
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import class_name, constant, device_text, elements, holds_constants, mapped_name, mapping
+from ...checkpoint.objects import class_name, constant, device_text, elements, mapped_name, mapping, plain_parts
 from ...checkpoint.paths import Child, children, key_text, sequence, spell_key
 from ...checkpoint.selection import selected
 from ...checkpoint.survey import StateDict
@@ -49,6 +49,8 @@ class Side:
         #: The path of ``root`` in the file.
         self.base = "" if chosen is None else chosen.path
         self._storages: dict[Ref, Tensor] = {}
+        #: Containers of constants alone: one can be at a thousand places.
+        self._barren: set[Ref] = set()
 
     def tensor(self, ref: Ref) -> Tensor | None:
         """The tensor that stands there. A bare storage is a tensor of the kind "storage", with one dimension."""
@@ -161,18 +163,25 @@ class Side:
             if tensor is not None:
                 yield Place(path, ref, tensor)
                 continue
-            if ref in within or self.leaf(ref) is not None or holds_constants(self.graph, ref):
+            if ref in within or ref in self._barren or self.leaf(ref) is not None:
+                continue
+            if plain_parts(self.graph, ref) is not None:
+                self._barren.add(ref)
                 continue
             within.add(ref)
             work.append(self._below(ref, path))
 
     def _below(self, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         """The places below a container, and then a mark that it was left."""
-        inside = self.elements(ref)
-        if inside is not None:
-            yield from ((item, joined(path, f"[{number}]")) for number, item in enumerate(inside))
-        else:
-            yield from ((child, joined(path, step)) for step, child in self.children(ref).items())
+        inside, nodes = self.elements(ref), self.graph.nodes
+        steps = self.children(ref).items() if inside is None else ((f"[{n}]", item) for n, item in enumerate(inside))
+        barren = True
+        for step, child in steps:
+            if type(nodes[child]) not in _CONSTANTS:
+                barren = False
+                yield child, joined(path, step)
+        if barren:
+            self._barren.add(ref)
         yield ~ref, ""
 
 

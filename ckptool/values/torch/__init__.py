@@ -1,1 +1,1 @@
-"""The only room that imports torch, and only inside of functions: real loads, and what needs values."""
+"""The only package that imports torch, and only within functions: real loads, and arithmetic on values."""
