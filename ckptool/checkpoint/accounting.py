@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from .survey import Survey
-from .tensors import Tensor, extent
+from .tensors import Tensor, extent, view_id
 
 
 class Share(NamedTuple):
@@ -44,15 +44,15 @@ def account(survey: Survey) -> Account:
     views: dict[str, list[tuple[int, int, int]]] = {}
     first: dict[str, str] = {}
     sharers: dict[str, int] = {}
-    marks: set[object] = set()
+    seen: set[object] = set()
     for entry in survey.tensors:
         tensor = entry.tensor
         located[tensor.location] = located.get(tensor.location, 0) + 1
         kind = typed.setdefault(tensor.dtype, [0, 0])
         kind[0] += 1
-        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
-        if mark not in marks:
-            marks.add(mark)
+        identity = view_id(tensor) if tensor.storage else entry.ref
+        if identity not in seen:
+            seen.add(identity)
             kind[1] += tensor.own_bytes
         if entry.top >= 0:
             entry_tensors[entry.top] += 1

@@ -466,7 +466,7 @@ _SHARDS: Final = frozenset(
 )
 
 
-def held_values(graph: Graph, state: Ref) -> Iterator[Ref]:
+def state_values(graph: Graph, state: Ref) -> Iterator[Ref]:
     """What may be a tensor in the state of a wrapper: the values of a dict, or of (dict, slots), or local shards."""
     node = graph.nodes[state]
     for part in node if type(node) is tuple else (state,):

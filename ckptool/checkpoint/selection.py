@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .graph_editor import Rewrite
 from .objects import mapping, same_key
 from .paths import NO_VALUE, Parsed, bounded, entries, find, joined, literal, parsed
-from .survey import StateDict
+from .survey import StateDict, TensorEntry
 
 # -- From a path as ``inspect`` prints it to the node there, and to the mapping that holds it
 
@@ -119,6 +119,15 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         what = f"no state dict at {key!r}; there is {known}" if found else f"no state dict at {key!r}, nor elsewhere"
         raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
     return chosen
+
+
+def selected_tensors(checkpoint: Checkpoint, key: str | None) -> list[TensorEntry]:
+    """Return the tensors of the state dict at the path ``key``, with None all tensors of the file.
+
+    Raises TargetError as ``selected`` does.
+    """
+    survey = checkpoint.survey
+    return survey.tensors if key is None else survey.tensors_in([item.path for item in selected(checkpoint, key)])
 
 
 def normal_path(key: str) -> str:

@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.limits import LIMITS
 from ..base.text import counted, cut, listed
-from ..pickles.nodes import Call, Graph, Node, Ref
-from .objects import callable_name, class_name, elements, local_shards, mapping, named_attributes
+from ..pickles.nodes import Graph, Node, Ref
+from .objects import class_name, elements, local_shards, mapping, named_attributes
 from .survey import TensorEntry
-from .tensors import Tensor, TensorReader
+from .tensors import Tensor, TensorReader, rebuild_calls
 
 # -- Which indices of a tensor a rank has, by its place in a mesh: chunks of chunks
 
@@ -93,8 +93,6 @@ def length(ranges: Iterable[Range]) -> int:
 
 #: Characters of a name that are kept: it is told for every tensor.
 _NAME: Final = 40
-#: Tensors in tensors in tensors that torch never writes deeper than this.
-_DEPTH: Final = 8
 
 
 class Mesh(NamedTuple):
@@ -304,15 +302,8 @@ def _held(graph: Graph, state: Ref) -> dict[str, Ref]:
 
 def _state(graph: Graph, ref: Ref) -> Ref:
     """The last argument of ``_rebuild_from_type_v2``, in a Parameter or not; -1 for none."""
-    for _ in range(_DEPTH):
-        node = graph.nodes[ref]
-        args = elements(graph.nodes[node.args]) if isinstance(node, Call) else ()
-        if not isinstance(node, Call) or not args:
-            return -1
-        if not callable_name(graph, node.func).rpartition(".")[2].startswith("_rebuild_parameter"):
-            return args[3] if len(args) == 4 else -1  # function, type, arguments, state
-        ref = args[0]
-    return -1
+    call = next((call for call in rebuild_calls(graph, ref) if not call.is_parameter), None)
+    return call.state if call is not None else -1
 
 
 # -- DTensor ----------------------------------------------------------------------------------------------------------

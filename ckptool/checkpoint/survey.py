@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
@@ -93,9 +93,10 @@ class Survey(NamedTuple):
                 found.add(container)
         return found
 
-    def within(self, entry: TensorEntry, path: str) -> bool:
-        """Is a tensor in the state dict at ``path``?"""
-        return entry.state_dict >= 0 and self.state_dicts[entry.state_dict].path == path
+    def tensors_in(self, paths: Collection[str] | None = None) -> list[TensorEntry]:
+        """Return the tensors of the state dicts at these paths, of all state dicts for None."""
+        numbers = {number for number, item in enumerate(self.state_dicts) if paths is None or item.path in paths}
+        return [entry for entry in self.tensors if entry.state_dict in numbers]
 
 
 #: A device as torch spells it, alone in a string.

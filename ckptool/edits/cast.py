@@ -15,10 +15,10 @@ from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import selected_tensors
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
 from ..pickles.opcodes import REDUCE
@@ -188,11 +188,7 @@ def _spared(entry: TensorEntry, paths: Sequence[str]) -> bool:
 
 
 def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs, spared: Sequence[str]) -> Iterator[TensorEntry]:
-    survey = checkpoint.survey
-    chosen = None if key is None else {item.path for item in selected(checkpoint, key)}
-    for entry in survey.tensors:
-        if chosen is not None and (entry.state_dict < 0 or survey.state_dicts[entry.state_dict].path not in chosen):
-            continue
+    for entry in selected_tensors(checkpoint, key):
         if (not only or only.match(entry.key, entry.path)) and not _spared(entry, spared):
             yield entry
 
@@ -298,15 +294,11 @@ def _recast(rewrite: Rewrite, use: Use, key: str, numel: int, target: Dtype) -> 
 
 def _recast_meta(rewrite: Rewrite, ref: Ref, target: Dtype) -> bool:
     """A tensor without a storage: ``_rebuild_meta_tensor_no_storage(dtype, ...)``, a parameter around it or not."""
-    nodes = rewrite.graph.nodes
-    while isinstance(node := nodes[ref], Call):
-        func, args = nodes[node.func], rewrite.node(node.args)
-        if type(args) is not tuple or not args:
-            return False
-        if isinstance(func, Global) and func.name == "_rebuild_meta_tensor_no_storage":
-            rewrite.changed[node.args] = (rewrite.named("torch", target.name), *args[1:])
+    for call in rebuild_calls(rewrite.graph, ref):
+        args = rewrite.node(call.args_ref)
+        if call.short_name == "_rebuild_meta_tensor_no_storage" and type(args) is tuple:
+            rewrite.changed[call.args_ref] = (rewrite.named("torch", target.name), *args[1:])
             return True
-        ref = args[0]
     return False
 
 

@@ -172,8 +172,7 @@ def _safetensors(checkpoint: Checkpoint, wanted: _Wanted) -> Checkpoint:
 
 def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
     """The tensors of a state dict."""
-    found = checkpoint.survey
-    return (entry.tensor for entry in found.tensors if found.within(entry, chosen.path))
+    return (entry.tensor for entry in checkpoint.survey.tensors_in([chosen.path]))
 
 
 def _names_left_out(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
@@ -196,10 +195,9 @@ def _with_parts(
 
     ``chosen`` is the one state dict that is asked for.
     """
-    found = checkpoint.survey
-    spread = [entry for entry in found.tensors if is_sharded(entry.tensor)]
-    if chosen is not None:
-        spread = [entry for entry in spread if found.within(entry, chosen.path)]
+    survey = checkpoint.survey
+    entries = survey.tensors if chosen is None else survey.tensors_in([chosen.path])
+    spread = [entry for entry in entries if is_sharded(entry.tensor)]
     if not spread:
         return checkpoint, []
     names = tuple(entry.path if chosen is None else entry.key for entry in spread)

@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import NamedDevice, program_of
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import selected_tensors
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from .sharded import mesh_devices, reset_meshes
 
@@ -106,13 +106,11 @@ def _chosen(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str] | 
     """The storages of the chosen tensors; None for no choice."""
     if key is None and not only:
         return None
-    survey = checkpoint.survey
-    paths = None if key is None else {item.path for item in selected(checkpoint, key)}
+    reader = checkpoint.survey.reader
     found: set[str] = set()
-    for entry in survey.tensors:
-        there = entry.state_dict >= 0 and survey.state_dicts[entry.state_dict].path in (paths or ())
-        if (paths is None or there) and only.match(entry.key, entry.path):
-            found.update(part.storage for part in survey.reader.parts(entry.tensor))
+    for entry in selected_tensors(checkpoint, key):
+        if only.match(entry.key, entry.path):
+            found.update(part.storage for part in reader.parts(entry.tensor))
     return found
 
 

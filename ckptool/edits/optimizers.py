@@ -20,7 +20,7 @@ from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 
 #: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
@@ -243,7 +243,7 @@ def _ties(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str,
 
 def _mark(ref: Ref, tensor: Tensor | None) -> object:
     """What tied tensors have in common."""
-    return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor and tensor.storage else ref
+    return view_id(tensor) if tensor and tensor.storage else ref
 
 
 def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> list[list[tuple[str, tuple[int, ...]]]]:

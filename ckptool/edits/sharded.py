@@ -10,8 +10,9 @@ from ..base.text import counted, listed, shown
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
-from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
+from ..checkpoint.objects import class_name, elements, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
+from ..checkpoint.tensors import rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Node, Ref
 from ..pickles.opcodes import REDUCE
 
@@ -73,13 +74,7 @@ def _parameter(rewrite: Rewrite, part: Ref, requires_grad: bool) -> Node:
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
     """The call that makes the spread tensor itself, in a Parameter or not."""
-    nodes = checkpoint.graph.nodes
-    while True:
-        node = nodes[ref]
-        assert isinstance(node, Call)
-        if not callable_name(checkpoint.graph, node.func).rpartition(".")[2].startswith("_rebuild_parameter"):
-            return ref
-        ref = elements(nodes[node.args])[0]
+    return next(call.ref for call in rebuild_calls(checkpoint.graph, ref) if not call.is_parameter)
 
 
 def _expand(checkpoint: Checkpoint, rewrite: Rewrite, several: Mapping[Ref, Sharding]) -> None:

@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapping
-from ..checkpoint.tensors import Storage, Tensor, extent
+from ..checkpoint.tensors import Storage, Tensor, extent, view_id
 from ..files.sources import Computed, Span
 from ..files.threads import in_threads
 from ..values.elements import (
@@ -152,8 +152,7 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
 def _holes(cluster: Cluster) -> bool:
     """Is it one view, which does not read all that lies between its first and its last element?"""
     first = cluster.uses[0].tensor
-    if any((t.offset, t.shape, t.stride, t.dtype) != (first.offset, first.shape, first.stride, first.dtype)
-           for t in (use.tensor for use in cluster.uses)):  # fmt: skip
+    if any(view_id(use.tensor) != view_id(first) for use in cluster.uses):
         return False
     return not holds_rows(first) and tensor_size(first) < cluster.end - cluster.begin
 

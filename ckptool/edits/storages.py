@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapped_name, mapping
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, typed_call
 from ..checkpoint.views import without_views
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 
@@ -61,9 +61,9 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
             continue
         name, holder, func, args = functions[node.func], ref, node.func, node.args
         outer = graph.nodes[args]
-        if name.startswith("_rebuild_from_type") and type(outer) is tuple and len(outer) > 2:
-            # (function, type, arguments, state): the call of the function is not a node of its own.
-            name, holder, func, args = functions.get(outer[0], ""), node.args, outer[0], outer[2]
+        inner = typed_call(graph, outer) if name.startswith("_rebuild_from_type") and type(outer) is tuple else None
+        if inner is not None:
+            name, holder, func, args = functions.get(inner[1], ""), node.args, inner[1], inner[2]
         parts = graph.nodes[args]
         tensor = reader.tensor(ref)
         if name not in _REBUILDS or type(parts) is not tuple or tensor is None or not tensor.storage:

@@ -8,8 +8,8 @@ from typing import Final
 from ..base.errors import RefusedError
 from ..base.text import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, mapping
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.objects import mapping
+from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Call, Graph, Ref
 from ..values.elements import dtype_of, elements, holds_rows, tensor_size, turned_width
@@ -17,35 +17,17 @@ from ..values.interpretation import Reading, lazy_bits, resolved
 
 #: Classes of a tensor that are something about gradients.
 _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
-#: Calls within calls that torch never writes deeper than this.
-_DEPTH: Final = 8
-#: Functions of torch that make a tensor, and the place of the state among their arguments (torch/_utils.py).
-_STATES: Final = {"_rebuild_from_type_v2": 3, "_rebuild_parameter_with_state": 3}
 
 
 def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
     """Has the tensor a class other than Parameter, or attributes that somebody set on it?"""
     if tensor.cls not in _PARAMETERS:
         return True
-    for _ in range(_DEPTH):
-        node = graph.nodes[ref]
-        if not isinstance(node, Call):
-            return False
-        if node.states:
+    for call in rebuild_calls(graph, ref):
+        node, state = graph.nodes[call.ref], graph.nodes[call.state] if call.state >= 0 else ()
+        parts = state if isinstance(state, tuple) else (call.state,)
+        if (isinstance(node, Call) and node.states) or any(mapping(graph, part) for part in parts):
             return True
-        args = graph.nodes[node.args]
-        name = callable_name(graph, node.func).rpartition(".")[2]
-        if not isinstance(args, tuple) or not name.startswith(("_rebuild_parameter", "_rebuild_from_type")):
-            return False
-        place = _STATES.get(name, len(args))
-        if place < len(args):
-            state = graph.nodes[args[place]]
-            parts = state if isinstance(state, tuple) else (args[place],)
-            if any(mapping(graph, part) for part in parts):
-                return True
-        if name != "_rebuild_parameter" and name != "_rebuild_parameter_with_state":
-            return False
-        ref = args[0]
     return False
 
 

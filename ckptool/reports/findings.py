@@ -96,7 +96,7 @@ def findings(
 
 def _elsewhere(checkpoint: Checkpoint) -> list[Finding]:
     """A model file of DeepSpeed without weights: with ZeRO stage 3 each rank has its parts of them elsewhere."""
-    inner = [entry.tensor for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
+    inner = [entry.tensor for entry in checkpoint.survey.tensors_in()]
     deepspeed = any(entry.key == "ds_version" for entry in checkpoint.survey.entries)
     if not deepspeed or not inner or any(0 not in tensor.shape for tensor in inner):
         return []

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..values.elements import dtype_of, elements, unordered
 
 #: float4_e2m1fn_x2 has no code for NaN or Inf.
@@ -30,11 +30,11 @@ def nonfinite(checkpoint: Checkpoint, progress: Callable[[int], None] | None = N
     """
     reader = checkpoint.survey.reader
     found = []
-    seen: set[tuple[object, ...]] = set()
+    seen: set[ViewId] = set()
     for entry in checkpoint.survey.tensors:
         nans = infs = 0
         for part in reader.parts(entry.tensor):
-            mark = (part.storage, part.offset, part.shape, part.stride)
+            mark = view_id(part)
             if not _may_be_none(part) or mark in seen:
                 continue
             seen.add(mark)

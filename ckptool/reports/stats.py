@@ -11,6 +11,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
+from ..checkpoint.tensors import view_id
 from ..values.elements import elements, tensor_size, unordered
 from ..values.interpretation import Reading, reading
 from ..values.numbers import json_number
@@ -81,9 +82,7 @@ def _mark(how: Reading | str) -> object:
     """What two places have in common that show the same numbers."""
     if isinstance(how, str):
         return object()
-    tensor = how.tensor
-    view = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
-    return view, how.of, how.negated, how.affine
+    return view_id(how.tensor), how.of, how.negated, how.affine
 
 
 def _row(checkpoint: Checkpoint, how: Reading | str, progress: Progress | None) -> dict[str, Any]:

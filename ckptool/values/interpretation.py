@@ -12,15 +12,13 @@ from typing import Final, NamedTuple
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, mapped_name, mapping
+from ..checkpoint.objects import mapping
 from ..checkpoint.sharding import is_sharded
-from ..checkpoint.tensors import Tensor, extent
-from ..pickles.nodes import Call, Global, Graph, Ref
+from ..checkpoint.tensors import Tensor, extent, rebuild_calls
+from ..pickles.nodes import Graph, Ref
 from .elements import elements
 from .numbers import Number, numbers
 
-#: Calls within calls that torch never writes deeper than this.
-_DEPTH: Final = 8
 #: Scales of one tensor that are looked at: there is one for each channel.
 _SCALES: Final = 1 << 20
 #: Views of more elements than this that count each stored one more than so many times are not worth an hour.
@@ -186,22 +184,9 @@ def _reading(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
 
 
 def _maker(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:
-    """The function of torch that makes the data of a tensor, behind what makes a parameter or a subclass of it."""
-    for _ in range(_DEPTH):
-        node = graph.nodes[ref]
-        args = graph.nodes[node.args] if isinstance(node, Call) else ()
-        if not isinstance(node, Call) or type(args) is not tuple or not args:
-            break
-        name = callable_name(graph, node.func).rpartition(".")[2]
-        if name in ("_rebuild_from_type_v2", "_rebuild_from_type") and len(args) > 2:
-            func, inner = graph.nodes[args[0]], graph.nodes[args[2]]
-            if type(func) is not Global or type(inner) is not tuple or not inner:
-                break
-            name, args = mapped_name(func).rpartition(".")[2], inner
-        if not name.startswith(("_rebuild_parameter", "_rebuild_device_tensor", "_rebuild_xla", "Parameter", "Var")):
-            return name, args
-        ref = args[0]
-    return "", ()
+    """Return the name and the arguments of the function of torch that makes the data of a tensor."""
+    calls = list(rebuild_calls(graph, ref))
+    return (calls[-1].short_name, calls[-1].args) if calls else ("", ())
 
 
 def _bits(graph: Graph, name: str, args: tuple[Ref, ...]) -> set[str]:

@@ -346,8 +346,7 @@ def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence
         others = [repr(path or ".") for path in wanted.others]
         notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
     survey = checkpoint.survey
-    places = [item.path for item in survey.state_dicts]
-    ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == best.item.path]
+    ours = survey.tensors_in([best.item.path])
     shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
         tensors = counted(shards.tensors, "tensor")

@@ -15,6 +15,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
 from ...checkpoint.survey import StateDict
+from ...checkpoint.tensors import view_id
 from ...files.archives import open_any
 from .comparison import Shape, Shaped
 
@@ -46,7 +47,7 @@ def tied_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, str]:
         if tensor is None or not tensor.storage or 0 in tensor.shape:
             continue
         name = str(checkpoint.graph.nodes[key])
-        first = firsts.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype), name)
+        first = firsts.setdefault(view_id(tensor), name)
         if first != name:
             found[name] = first
     return found

@@ -15,10 +15,9 @@ from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages
-from ...checkpoint.objects import callable_name, class_name, is_ordered_dict, mapping
-from ...checkpoint.objects import elements as elements_of
+from ...checkpoint.objects import class_name, is_ordered_dict, mapping
 from ...checkpoint.paths import as_children, joined
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, rebuild_calls
 from ...checkpoint.views import without_views
 from ...files.sources import Files, Piece, Plan, merged
 from ...files.zips.writer import Content, fresh, summed
@@ -217,16 +216,15 @@ class _Walk:
 
         What is more than that becomes an object, which keeps it.
         """
-        node = self.graph.nodes[ref]
-        if not isinstance(node, Call) or node.states:
+        *wrappers, call = rebuild_calls(self.graph, ref)
+        nodes = [self.graph.nodes[one.ref] for one in (*wrappers, call)]
+        if any(isinstance(node, Call) and node.states for node in nodes):
             return False
-        args = elements_of(self.graph.nodes[node.args])
-        name = callable_name(self.graph, node.func).rpartition(".")[2]
-        if name == "_rebuild_parameter" and args:
-            return self._is_bare(args[0])
-        if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        if any(wrapper.short_name != "_rebuild_parameter" for wrapper in wrappers):
             return False
-        return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
+        if call.short_name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return False
+        return len(call.args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, call.args[-1])
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
         """Is it a list that is stored as it is? One with mappings or plain tensors in it, in any list in it, is not.
