@@ -8,7 +8,7 @@ from itertools import chain
 from ..base.errors import RefusedError
 from ..base.text import argument
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Persistent, Ref, Set
-from .objects import callable_name, elements, given_pairs, last_pairs, listed_pairs
+from .objects import callable_name, elements, initial_pairs, last_pairs, pair_list
 from .tensors import Storage, TensorReader
 
 
@@ -83,8 +83,8 @@ class Rewrite:
             self.changed[ref] = Dict([part for item in items for part in item])
             return
         flat = [part for item in items for part in item]
-        listed = listed_pairs(self.graph, node)
-        if listed is None and given_pairs(self.graph, node):
+        listed = pair_list(self.graph, node)
+        if listed is None and initial_pairs(self.graph, node):
             # Made of another mapping, which may stand elsewhere too: it is filled instead.
             kept = elements(self.graph.nodes[node.args])[:-1]
             empty = Call(node.op, node.func, self.add(kept) if kept else self.constant(()))
@@ -226,7 +226,7 @@ def _lost_pairs(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
     """The lists of ``OrderedDict([[k, v], ...])`` without the pairs that lost their value."""
     changes: dict[Ref, Node] = {}
     for node in graph.nodes:
-        listed = listed_pairs(graph, node) if type(node) is Call else None
+        listed = pair_list(graph, node) if type(node) is Call else None
         if listed is None or type(node) is not Call:
             continue
         kept = [pair for pair in listed if not _any(elements(graph.nodes[pair]), gone)]

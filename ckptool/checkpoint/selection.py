@@ -12,8 +12,8 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .graph_editor import Rewrite
-from .objects import mapping, same_key
-from .paths import NO_VALUE, Parsed, bounded, entries, find, joined, literal, parsed
+from .objects import key_identity, mapping
+from .paths import NO_VALUE, PathStep, bounded, entries, find, joined, literal_identity, parse_steps
 from .survey import StateDict, TensorEntry
 
 # -- From a path as ``inspect`` prints it to the node there, and to the mapping that holds it
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 def resolve(checkpoint: Checkpoint, path: str) -> Place:
     """The node at a path; raises TargetError, which names how far the path leads."""
-    found = place(checkpoint.graph, [] if path in ("", ".") else parsed(path))
+    found = place(checkpoint.graph, [] if path in ("", ".") else parse_steps(path))
     if isinstance(found, Place):
         return found
     reached = f"; {found!r} is there" if found else ""
@@ -47,7 +47,7 @@ def resolve(checkpoint: Checkpoint, path: str) -> Place:
     raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
 
 
-def place(graph: Graph, steps: Sequence[Parsed], start: Ref = -1) -> Place | str:
+def place(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | str:
     """The node that the steps lead to from ``start`` (-1 for the root), or the path up to where they lead."""
     path, ref, holder = "", graph.root if start < 0 else start, -1
     for step in steps:
@@ -62,7 +62,7 @@ def place(graph: Graph, steps: Sequence[Parsed], start: Ref = -1) -> Place | str
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
     """Where the entry at a path is or would be; None where there is no mapping to hold it."""
-    steps = parsed(path)
+    steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
     graph, last = checkpoint.graph, steps[-1]
@@ -73,14 +73,14 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
     return Slot(holder.ref, items, entry_number(graph, holder.ref, last), last.value)
 
 
-def entry_number(graph: Graph, ref: Ref, step: Parsed) -> int:
+def entry_number(graph: Graph, ref: Ref, step: PathStep) -> int:
     """The number of the entry of a mapping that a step leads to, -1 for none."""
-    wanted = literal(step.value)
+    wanted = literal_identity(step.value)
     equal = -1
     for number, one in enumerate(entries(graph, ref)):
         if one.step == step.step:
             return number
-        if step.value is not NO_VALUE and equal < 0 and same_key(graph, one.key) == wanted:
+        if step.value is not NO_VALUE and equal < 0 and key_identity(graph, one.key) == wanted:
             equal = number
     return equal
 
@@ -112,7 +112,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     found = checkpoint.state_dicts
     if key is None:
         return [item for item in found if item.confidence == "high"]
-    there = place(checkpoint.graph, [] if key in ("", ".") else parsed(key))
+    there = place(checkpoint.graph, [] if key in ("", ".") else parse_steps(key))
     chosen = [item for item in found if isinstance(there, Place) and item.ref == there.ref]
     if not chosen:
         known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in found], most=8)
@@ -135,6 +135,6 @@ def normal_path(key: str) -> str:
     if key in ("", "."):
         return ""
     path = ""
-    for step in parsed(key):
+    for step in parse_steps(key):
         path = joined(path, step.step)
     return path

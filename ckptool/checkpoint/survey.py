@@ -11,7 +11,7 @@ from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .objects import attributes, callable_name, class_name, device_text, mapping, plain_parts
-from .paths import Child, as_children, beside, bounded, joined, sequence
+from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
 
@@ -301,7 +301,7 @@ class _Walk:
         """What a node holds beside its entries: there are no state dicts in it."""
         own, path, _, _, _, top, _ = task
         base = bounded(path, own)
-        for step, ref, _ in beside(self.graph, own, entries):
+        for step, ref, _ in extra_children(self.graph, own, entries):
             if step != "._metadata" or not self.is_plain(ref):
                 yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
 

@@ -27,7 +27,7 @@ from ..pickles.nodes import (
     Set,
     children,
 )
-from .objects import callable_name, elements, given_pairs, mapping
+from .objects import callable_name, elements, initial_pairs, mapping
 from .tensors import TensorReader
 
 #: Classes that copy their argument when they are called, and mappings among them.
@@ -188,7 +188,7 @@ def _of_call(
 
 def _of_mapping(graph: Graph, node: Call, name: str, args: object) -> str:
     short = name.rpartition(".")[2]
-    if args != () and given_pairs(graph, node) is None and not (short == "defaultdict" and _is_short(args)):
+    if args != () and initial_pairs(graph, node) is None and not (short == "defaultdict" and _is_short(args)):
         return f"a mapping is made of something else than pairs: {short}(...)"
     if node.items:
         return f"a mapping is filled as a list: {short}"

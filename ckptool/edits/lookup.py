@@ -10,7 +10,7 @@ from ..base.errors import Again, TargetError
 from ..base.text import listed
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
-from ..checkpoint.paths import parsed, spell_key
+from ..checkpoint.paths import parse_steps, spell_key
 from ..checkpoint.selection import Place, place
 from ..pickles.nodes import Call, Graph, Ref
 
@@ -59,7 +59,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Found:
 
 def _exact(graph: Graph, text: str) -> Found | None:
     try:
-        found = place(graph, parsed(text))
+        found = place(graph, parse_steps(text))
     except TargetError:
         return None
     return Found(found.ref, found.path) if isinstance(found, Place) else None
@@ -92,7 +92,7 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
 
 def _exact_step(graph: Graph, ref: Ref, step: str) -> Place | None:
     try:
-        found = place(graph, parsed(step), ref)
+        found = place(graph, parse_steps(step), ref)
     except TargetError:
         return None
     return found if isinstance(found, Place) else None

@@ -14,7 +14,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import mapping
-from ..checkpoint.paths import literal, spell_key
+from ..checkpoint.paths import literal_identity, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
@@ -138,7 +138,7 @@ def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tup
         holder = there.holder
         known = graft.filled.setdefault(holder, list(there.items))
         added = graft.keys.setdefault(holder, {})
-        wanted = literal(there.key)
+        wanted = literal_identity(there.key)
         number = there.number if there.number >= 0 else added.get(wanted, -1)
         value = graft.ref(found.ref)
         if number < 0:

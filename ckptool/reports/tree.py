@@ -9,7 +9,7 @@ from ..base.limits import LIMITS
 from ..base.text import counted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
-from ..checkpoint.paths import as_children, beside, sequence
+from ..checkpoint.paths import as_children, extra_children, sequence
 from ..checkpoint.sharding import sharding
 from ..pickles.nodes import Global, Persistent, Ref
 
@@ -97,7 +97,7 @@ class _Tree:
         items = mapping(self.graph, ref)
         held = as_children(self.graph, items or ())
         # The arguments of what is filled by key say how it is made, not what is in it.
-        rest = (one for one in beside(self.graph, ref, held) if items is None or one.step[0] != "(")
+        rest = (one for one in extra_children(self.graph, ref, held) if items is None or one.step[0] != "(")
         found: list[tuple[str, Ref]] = []
         count = 0
         for one in chain(held, rest):

@@ -6,8 +6,16 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple, TypeAlias, overload
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, class_name, constant, device_text, mapped_name, mapping, same_key
-from ..checkpoint.paths import Child, as_children, beside, key_text, sequence
+from ..checkpoint.objects import (
+    callable_name,
+    called_constant,
+    class_name,
+    device_text,
+    key_identity,
+    mapped_name,
+    mapping,
+)
+from ..checkpoint.paths import Child, as_children, extra_children, key_text, sequence
 from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Buffer, ByteArray, Call, Dict, Extension, Global, Graph, Persistent, Ref
 
@@ -128,7 +136,7 @@ def _called(checkpoint: Checkpoint, ref: Ref, node: Call) -> Leaf | Content | Te
     device = device_text(graph, ref)
     if device is not None:
         return Leaf("torch.device", device)
-    value = constant(graph, ref)
+    value = called_constant(graph, ref)
     if value is not None:
         return Leaf(type(value).__name__, value)
     cls, pairs = class_name(graph, ref), mapping(graph, ref)
@@ -137,7 +145,7 @@ def _called(checkpoint: Checkpoint, ref: Ref, node: Call) -> Leaf | Content | Te
         return Content("mapping", cls.rpartition(".")[2], _entries(graph, entries))
     held: dict[str, list[Member]] = {"": [], "[": [], "(": []}
     hidden = _HIDDEN.get(callable_name(graph, node.func), ())
-    for one in (*beside(graph, ref, entries), *entries):
+    for one in (*extra_children(graph, ref, entries), *entries):
         if one.step in hidden or (one.key < 0 and one.step.startswith("(key ")):
             continue
         name = one.step.removeprefix(".")
@@ -154,7 +162,7 @@ _HIDDEN: Final = {
 
 def python_key(graph: Graph, ref: Ref) -> Hashable:
     """A key as a Python value where it is one; raises ValueError for a key that needs a module."""
-    return _python(graph, ref, same_key(graph, ref))
+    return _python(graph, ref, key_identity(graph, ref))
 
 
 def _python(graph: Graph, ref: Ref, known: Hashable) -> Hashable:
@@ -164,11 +172,11 @@ def _python(graph: Graph, ref: Ref, known: Hashable) -> Hashable:
     if node is None or isinstance(node, bool | int | float | str | bytes):
         return node
     if isinstance(node, Call):
-        value = constant(graph, ref)
+        value = called_constant(graph, ref)
         if value is not None:
             return value
     inside = sequence(graph, ref) if isinstance(known, tuple) and known[0] in ("tuple", "frozenset") else None
     if inside is None:
         raise ValueError
-    parts = [_python(graph, part, same_key(graph, part)) for part in inside]
+    parts = [_python(graph, part, key_identity(graph, part)) for part in inside]
     return frozenset(parts) if known[0] == "frozenset" else tuple(parts)  # type: ignore[index]

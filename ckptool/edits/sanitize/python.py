@@ -7,7 +7,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...base.text import counted, shown
-from ...checkpoint.objects import elements, listed_pairs, mapped_name
+from ...checkpoint.objects import elements, mapped_name, pair_list
 from ...pickles.nodes import Call, Dict, Global, List, Ref
 from .case import UNKNOWN, Case, Plain, Verdict, raw_bytes
 
@@ -124,7 +124,7 @@ def _collection(case: Case) -> Verdict:
         bound = "; its bound is left out" if len(args) > 1 else ""
         return Plain(List(items), f"list, {counted(len(items), 'element')}{bound}")
     if name == "builtins.dict" and len(args) <= 1:
-        listed = listed_pairs(case.graph, case.node) if args else []
+        listed = pair_list(case.graph, case.node) if args else []
         if listed is None:
             return UNKNOWN
         found = [part for pair in listed for part in elements(case.graph.nodes[pair])] + list(case.node.pairs)

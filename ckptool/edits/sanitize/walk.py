@@ -11,7 +11,7 @@ from ...base.text import counted
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_editor import Rewrite
-from ...checkpoint.objects import elements, listed_pairs, mapped_name
+from ...checkpoint.objects import elements, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
 from ...pickles import opcodes as op
 from ...pickles.nodes import (
@@ -335,7 +335,7 @@ class Walk:
     def _held(self, node: Call, path: str) -> list[_Step]:
         nodes = self.checkpoint.graph.nodes
         written = max(node.args, node.func) < len(nodes)
-        listed = listed_pairs(self.checkpoint.graph, node) if written else None
+        listed = pair_list(self.checkpoint.graph, node) if written else None
         if listed:
             # OrderedDict([[key, value], ...]): the lists are a manner of writing, and have no path.
             pairs = [part for pair in listed for part in elements(nodes[pair])]
