@@ -11,7 +11,7 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import Rewrite
 from ..checkpoint.objects import class_name, elements, mapping, named_attributes
-from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
+from ..checkpoint.sharding import Sharding, is_sharded, sharding, sharding_summary
 from ..checkpoint.tensors import rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Node, Ref
 from ..pickles.opcodes import REDUCE
@@ -49,7 +49,7 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if several:
         _expand(checkpoint, rewrite, several)
-    overview = spread(survey.reader, [entry for entry, _ in spread_entries])
+    overview = sharding_summary(survey.reader, [entry for entry, _ in spread_entries])
     owner = overview.owner if overview is not None else "one rank"
     split = [entry.path for entry, found in spread_entries if len(found.parts) > 1]
     empty = [entry.path for entry, found in spread_entries if not found.parts]

@@ -13,7 +13,7 @@ from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import Scalar, class_name, mapping, scalar
 from ..checkpoint.programs import program_of
-from ..checkpoint.sharding import Spread, spread
+from ..checkpoint.sharding import ShardingSummary, sharding_summary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
 from ..checkpoint.tensors import view_id
 from ..pickles.nodes import Call, Global, Graph, List, Node
@@ -40,7 +40,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     in_state = survey.tensors_in() or survey.tensors
     style = checkpoint.graph.style
     program = program_of(checkpoint)
-    shards = spread(survey.reader, survey.tensors)
+    shards = sharding_summary(survey.reader, survey.tensors)
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,
@@ -80,7 +80,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     }
 
 
-def _sharding(shards: Spread) -> dict[str, Any]:
+def _sharding(shards: ShardingSummary) -> dict[str, Any]:
     return {
         "tensors": shards.tensors,
         "partial": shards.partial,

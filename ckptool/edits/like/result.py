@@ -14,7 +14,7 @@ from ...base.text import counted, listed
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
-from ...checkpoint.sharding import is_sharded, spread
+from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
 from .comparison import Comparison, Difference, Shaped, compared, fillable
 from .search import Found, search
@@ -347,7 +347,7 @@ def _notes(checkpoint: Checkpoint, wanted: Wanted, best: _Tried, tried: Sequence
         notes.append(f"of the target {wanted.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
     survey = checkpoint.survey
     ours = survey.tensors_in([best.item.path])
-    shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
+    shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
         tensors = counted(shards.tensors, "tensor")
         where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors

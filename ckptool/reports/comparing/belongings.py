@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
-from ...checkpoint.sharding import spread_state
+from ...checkpoint.sharding import sharding_state
 from ...checkpoint.tensors import OLD_PARAMETERS, rebuild_calls
 from ...pickles.nodes import Call, Instance, Node, Ref
 from .places import Side
@@ -36,7 +36,7 @@ def belongings(side: Side, ref: Ref) -> dict[str, Ref]:
             found.update(_state_of(side, node))
         if call.short_name.startswith("_rebuild_from_type"):
             tensor = side.tensor(ref)
-            found.update(spread_state(side.reader, ref, tensor) if tensor is not None and call.state >= 0 else {})
+            found.update(sharding_state(side.reader, ref, tensor) if tensor is not None and call.state >= 0 else {})
             found.update({} if found or call.state < 0 else {".state": call.state})
         elif call.is_parameter and call.args:
             labels = {} if call.name in OLD_PARAMETERS else {2: "hooks", 3: "state"}
