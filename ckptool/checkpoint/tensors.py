@@ -65,23 +65,14 @@ class Tensor(NamedTuple):
         return prod(self.shape)
 
 
-class ViewId(NamedTuple):
-    """The identity of a view of a storage: equal ids mean the same elements in the same bytes, as in tied tensors.
-
-    ``lazy_bits`` are torch's (negated, conjugated).
-    """
-
-    storage: str
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    lazy_bits: tuple[bool, bool] = (False, False)
+#: Storage key, dtype, offset, shape, strides, and torch's lazy bits (negated, conjugated). A plain tuple, because there
+#: is one for every tensor.
+ViewId: TypeAlias = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[bool, bool]]
 
 
 def view_id(tensor: Tensor, lazy_bits: tuple[bool, bool] = (False, False)) -> ViewId:
-    """Return the identity of the view that a tensor with a storage is."""
-    return ViewId(tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride, lazy_bits)
+    """Return the identity of the view that a tensor is: equal ids mean the same elements in the same bytes."""
+    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride, lazy_bits
 
 
 def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -91,7 +82,7 @@ def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return sum((size - 1) * step for size, step in zip(shape, stride)) + 1
 
 
-def described(graph: Graph, ref: Ref) -> tuple[str, int]:
+def storage_mention(graph: Graph, ref: Ref) -> tuple[str, int]:
     """Return the class and the number of elements in one mention of a storage; torch may go by another mention."""
     node = graph.nodes[ref]
     pid = graph.nodes[node.pid] if isinstance(node, Persistent) else ()

@@ -11,7 +11,7 @@ from ..base.text import listed
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
 from ..checkpoint.paths import parse_steps, spell_key
-from ..checkpoint.selection import Place, place
+from ..checkpoint.selection import Place, follow
 from ..pickles.nodes import Call, Graph, Ref
 
 #: Names among which near ones are looked for: those that begin most alike.
@@ -59,7 +59,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Found:
 
 def _exact(graph: Graph, text: str) -> Found | None:
     try:
-        found = place(graph, parse_steps(text))
+        found = follow(graph, parse_steps(text))
     except TargetError:
         return None
     return Found(found.ref, found.path) if isinstance(found, Place) else None
@@ -92,7 +92,7 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Found, str]]:
 
 def _exact_step(graph: Graph, ref: Ref, step: str) -> Place | None:
     try:
-        found = place(graph, parse_steps(step), ref)
+        found = follow(graph, parse_steps(step), ref)
     except TargetError:
         return None
     return found if isinstance(found, Place) else None

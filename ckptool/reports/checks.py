@@ -10,7 +10,7 @@ from ..base.errors import MalformedError
 from ..base.text import counted, human_bytes, listed, shown
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, FoundPickle, Problem
-from ..checkpoint.programs import ABOUT, program_of
+from ..checkpoint.programs import PROGRAM_CODES, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..pickles.nodes import Ref
 from ..safety.checksums import Checksums, checksums
@@ -97,7 +97,7 @@ def validation(
     keys = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
-        if problem.code in ABOUT:
+        if problem.code in PROGRAM_CODES:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
             notes["complete" if checkpoint.traits.unsummed else "checksums"].append(_note(problem))

@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import UNEDITABLE
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
-from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, described, extent
+from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
 from ..pickles.nodes import Call, Global, Persistent, Ref
 from .arguments import Refused, refused_calls
 from .torch_lists import NEWEST, allowed, registered
@@ -122,10 +122,10 @@ def _geometry(checkpoint: Checkpoint) -> list[Flaw]:
             if storage is not None and type(pid) is tuple:
                 # Torch asks each mention for its dtype, also where the first one decides which storage it is.
                 if pid[1] not in typed:
-                    cls = described(checkpoint.graph, ref)[0]
+                    cls = storage_mention(checkpoint.graph, ref)[0]
                     typed[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
                 if not typed[pid[1]]:
-                    cls = described(checkpoint.graph, ref)[0]
+                    cls = storage_mention(checkpoint.graph, ref)[0]
                     what = f"the storage class {shown(cls)} is none that torch knows the dtype of"
                     flaws.append(Flaw("geometry", "", what, True, ref))
             if storage is not None and count > ID_PARTS and not own_ids:

@@ -10,7 +10,7 @@ from ...base.errors import TargetError
 from ...base.prefixes import unwrapping
 from ...base.text import listed
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.programs import parts_beside, program_of
+from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.sources import FileSource
 from ...values.elements import dtype_of
@@ -227,7 +227,7 @@ def _program(a: Checkpoint, b: Checkpoint) -> list[Changed]:
     """What differs in two programs beside their weights: the code that runs, and what it holds."""
     if program_of(a) is None or program_of(b) is None:
         return []
-    ours, theirs = parts_beside(a), parts_beside(b)
+    ours, theirs = extra_records(a), extra_records(b)
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [Changed("", name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names]
 
