@@ -45,11 +45,9 @@ _INT64: Final = 1 << 63
 _MAX_DEPTH: Final = 16
 #: Classes that are called with a list of their elements.
 _SEQUENCES: Final = frozenset(
-    (
-        *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple"),
-        *("torch.Size", "collections.deque"),
-    )
+    ("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "torch.Size", "collections.deque")
 )
+_ESCAPES: Final = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class Child(NamedTuple):
@@ -90,10 +88,8 @@ def _quoted(text: str) -> str:
 
 def _escaped(char: str) -> str:
     code = ord(char)
-    if char in '"\\':
-        return "\\" + char
-    if char in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
+    if char in _ESCAPES:
+        return _ESCAPES[char]
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
@@ -310,7 +306,7 @@ def parse_steps(text: str) -> list[PathStep]:
 
 
 _WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_DIGITS: Final = re.compile(r"\d{1,18}")
+_CHILD_NUMBER: Final = re.compile(r"#\d{1,18}")
 _NUMBER: Final = re.compile(r"[+-]?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
 _QUOTE: Final = re.compile(r"""b?(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
@@ -345,22 +341,16 @@ class _PathParser:
 
     def step(self, first: bool) -> PathStep:
         if self.skip("["):
-            if self.skip("#"):
-                number = self.take(_DIGITS)
-                if number is None:
-                    raise self.error()
-                step = PathStep(f"[#{number}]", NO_VALUE)
-            else:
-                text, value = self.key(_MAX_DEPTH)
-                plain = isinstance(value, str) and _PLAIN_KEY.match(value)
-                step = PathStep(f".{value}" if plain else f"[{text}]", value)
+            number = self.take(_CHILD_NUMBER)
+            text, value = (number, NO_VALUE) if number else self.key(_MAX_DEPTH)
             if not self.skip("]"):
                 raise self.error()
-            return step
+            plain = isinstance(value, str) and _PLAIN_KEY.match(value)
+            return PathStep(f".{value}" if plain else f"[{text}]", value)
         text = self.take(_IN_PARENTHESES) or ""
+        if text.startswith("(#") and not first:
+            raise self.error()
         if text:
-            if text.startswith("(#") and not first:
-                raise self.error()
             return PathStep(text, NO_VALUE)
         dot = self.skip(".")
         word = None if dot and first else self.take(_WORD)
@@ -379,7 +369,11 @@ class _PathParser:
             return self.quoted(quoted)
         number = self.take(_NUMBER)
         if number is not None:
-            return self.number(number)
+            try:
+                value: int | float = int(number)
+            except ValueError:
+                value = float(number) if len(number) < LIMITS.path_chars else 0.0
+            return repr(value), value
         if self.skip("("):
             texts, values = self.parts(")", depth)
             return _tuple_text(texts), NO_VALUE if NO_VALUE in values else tuple(values)
@@ -405,13 +399,6 @@ class _PathParser:
         except (UnicodeEncodeError, ValueError, OverflowError):
             raise self.error() from None
         return _bytes_text(data) or "", data
-
-    def number(self, text: str) -> tuple[str, Any]:
-        try:
-            value: int | float = int(text)
-        except ValueError:
-            value = float(text) if len(text) < LIMITS.path_chars else 0.0
-        return repr(value), value
 
     def frozenset(self, depth: int) -> tuple[str, Any]:
         if self.skip(")"):
@@ -454,10 +441,7 @@ def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
 
 
 def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
-    """Return the child that a step leads to: the one spelled so, else the one under an equal key.
-
-    In a list a negative number counts from the end.
-    """
+    """Return the child that a step leads to; in a list a negative number counts from the end."""
     inside = sequence(graph, ref)
     if inside is not None:
         place = step.value
@@ -465,9 +449,14 @@ def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
             return None
         place %= len(inside)
         return Child(f"[{place}]", inside[place])
+    return match_step(graph, children(graph, ref), step)
+
+
+def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Child | None:
+    """Return the child that is spelled like a step, else the first one under an equal key."""
     equal: Child | None = None
     wanted = literal_identity(step.value)
-    for one in children(graph, ref):
+    for one in candidates:
         if one.step == step.step:
             return one
         if one.key >= 0 and equal is None and step.value is not NO_VALUE and key_identity(graph, one.key) == wanted:

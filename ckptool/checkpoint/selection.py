@@ -12,8 +12,8 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .graph_editor import Rewrite
-from .objects import key_identity, mapping
-from .paths import NO_VALUE, PathStep, bounded, entries, find, joined, literal_identity, parse_steps
+from .objects import mapping
+from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps
 from .survey import StateDict, TensorEntry
 
 
@@ -79,18 +79,9 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
     items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
     if not isinstance(holder, Place) or items is None:
         return None
-    return Slot(holder.ref, items, _entry_number(graph, holder.ref, last), last.value)
-
-
-def _entry_number(graph: Graph, ref: Ref, step: PathStep) -> int:
-    wanted = literal_identity(step.value)
-    equal = -1
-    for number, one in enumerate(entries(graph, ref)):
-        if one.step == step.step:
-            return number
-        if step.value is not NO_VALUE and equal < 0 and key_identity(graph, one.key) == wanted:
-            equal = number
-    return equal
+    children = as_children(graph, items)
+    entry = match_step(graph, children, last)
+    return Slot(holder.ref, items, -1 if entry is None else children.index(entry), last.value)
 
 
 def new_key(checkpoint: Checkpoint, rewrite: Rewrite, path: str, key: Any) -> Ref:

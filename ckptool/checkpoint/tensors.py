@@ -208,14 +208,18 @@ class TensorReader:
 
     def tensor(self, ref: Ref) -> Tensor | None:
         """Return the tensor at a reference, None for another node."""
-        if type(self.graph.nodes[ref]) is not Call:
+        node = self.graph.nodes[ref]
+        if not isinstance(node, Call):
             return None
         if ref not in self._tensors:
             # None while it is being read: a tensor that contains itself is not a tensor.
             self._tensors[ref] = None
             self._depth += 1
             if self._depth <= LIMITS.tensor_depth:
-                self._tensors[ref] = self._read(ref)
+                name, args = self._functions.get(node.func), self.graph.nodes[node.args]
+                if name is None:
+                    name = self._functions[node.func] = self._global(node.func)
+                self._tensors[ref] = self._rebuilt(name, args, node.states) if type(args) is tuple else None
             self._depth -= 1
         return self._tensors[ref]
 
@@ -292,24 +296,13 @@ class TensorReader:
             return -1, None
         return offset, size
 
-    def _read(self, ref: Ref) -> Tensor | None:
-        node = self.graph.nodes[ref]
-        if not isinstance(node, Call):
-            return None
-        name = self._functions.get(node.func)
-        if name is None:
-            func = self.graph.nodes[node.func]
-            name = self._functions[node.func] = mapped_name(func) if type(func) is Global else ""
-        args = self.graph.nodes[node.args]
-        return self._rebuilt(name, args, node.states) if type(args) is tuple else None
-
     def _rebuilt(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref] = ()) -> Tensor | None:
         if name == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
-        if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
-            return self._other(name, args, states)
         count = len(args)
+        if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
+            return self._other(name, args, states) if args else None
         if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
             return self._dense(args, self._flag(args, 4), None)
         if function == "_rebuild_tensor_v3" and count >= 7:
@@ -340,13 +333,13 @@ class TensorReader:
         return None
 
     def _other(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref]) -> Tensor | None:
-        if name in OLD_PARAMETERS and args:
+        if name in OLD_PARAMETERS:
             inner = self.tensor(args[0])
             grad = self._flag(args, 1) if len(args) > 1 else True
             state = self.graph.nodes[states[0]] if states else ()
             grad = self._flag(state, 0) if type(state) is tuple and len(state) == 3 else grad
             return inner and inner._replace(cls=name.rpartition(".")[2], requires_grad=grad)
-        if name == "torch.nested._internal.nested_tensor._rebuild_njt" and args:
+        if name == "torch.nested._internal.nested_tensor._rebuild_njt":
             items = mapping(self.graph, args[0]) or []
             parts = tuple(value for _, value in items if self.tensor(value))
             values = {key: value for ref, value in items if isinstance(key := self.graph.nodes[ref], str)}
