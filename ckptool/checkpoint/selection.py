@@ -44,8 +44,8 @@ def resolve(checkpoint: Checkpoint, path: str) -> Place:
     if isinstance(place, Place):
         return place
     reached = f"; {place!r} is there" if place else ""
-    what = f"there is nothing at {path!r}{reached}"
-    raise TargetError(what, path=checkpoint.path, next=_tree_step(checkpoint))
+    message = f"there is nothing at {path!r}{reached}"
+    raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
 
 
 def _steps(path: str) -> list[PathStep]:
@@ -95,8 +95,8 @@ def new_key(checkpoint: Checkpoint, rewrite: Rewrite, path: str, key: Any) -> Re
         return rewrite.add(Call(REDUCE, rewrite.named("_codecs", "encode"), rewrite.add(args)))
     if isinstance(key, tuple):
         return rewrite.add(tuple(new_key(checkpoint, rewrite, path, part) for part in key))
-    what = f"no entry can be added at {path!r}: its key is not made of numbers, strings, bytes and tuples"
-    raise TargetError(what, path=checkpoint.path)
+    message = f"no entry can be added at {path!r}: its key is not made of numbers, strings, bytes and tuples"
+    raise TargetError(message, path=checkpoint.path)
 
 
 #: The first protocol that has bytes; before it they are a call (``_codecs.encode``).
@@ -115,8 +115,8 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     chosen = [item for item in state_dicts if isinstance(place, Place) and item.ref == place.ref]
     if not chosen:
         known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
-        what = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
-        raise TargetError(what, path=checkpoint.path, next=_tree_step(checkpoint))
+        message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
+        raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
     return chosen
 
 

@@ -180,25 +180,25 @@ class _SurveyWalk:
                 continue
             ref, path, key, _, state_dict, top, holder = task
             node = nodes[ref]
-            kind = type(node)
-            if kind in _BARREN:
+            node_type = type(node)
+            if node_type in _BARREN:
                 continue
-            if kind is Call:
+            if node_type is Call:
                 tensor = reader.tensor(ref)
                 if tensor is not None:
                     if self.is_listed(ref, True):
                         result.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     continue
-            elif kind is str:
+            elif node_type is str:
                 if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
                     result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
-            elif kind is Global and node.filling is None:  # type: ignore[union-attr]
+            elif node_type is Global and node.filling is None:  # type: ignore[union-attr]
                 continue  # there may be millions of names, and nothing is in them
             if ref in holders:
                 continue
             holders[ref] = holder
-            if kind is Dict and self.is_barren(ref):
+            if node_type is Dict and self.is_barren(ref):
                 continue
             below = self.enter(task, node)
             work.append(self.tops(below) if ref == self.graph.root else below)

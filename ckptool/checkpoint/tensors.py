@@ -240,11 +240,11 @@ class TensorReader:
         pid = nodes[node.pid]
         if type(pid) is not tuple or not pid:
             return
-        kind = nodes[pid[0]]
-        if kind == "module" or kind == b"module":
+        tag = nodes[pid[0]]
+        if tag == "module" or tag == b"module":
             self.modules.append(ref)
             return
-        if (kind != "storage" and kind != b"storage") or not ID_PARTS <= len(pid) <= ID_PARTS + 1:
+        if (tag != "storage" and tag != b"storage") or not ID_PARTS <= len(pid) <= ID_PARTS + 1:
             return
         cls, key, location, numel = nodes[pid[1]], nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
         if type(cls) is not Global or type(numel) is not int or not 0 <= numel < _TOO_LARGE:

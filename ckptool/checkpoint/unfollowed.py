@@ -35,11 +35,11 @@ _COPYING: Final = MAPPING_CLASSES | {
     *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.bytearray"),
     *("torch.Size", "collections.deque"),
 }
-_PARAMETER_REBUILDS: Final = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
 #: Functions that make a Parameter of their first argument, and an empty one of None.
-_PARAMETERS: Final = OLD_PARAMETERS.union(_PARAMETER_REBUILDS)
+_PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_STATE}
 #: Functions whose fourth argument sets attributes.
-_WITH_STATE: Final = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
+_STATEFUL: Final = ("torch._tensor._rebuild_from_type_v2", _WITH_STATE)
 #: Attributes of a tensor that are descriptors: to set one changes its values, or what it is.
 _DESCRIPTORS: Final = frozenset(
     (
@@ -124,8 +124,8 @@ def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
 def _is_unread(graph: Graph, node: Persistent) -> bool:
     """May torch take a persistent id for a storage that the reader does not? What it uses is unknown."""
     pid = graph.nodes[node.pid]
-    kind = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
-    return isinstance(pid, Call) or isinstance(kind, Call) or kind == "storage" or kind == b"storage"
+    tag = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
+    return isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage"
 
 
 def _is_watched(name: str) -> bool:
@@ -168,7 +168,7 @@ def _call_text(
         return f"a tensor is made by {name}"
     if type(args) is not tuple:
         return ""
-    if name in _WITH_STATE and len(args) > 3 and _sets_descriptor(graph, args[3]):
+    if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, args[3]):
         return "an attribute of a tensor is set that is more than a name"
     is_late = not changed.isdisjoint(args) and any(graph.filled.get(arg, 0) > ref for arg in args)
     return "what a tensor is made of is changed afterwards" if is_late else ""
@@ -178,7 +178,7 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     short = name.rpartition(".")[2]
     is_empty = args == () or (short == "defaultdict" and type(args) is tuple and len(args) == 1)
     if not is_empty and initial_pairs(graph, node) is None:
-        return f"a mapping is made of something else than pairs: {short}(...)"
+        return f"a mapping is made of something other than pairs: {short}(...)"
     if node.items:
         return f"a mapping is filled as a list: {short}"
     if node.states and short == "OrderedDict":
@@ -186,7 +186,7 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
             return "a mapping is built twice"
         state = graph.nodes[node.states[0]]
         if state is not None and mapping(graph, node.states[0]) is None:
-            return "a mapping has a state that is no dict"
+            return "a mapping has a state that is not a dict"
     return ""
 
 
@@ -237,7 +237,7 @@ def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict
         for other in nodes:
             uses.update(wanted.intersection(children(other)))
     shared = {
-        ref: "a mapping is made of one that stands elsewhere too"
+        ref: "a mapping is made of one that is used elsewhere too"
         for ref, content in contents.items()
         if uses[content] > 1
     }
