@@ -32,7 +32,7 @@ import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.base.globs import Globs
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.checkpoint.sharding import Cut, is_sharded, ranges_of, sharding, spread
+from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, sharding, sharding_summary
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
@@ -184,7 +184,7 @@ def test_the_indices_are_those_that_torch_computes(
 ) -> None:
     mesh = tuple(size for size, _ in cuts)
     place = tuple(data.draw(st.integers(0, size - 1)) for size in mesh)
-    told = [Cut("", getattr(one, "dim", -1), getattr(one, "split_factor", 1)) for _, one in cuts]
+    told = [Placement("", getattr(one, "dim", -1), getattr(one, "split_factor", 1)) for _, one in cuts]
     found = ranges_of(shape, mesh, place, told)
     assert found is not None
     local, offset = _compute_local_shape_and_global_offset(shape, mesh, list(place), [one for _, one in cuts])
@@ -202,11 +202,11 @@ def test_the_indices_are_those_that_torch_computes(
 
 
 def test_what_does_not_fit_is_not_known() -> None:
-    assert ranges_of((8,), (2, 2), (0,), [Cut("", 0)]) is None
-    assert ranges_of((8,), (2,), (2,), [Cut("", 0)]) is None
-    assert ranges_of((8,), (2,), (0,), [Cut("", 1)]) is None
-    assert ranges_of((8,), (2,), (0,), [Cut("", 0, 1 << 60)]) is None
-    assert ranges_of((8,), (2,) * 1000, (0,) * 1000, [Cut("", 0)] * 1000) is None
+    assert ranges_of((8,), (2, 2), (0,), [Placement("", 0)]) is None
+    assert ranges_of((8,), (2,), (2,), [Placement("", 0)]) is None
+    assert ranges_of((8,), (2,), (0,), [Placement("", 1)]) is None
+    assert ranges_of((8,), (2,), (0,), [Placement("", 0, 1 << 60)]) is None
+    assert ranges_of((8,), (2,) * 1000, (0,) * 1000, [Placement("", 0)] * 1000) is None
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_sum_that_is_to_be_taken_is_not_whole() -> None:
     with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
         entries = {entry.key: entry for entry in checkpoint.survey.tensors}
         for name, is_whole in (("sum.weight", False), ("whole.weight", True), ("line.weight", False)):
-            found = spread(checkpoint.survey.reader, [entries[name]])
+            found = sharding_summary(checkpoint.survey.reader, [entries[name]])
             assert found is not None
             assert (found.partial == 0) is is_whole
 
@@ -576,4 +576,4 @@ def test_damage_at_any_place_is_no_bug(name: str, bad: Node) -> None:
 def test_a_wrapper_of_another_kind_is_not_spread() -> None:
     with ckptool.open(FIXTURES / "subclass.pt") as checkpoint:
         assert not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
-        assert spread(checkpoint.survey.reader, checkpoint.survey.tensors) is None
+        assert sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors) is None

@@ -39,6 +39,8 @@ class Limits(NamedTuple):
     #: places at which tensors, texts and entries are listed once more, after the first place of each: tied weights
     #: have two or three, and a list of two bytes for each place has millions.
     places: int = 100_000
+    #: calls within the call that makes a tensor, and tensors within tensors: torch itself writes three or four levels.
+    tensor_depth: int = 8
     #: dimensions of one tensor: torch itself allows 64 in most operations; more is hostile or nonsense.
     dimensions: int = 1024
     #: members of a tar archive that are looked at: each costs a read, and training runs have some hundreds.

@@ -1,18 +1,19 @@
-"""Sums over a survey: bytes by entry, device and dtype, what is shared, what views drag along unused."""
+"""Sums over a survey: bytes by entry, device and dtype, shared storages, bytes of storages that no tensor uses."""
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
 from .survey import Survey
-from .tensors import Tensor, extent
+from .tensors import Tensor, extent, view_id
 
 
 class Share(NamedTuple):
-    """How much falls to one device or dtype: tensors (each place counts) and bytes (each byte counts once).
+    """The tensors (at every path) and bytes (once) of one device or dtype.
 
-    ``others`` are those of its bytes that are in storages of no tensor here, such as the constants of a program.
+    ``others`` are those of its bytes that are in storages without a tensor here, such as the constants of a program.
     """
 
     name: str
@@ -22,8 +23,10 @@ class Share(NamedTuple):
 
 
 class Account(NamedTuple):
-    """``entry_bytes`` are the bytes of storages by number of the top-level entry that mentions them first;
-    ``tied`` the groups of keys in state dicts that are one tensor or one storage."""
+    """The sums. ``entry_bytes`` are the bytes of the storages that a top-level entry mentions first, by its number.
+
+    ``wasteful`` are storages with unused bytes as (path, bytes used, bytes), the largest waste first.
+    """
 
     devices: list[Share]
     dtypes: list[Share]
@@ -43,24 +46,24 @@ def account(survey: Survey) -> Account:
     typed: dict[str, list[int]] = {}
     views: dict[str, list[tuple[int, int, int]]] = {}
     first: dict[str, str] = {}
-    sharers: dict[str, int] = {}
-    marks: set[object] = set()
+    users: dict[str, int] = {}
+    seen: set[object] = set()
     for entry in survey.tensors:
         tensor = entry.tensor
         located[tensor.location] = located.get(tensor.location, 0) + 1
-        kind = typed.setdefault(tensor.dtype, [0, 0])
-        kind[0] += 1
-        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
-        if mark not in marks:
-            marks.add(mark)
-            kind[1] += tensor.own_bytes
+        sums = typed.setdefault(tensor.dtype, [0, 0])
+        sums[0] += 1
+        identity = view_id(tensor) if tensor.storage else entry.ref
+        if identity not in seen:
+            seen.add(identity)
+            sums[1] += tensor.own_bytes
         if entry.top >= 0:
             entry_tensors[entry.top] += 1
         for part in reader.parts(tensor) if tensor.parts else (tensor,):
             key = part.storage
             if not key:
                 continue
-            sharers[key] = sharers.get(key, 0) + 1
+            users[key] = users.get(key, 0) + 1
             if key not in first:
                 first[key] = entry.path
                 if entry.top >= 0:
@@ -76,7 +79,7 @@ def account(survey: Survey) -> Account:
             first.setdefault(storage.key, path)
             views.setdefault(storage.key, []).append((0, storage.nbytes, storage.nbytes))
     devices: dict[str, int] = dict.fromkeys(located, 0)
-    others: dict[str, int] = {}
+    others: Counter[str] = Counter()
     total = unused = 0
     wasteful = []
     for key, storage in storages.items():
@@ -85,7 +88,7 @@ def account(survey: Survey) -> Account:
         total += nbytes
         spans = views.get(key)
         if spans is None:
-            others[storage.location] = others.get(storage.location, 0) + nbytes
+            others[storage.location] += nbytes
             continue
         waste = nbytes - min(_covered(spans), nbytes) if spans[0][2] != nbytes or len(spans) > 1 else 0
         if waste > 0:
@@ -93,26 +96,26 @@ def account(survey: Survey) -> Account:
             wasteful.append((first[key], nbytes - waste, nbytes))
     wasteful.sort(key=lambda item: item[1] - item[2])
     return Account(
-        [Share(name, located.get(name, 0), size, others.get(name, 0)) for name, size in devices.items()],
-        [Share(name, count, size) for name, (count, size) in typed.items()],
+        [Share(name, located.get(name, 0), size, others[name]) for name, size in devices.items()],
+        [Share(name, number, size) for name, (number, size) in typed.items()],
         entry_bytes,
         entry_tensors,
         total,
         unused,
-        sum(count > 1 for count in sharers.values()),
+        sum(number > 1 for number in users.values()),
         wasteful,
     )
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Elements of the storage that a view reads: its size without the dimensions that repeat (stride 0)."""
+    """Return the elements of the storage that a view reads: without the dimensions that repeat (stride 0)."""
     if not tensor.stride:
         return tensor.numel
     return prod(size for size, step in zip(tensor.shape, tensor.stride) if step or not size)
 
 
 def _covered(spans: list[tuple[int, int, int]]) -> int:
-    """Bytes of a storage that views (offset, extent, distinct bytes) read; a guess upwards where they overlap."""
+    """Return the bytes of a storage that views (offset, extent, distinct bytes) read; an upper bound for overlaps."""
     spans = sorted(spans)
     covered = 0
     begin, end, alone = 0, 0, 0

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from ..base.text import counted
 
-#: Kinds of changes that are told with the number of keys.
-_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
+#: Edits whose text is followed by the number of keys.
+_KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 
 class Change(NamedTuple):
-    """What one edit did at one place.
+    """What an edit did at one path.
 
-    ``edit`` is the kind ("strip-prefix", "add-prefix", "remap"); ``path`` where; ``number`` how many things
-    changed and ``kept`` how many of the same kind did not; ``what`` says it in words; ``notes`` are remarks.
+    ``edit`` is its name ("strip-prefix", "add-prefix", "remap"); ``number`` how many things changed and ``kept`` how
+    many of the same sort did not; ``what`` is the description, ``notes`` are remarks.
     """
 
     edit: str
@@ -26,14 +26,14 @@ class Change(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What was done and where, with the number of keys for edits of keys, and the remarks."""
+        """The change as text with its remarks."""
         return "; ".join([self.head, *self.notes])
 
     @property
     def head(self) -> str:
-        """The same without the remarks."""
+        """The path, the description, and for edits of keys the number of keys."""
         where = f"{self.path}: " if self.path else ""
-        if self.edit not in _OF_KEYS or not self.number:
+        if self.edit not in _KEY_EDITS or not self.number:
             return f"{where}{self.what}"
         others = f", {counted(self.kept, 'other key')} as before" if self.kept else ""
         return f"{where}{self.what} {counted(self.number, 'key')}{others}"

@@ -16,7 +16,7 @@ from .changes import Change
 from .container import Body, Container, Traits
 from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
-from .tensors import Storage, TensorReader, described
+from .tensors import Storage, TensorReader, storage_mention
 
 #: Changes known only after writing, such as overflow counts.
 DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
@@ -220,7 +220,7 @@ def _check_first(first: Mapping[str, Storage], graph: Graph, path: str) -> None:
         if used is None or used.key not in left:
             continue
         left.discard(used.key)
-        was, now = first[used.key], described(graph, ref)
+        was, now = first[used.key], storage_mention(graph, ref)
         if now != (was.cls, was.numel):
             what = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
             raise RefusedError(what, path=path)

@@ -9,7 +9,7 @@ from ..base.errors import RefusedError
 from ..base.text import argument
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .graph_builder import Constants
-from .objects import callable_name, elements, given_pairs, last_pairs, listed_pairs
+from .objects import callable_name, elements, initial_pairs, last_pairs, pair_list
 from .tensors import Storage, TensorReader
 
 
@@ -69,8 +69,8 @@ class GraphEditor(Constants):
         if not isinstance(node, Call):
             self.changed[ref] = Dict(flat)
             return
-        listed = listed_pairs(self.graph, node)
-        if listed is None and given_pairs(self.graph, node):
+        listed = pair_list(self.graph, node)
+        if listed is None and initial_pairs(self.graph, node):
             # Constructed from another mapping, which may be held elsewhere, too: it is filled instead.
             kept = elements(nodes[node.args])[:-1]
             empty = Call(node.op, node.func, self.add(kept) if kept else self.constant(()))
@@ -214,7 +214,7 @@ def _without_lost(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
     for node in nodes:
         if type(node) is not Call:
             continue
-        listed = listed_pairs(graph, node)
+        listed = pair_list(graph, node)
         kept = [pair for pair in listed or () if not _any(elements(nodes[pair]), gone)]
         if len(kept) < len(listed or ()):
             (holder,) = elements(nodes[node.args])

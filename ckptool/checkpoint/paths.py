@@ -1,79 +1,82 @@
-"""Paths: the one name of every place in an object graph, and the way from a name to the place.
+"""Paths: the names of the nodes of an object graph, how they are spelled and how they are followed.
 
-What a step adds to a path, by what it leads to::
+What each kind of child adds to a path::
 
     .name  ["a.b"]         the entry of a mapping under a string, or an attribute of an object
     [3]  [True]  [1.5]     the entry under another key, as Python writes it: [b"a"], [None], [("a", 1)],
                            [frozenset({1})], [torch.float32], [torch.device("cuda:1")], [module.Color(1)]
     [3]                    an element of a list or tuple, or of a set in the order of the file
     (0)  (keywords)        an argument of the call that made an object
-    (state 0)              what BUILD gave an object where that names no attributes
-    (function)  (id)       what is called, where that has no name; the persistent id of an object outside of the pickle
-    [#3]                   the child with this number, whatever it is: under a key that has no spelling, or a long one
+    (state 0)              what BUILD gave an object if that has no attributes by name
+    (function)  (id)       a called function without a name; the persistent id of an object outside of the pickle
+    [#3]                   the child with this number, under a key that cannot be spelled or is too long
     (#120)                 at the beginning of a path: node 120 of the pickle, in place of a path that is too long
 
-No two children of one node have the same step. ``parse_path`` and ``child`` understand every path that is printed,
+No two children of a node have the same step. ``parse_path`` and ``child`` understand every path that is printed,
 and any equal key: ``[True]`` finds the key 1, as in Python.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import TargetError
 from ..base.limits import LIMITS
 from ..pickles.nodes import Buffer, Call, FrozenSet, Global, Graph, Instance, List, Persistent, Ref, Set
-from .objects import attributes, callable_name, constant, copied_argument, device_text, mapped_name, mapping, same_key
+from .objects import (
+    attributes,
+    callable_name,
+    called_constant,
+    copied_argument,
+    device_text,
+    elements,
+    key_identity,
+    mapped_name,
+    mapping,
+)
 
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _INT64: Final = 1 << 63
-#: Levels of a key, such as tuples in tuples, that are spelled.
-_DEPTH: Final = 16
-#: Calls that are given the elements of what they make; one step leads to an element.
-_SEQUENCES: Final = {
-    "builtins.set": "set",
-    "builtins.frozenset": "frozenset",
-    "builtins.list": "list",
-    "builtins.tuple": "tuple",
-    "torch.Size": "tuple",
-    "collections.deque": "deque",
-}
+#: Levels of a key that are spelled, such as tuples in tuples.
+_MAX_DEPTH: Final = 16
+#: Classes that are called with a list of their elements.
+_SEQUENCES: Final = frozenset(
+    ("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "torch.Size", "collections.deque")
+)
+_ESCAPES: Final = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class Child(NamedTuple):
-    """What a node holds: the ``step`` that leads to it, its reference, and the key it is under, -1 for none."""
+    """A node in another one: the ``step`` that leads to it, its reference, and the key it is under, -1 for none."""
 
     step: str
     ref: Ref
     key: Ref = -1
 
 
-# -- spelling ---------------------------------------------------------------------------------------------------------
-
-
 def spell_key(base: str, key: str) -> str:
-    """The path of a mapping's entry under a string: ``base.key``, or ``base["a.b"]`` where it is not a plain word."""
+    """Return the path of a mapping's entry under a string: ``base.key``, or ``base["a.b"]`` if it is not a word."""
     if _PLAIN_KEY.match(key):
         return f"{base}.{key}" if base else key
     return f"{base}[{_quoted(key)}]"
 
 
 def joined(base: str, step: str) -> str:
-    """The path one step further on."""
+    """Return the path with one more step."""
     return base + step if base or step[:1] != "." else step[1:]
 
 
 def bounded(path: str, ref: Ref) -> str:
-    """The path of a container; one that nobody would type becomes the number of its node."""
+    """Return the path of a container, or the number of its node if nobody would type the path."""
     return path if len(path) <= LIMITS.path_chars else f"(#{ref})"
 
 
 def within(path: str, outer: str) -> bool:
-    """Is something at ``path`` the thing at ``outer``, or in it?"""
+    """Is ``path`` the path ``outer``, or below it?"""
     return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}[", f"{outer}("))
 
 
@@ -85,15 +88,13 @@ def _quoted(text: str) -> str:
 
 def _escaped(char: str) -> str:
     code = ord(char)
-    if char in '"\\':
-        return "\\" + char
-    if char in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
+    if char in _ESCAPES:
+        return _ESCAPES[char]
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def key_text(graph: Graph, ref: Ref) -> str:
-    """A key as Python would write it, "" for one that has no spelling: an object of its own, or too long."""
+    """Return a key as Python would write it, "" for one that cannot be spelled: an object of its own, or too long."""
     node = graph.nodes[ref]
     if type(node) is str:
         return _quoted(node) if len(node) <= LIMITS.path_chars else ""
@@ -101,7 +102,7 @@ def key_text(graph: Graph, ref: Ref) -> str:
         return str(node)
     known: str | None = graph.cache.get(("text", ref))
     if known is None:
-        text = _text(graph, ref, _DEPTH)
+        text = _text(graph, ref, _MAX_DEPTH)
         known = graph.cache["text", ref] = text if text is not None and len(text) <= LIMITS.path_chars else ""
     return known
 
@@ -119,9 +120,9 @@ def _text(graph: Graph, ref: Ref, depth: int) -> str | None:
     if depth == 0:
         return None
     if isinstance(node, tuple):
-        return _tuple_text(graph, node, depth)
+        return _enclosed(_tuple_text, _texts(graph, node, depth))
     if isinstance(node, FrozenSet):
-        return _frozenset_text(graph, node.items, depth)
+        return _enclosed(_frozenset_text, _texts(graph, node.items, depth))
     if isinstance(node, Global):
         name = mapped_name(node)
         return name if _DOTTED.fullmatch(name) else None
@@ -135,21 +136,21 @@ def _bytes_text(data: bytes) -> str | None:
     return 'b"' + "".join(chars) + '"'
 
 
-def _tuple_text(graph: Graph, parts: tuple[Ref, ...] | list[Ref], depth: int) -> str | None:
-    texts = _texts(graph, parts, depth)
-    return None if texts is None else f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
+def _tuple_text(texts: list[str]) -> str:
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def _frozenset_text(graph: Graph, parts: Any, depth: int) -> str | None:
-    texts = _texts(graph, parts, depth)
-    if texts is None:
-        return None
+def _frozenset_text(texts: list[str]) -> str:
     # A set has no order, and the one in the file changes from run to run.
     return f"frozenset({{{', '.join(sorted(set(texts)))}}})" if texts else "frozenset()"
 
 
-def _texts(graph: Graph, parts: Any, depth: int) -> list[str] | None:
-    """The spelling of each part; None where one has none, or all together are too long."""
+def _enclosed(spell: Callable[[list[str]], str], texts: list[str] | None) -> str | None:
+    return None if texts is None else spell(texts)
+
+
+def _texts(graph: Graph, parts: Sequence[Ref], depth: int) -> list[str] | None:
+    """Return the spelling of each part; None if one has none, or together they are too long."""
     if len(parts) > LIMITS.path_chars // 3:
         return None
     texts, size = [], 0
@@ -163,7 +164,7 @@ def _texts(graph: Graph, parts: Any, depth: int) -> list[str] | None:
 
 
 def _call_text(graph: Graph, ref: Ref, node: Call, depth: int) -> str | None:
-    value = constant(graph, ref)
+    value = called_constant(graph, ref)
     if isinstance(value, bytes):
         return _bytes_text(value)
     if value is not None:
@@ -171,49 +172,45 @@ def _call_text(graph: Graph, ref: Ref, node: Call, depth: int) -> str | None:
     device = device_text(graph, ref)
     if device is not None:
         return f"torch.device({_quoted(device)})"
-    kind = same_key(graph, ref)
-    if not isinstance(kind, tuple) or kind[0] == "own":
-        return None
+    identity = key_identity(graph, ref)
     name, args = callable_name(graph, node.func), graph.nodes[node.args]
-    if type(args) is not tuple:
+    if not isinstance(identity, tuple) or identity[0] == "own" or type(args) is not tuple:
         return None
-    held = seen_through(graph, ref)
-    if held is not None and name == "builtins.tuple":
-        return _tuple_text(graph, list(held), depth)
-    if held is not None and name == "builtins.frozenset":
-        return _frozenset_text(graph, held, depth)
+    inside = _called_elements(graph, ref)
+    if inside is not None and name in ("builtins.tuple", "builtins.frozenset"):
+        spell = _tuple_text if name == "builtins.tuple" else _frozenset_text
+        return _enclosed(spell, _texts(graph, inside, depth))
     texts = _texts(graph, args, depth)
     return None if texts is None or not _DOTTED.fullmatch(name) else f"{name}({', '.join(texts)})"
 
 
-# -- what a node holds ------------------------------------------------------------------------------------------------
+# -- The children of a node
 
 
-def seen_through(graph: Graph, ref: Ref) -> list[Ref] | None:
-    """The elements of a set, list or tuple that a call makes of a list of them; None for anything else."""
+def _called_elements(graph: Graph, ref: Ref) -> list[Ref] | None:
+    """Return the elements of a set, list or tuple that is called with a list of them; None for another node."""
     node = graph.nodes[ref]
     if not isinstance(node, Call) or node.states or node.pairs or node.kwargs >= 0:
         return None
     args = graph.nodes[node.args]
     if callable_name(graph, node.func) not in _SEQUENCES or type(args) is not tuple or not 1 <= len(args) <= 2:
         return None
-    inner = graph.nodes[args[0]]
-    held = inner if type(inner) is tuple else inner.items if isinstance(inner, List) else None
-    return None if held is None else [*held, *node.items]
+    source = graph.nodes[args[0]]
+    return [*elements(source), *node.items] if isinstance(source, List | tuple) else None
 
 
 def entries(graph: Graph, ref: Ref) -> list[Child]:
-    """The entries of a mapping, each with a step of its own; nothing for what is none."""
+    """Return the entries of a mapping, each with a step of its own; [] for another node."""
     return as_children(graph, mapping(graph, ref) or ())
 
 
 def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence[Child] = ()) -> list[Child]:
-    """The (key, value) pairs with a step for each that no other has, nor one of those ``before`` them.
+    """Return (key, value) pairs as children, whose steps differ from each other and from those ``before`` them.
 
-    What has no spelling goes by its number, and so does the second NaN and an attribute that is called like a key.
+    A key that cannot be spelled goes by its number, and so does a second NaN or an attribute named like a key.
     """
     taken = {one.step for one in before}
-    found = []
+    result = []
     nodes, most, plain = graph.nodes, LIMITS.path_chars, _PLAIN_KEY.match
     for number, (key, value) in enumerate(items, len(before)):
         node = nodes[key]
@@ -225,31 +222,31 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
         if not step or step in taken:
             step = f"[#{number}]"
         taken.add(step)
-        found.append(Child(step, value, key))
-    return found
+        result.append(Child(step, value, key))
+    return result
 
 
 def children(graph: Graph, ref: Ref) -> Iterator[Child]:
-    """Everything that a node holds: entries, elements, arguments, attributes, states."""
+    """Return all children of a node: entries, elements, arguments, attributes, states."""
     inside = sequence(graph, ref)
     if inside is not None:
         return (Child(f"[{number}]", item) for number, item in enumerate(inside))
-    held = entries(graph, ref)
-    return chain(held, beside(graph, ref, held))
+    items = entries(graph, ref)
+    return chain(items, extra_children(graph, ref, items))
 
 
 def sequence(graph: Graph, ref: Ref) -> Sequence[Ref] | None:
-    """The elements of a list, tuple or set, in whichever form it is written; None for anything else."""
+    """Return the elements of a list, tuple or set in any form; None for another node."""
     node = graph.nodes[ref]
     if isinstance(node, tuple):
         return node
-    return node.items if isinstance(node, List | Set | FrozenSet) else seen_through(graph, ref)
+    return node.items if isinstance(node, List | Set | FrozenSet) else _called_elements(graph, ref)
 
 
-def beside(graph: Graph, ref: Ref, held: Sequence[Child]) -> Iterator[Child]:
-    """What a node holds beside its entries: keys that are objects, arguments, attributes, states, elements."""
+def extra_children(graph: Graph, ref: Ref, items: Sequence[Child]) -> Iterator[Child]:
+    """Yield the children of a node besides its entries: keys that are objects, arguments, attributes, elements."""
     node = graph.nodes[ref]
-    for number, one in enumerate(held):
+    for number, one in enumerate(items):
         # There may be a tensor in such a key.
         if one.step[:2] == "[#" and not isinstance(graph.nodes[one.key], str | bytes | int | float):
             yield Child(f"(key {number})", one.key)
@@ -268,137 +265,130 @@ def beside(graph: Graph, ref: Ref, held: Sequence[Child]) -> Iterator[Child]:
             yield from (Child(f"({number})", item) for number, item in enumerate(args) if number != copied)
         if node.kwargs >= 0:
             yield Child("(keywords)", node.kwargs)
-    fields = as_children(graph, attributes(graph, node), held) if node.states else []
+    fields = as_children(graph, attributes(graph, node), items) if node.states else []
     yield from (field._replace(key=-1) for field in fields)
     if not fields:
         yield from (Child(f"(state {number})", state) for number, state in enumerate(node.states))
-    if node.items:
-        taken = {one.step for one in (*held, *fields)}
-        number = len(held) + len(fields)
-        for place, item in enumerate(node.items):
-            step = f"[{place}]"
-            yield Child(step if step not in taken else f"[#{number + place}]", item)
+    taken = {one.step for one in (*items, *fields)} if node.items else ()
+    for place, item in enumerate(node.items):
+        step = f"[{place}]"
+        yield Child(step if step not in taken else f"[#{len(items) + len(fields) + place}]", item)
 
 
-# -- from a text to a place -------------------------------------------------------------------------------------------
+# -- Parsing and following paths
 
-#: A step that is no key, or a key whose value has no place in Python without its module.
+#: The value of a step that is not a key, or whose key has no value without the module it names.
 NO_VALUE: Final = object()
 
 
-class Parsed(NamedTuple):
-    """A step as it is spelled by ``children``, and the key as a Python value, NO_VALUE for one that has none."""
+class PathStep(NamedTuple):
+    """A step as ``children`` spells it, and its key as a Python value or NO_VALUE."""
 
     step: str
     value: Any
 
 
 def parse_path(text: str) -> list[Any]:
-    """The keys of a path as Python values; raises TargetError for a path with other steps, or that is none."""
-    steps = parsed(text)
+    """Return the keys of a path as Python values; raise TargetError if it is invalid or has other steps."""
+    steps = parse_steps(text)
     if any(step.value is NO_VALUE for step in steps):
         raise TargetError(f"{text!r} leads through an object, not by keys alone")
     return [step.value for step in steps]
 
 
-def parsed(text: str) -> list[Parsed]:
-    """The steps of a path as ``inspect`` prints it; raises TargetError if it is none."""
-    reader = _Reader(text)
-    steps: list[Parsed] = []
-    while reader.at < len(text):
-        steps.append(reader.step(first=not steps))
+def parse_steps(text: str) -> list[PathStep]:
+    """Return the steps of a path as ``inspect`` prints it; raise TargetError if it is invalid."""
+    parser = _PathParser(text)
+    steps: list[PathStep] = []
+    while parser.at < len(text):
+        steps.append(parser.step(first=not steps))
     return steps
 
 
 _WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_DIGITS: Final = re.compile(r"\d{1,18}")
+_CHILD_NUMBER: Final = re.compile(r"#\d{1,18}")
 _NUMBER: Final = re.compile(r"[+-]?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
 _QUOTE: Final = re.compile(r"""b?(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_AROUND: Final = re.compile(r"\((?:#?\d{1,18}|state \d{1,18}|key \d{1,18}|function|keywords|id|buffer)\)")
+_IN_PARENTHESES: Final = re.compile(r"\((?:#?\d{1,18}|state \d{1,18}|key \d{1,18}|function|keywords|id|buffer)\)")
 _CONSTANTS: Final = {"True": True, "False": False, "None": None}
 
 
-class _Reader:
-    """Reads a path from left to right; ``at`` is where it has come to."""
+class _PathParser:
+    """A parser that reads a path from left to right; ``at`` is its position."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
-    def wrong(self, why: str = "") -> TargetError:
+    def error(self, why: str = "") -> TargetError:
         step = 'paths look like state_dict, models[0].net, callbacks["a.b"]'
         return TargetError(f"{self.text!r} is not a path{why}", next="" if why else step)
 
-    def take(self, form: re.Pattern[str]) -> str | None:
-        found = form.match(self.text, self.at)
-        if found is None:
+    def take(self, pattern: re.Pattern[str]) -> str | None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return found.group()
+        self.at = match.end()
+        return match.group()
 
-    def has(self, text: str) -> bool:
-        """Does the text go on like this? Then it is read."""
+    def skip(self, text: str) -> bool:
+        """Does the rest begin with this text? Then skip it."""
         if not self.text.startswith(text, self.at):
             return False
         self.at += len(text)
         return True
 
-    def step(self, first: bool) -> Parsed:
-        if self.has("["):
-            if self.has("#"):
-                number = self.take(_DIGITS)
-                if number is None:
-                    raise self.wrong()
-                found = Parsed(f"[#{number}]", NO_VALUE)
-            else:
-                text, value = self.key(_DEPTH)
-                plain = isinstance(value, str) and _PLAIN_KEY.match(value)
-                found = Parsed(f".{value}" if plain else f"[{text}]", value)
-            if not self.has("]"):
-                raise self.wrong()
-            return found
-        around = self.take(_AROUND)
-        if around is not None:
-            if around.startswith("(#") and not first:
-                raise self.wrong()
-            return Parsed(around, NO_VALUE)
-        dot = self.has(".")
-        if dot and first:
-            raise self.wrong()
-        word = self.take(_WORD)
+    def step(self, first: bool) -> PathStep:
+        if self.skip("["):
+            number = self.take(_CHILD_NUMBER)
+            text, value = (number, NO_VALUE) if number else self.key(_MAX_DEPTH)
+            if not self.skip("]"):
+                raise self.error()
+            plain = isinstance(value, str) and _PLAIN_KEY.match(value)
+            return PathStep(f".{value}" if plain else f"[{text}]", value)
+        text = self.take(_IN_PARENTHESES) or ""
+        if text.startswith("(#") and not first:
+            raise self.error()
+        if text:
+            return PathStep(text, NO_VALUE)
+        dot = self.skip(".")
+        word = None if dot and first else self.take(_WORD)
         if word is None:
-            raise self.wrong()
+            raise self.error()
         if not (dot or first):
-            raise self.wrong(f": a dot is missing before {word!r}")
-        return Parsed(f".{word}", word)
+            raise self.error(f": a dot is missing before {word!r}")
+        return PathStep(f".{word}", word)
 
     def key(self, depth: int) -> tuple[str, Any]:
-        """A key as ``key_text`` spells it, and its value."""
+        """Read a key as ``key_text`` spells it; return its text and its value."""
         if depth == 0:
-            raise self.wrong()
+            raise self.error()
         quoted = self.take(_QUOTE)
         if quoted is not None:
             return self.quoted(quoted)
         number = self.take(_NUMBER)
         if number is not None:
-            return self.number(number)
-        if self.has("("):
+            try:
+                value: int | float = int(number)
+            except ValueError:
+                value = float(number) if len(number) < LIMITS.path_chars else 0.0
+            return repr(value), value
+        if self.skip("("):
             texts, values = self.parts(")", depth)
-            text = f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
-            return text, NO_VALUE if NO_VALUE in values else tuple(values)
+            return _tuple_text(texts), NO_VALUE if NO_VALUE in values else tuple(values)
         name = self.take(_DOTTED) or self.take(_WORD)
         if name in _CONSTANTS:
             return name, _CONSTANTS[name]
-        if name == "frozenset" and self.has("("):
+        if name == "frozenset" and self.skip("("):
             return self.frozenset(depth)
         if name is None or (name != "complex" and "." not in name):
-            raise self.wrong()
-        if not self.has("("):
+            raise self.error()
+        if not self.skip("("):
             return name, NO_VALUE
         texts, values = self.parts(")", depth)
-        whole = name == "complex" and len(values) == 2 and all(type(value) is float for value in values)
-        return f"{name}({', '.join(texts)})", complex(*values) if whole else NO_VALUE
+        is_complex = name == "complex" and len(values) == 2 and all(type(value) is float for value in values)
+        return f"{name}({', '.join(texts)})", complex(*values) if is_complex else NO_VALUE
 
     def quoted(self, quoted: str) -> tuple[str, Any]:
         try:
@@ -407,60 +397,51 @@ class _Reader:
                 return _quoted(text), text
             data = text.encode("latin-1")
         except (UnicodeEncodeError, ValueError, OverflowError):
-            raise self.wrong() from None
+            raise self.error() from None
         return _bytes_text(data) or "", data
 
-    def number(self, text: str) -> tuple[str, Any]:
-        try:
-            value: int | float = int(text)
-        except ValueError:
-            value = float(text) if len(text) < LIMITS.path_chars else 0.0
-        return repr(value), value
-
     def frozenset(self, depth: int) -> tuple[str, Any]:
-        if self.has(")"):
+        if self.skip(")"):
             return "frozenset()", frozenset()
-        if not self.has("{"):
-            raise self.wrong()
+        if not self.skip("{"):
+            raise self.error()
         texts, values = self.parts("}", depth)
-        if not self.has(")"):
-            raise self.wrong()
-        text = f"frozenset({{{', '.join(sorted(set(texts)))}}})"
-        return text, NO_VALUE if NO_VALUE in values else frozenset(values)
+        if not self.skip(")"):
+            raise self.error()
+        return _frozenset_text(texts), NO_VALUE if NO_VALUE in values else frozenset(values)
 
     def parts(self, end: str, depth: int) -> tuple[list[str], list[Any]]:
         texts: list[str] = []
         values: list[Any] = []
-        while not self.has(end):
+        while not self.skip(end):
             text, value = self.key(depth - 1)
             texts.append(text)
             values.append(value)
-            if not self.has(","):
-                if not self.has(end):
-                    raise self.wrong()
+            if not self.skip(","):
+                if not self.skip(end):
+                    raise self.error()
                 break
-            self.has(" ")
+            self.skip(" ")
         return texts, values
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
     if code is not None:
         return chr(int(code, 16))
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(found[4], found[4])
+    return {"n": "\n", "r": "\r", "t": "\t"}.get(match[4], match[4])
 
 
-def find(graph: Graph, step: Parsed, ref: Ref) -> Child | None:
-    """The node that one step leads to from ``ref``: a child, or any node by its number."""
+def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
+    """Return the node that a step leads to from ``ref``: a child, or any node by its number."""
     if not step.step.startswith("(#"):
         return child(graph, ref, step)
     place = int(step.step[2:-1])
     return Child(step.step, place) if place < len(graph.nodes) else None
 
 
-def child(graph: Graph, ref: Ref, step: Parsed) -> Child | None:
-    """The child that a step leads to: the one that is spelled so, else that under an equal key, or counted from the
-    end of a list."""
+def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
+    """Return the child that a step leads to; in a list a negative number counts from the end."""
     inside = sequence(graph, ref)
     if inside is not None:
         place = step.value
@@ -468,20 +449,25 @@ def child(graph: Graph, ref: Ref, step: Parsed) -> Child | None:
             return None
         place %= len(inside)
         return Child(f"[{place}]", inside[place])
+    return match_step(graph, children(graph, ref), step)
+
+
+def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Child | None:
+    """Return the child that is spelled like a step, else the first one under an equal key."""
     equal: Child | None = None
-    wanted = literal(step.value)
-    for one in children(graph, ref):
+    wanted = literal_identity(step.value)
+    for one in candidates:
         if one.step == step.step:
             return one
-        if one.key >= 0 and equal is None and step.value is not NO_VALUE and same_key(graph, one.key) == wanted:
+        if one.key >= 0 and equal is None and step.value is not NO_VALUE and key_identity(graph, one.key) == wanted:
             equal = one
     return equal
 
 
-def literal(value: Any) -> Hashable:
-    """What ``same_key`` gives for a key with this value."""
+def literal_identity(value: Any) -> Hashable:
+    """Return what ``key_identity`` gives for a key with this value."""
     if isinstance(value, tuple):
-        return ("tuple", *map(literal, value))
+        return ("tuple", *map(literal_identity, value))
     if isinstance(value, frozenset):
-        return ("frozenset", frozenset(map(literal, value)))
+        return ("frozenset", frozenset(map(literal_identity, value)))
     return value  # type: ignore[no-any-return]

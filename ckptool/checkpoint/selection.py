@@ -1,4 +1,4 @@
-"""Which state dicts an edit is about."""
+"""From a path on the command line to a node, an entry of a mapping, or the state dicts that an edit is about."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .graph_editor import GraphEditor
-from .objects import mapping, same_key
-from .paths import NO_VALUE, Parsed, bounded, entries, find, joined, literal, parsed
-from .survey import StateDict
-
-# -- From a path as ``inspect`` prints it to the node there, and to the mapping that holds it
+from .objects import mapping
+from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps
+from .survey import StateDict, TensorEntry
 
 
 class Place(NamedTuple):
-    """A node: its reference, its path as ``inspect`` prints it, and the reference of what holds it, -1 for the root."""
+    """A node: its reference, its path as ``inspect`` prints it, and the reference of its container, -1 for the root."""
 
     ref: Ref
     path: str
@@ -28,8 +26,11 @@ class Place(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where an entry of a mapping is or would be: the mapping, its entries as (key, value), and the number of the one
-    under that key, -1 where there is none; ``key`` as a Python value, NO_VALUE for one that has none."""
+    """Where an entry of a mapping is or would be.
+
+    The mapping, its entries as (key, value), the number of the one under the key or -1, and the key as a Python value,
+    NO_VALUE if it has none.
+    """
 
     holder: Ref
     items: list[tuple[Ref, Ref]]
@@ -38,55 +39,53 @@ class Slot(NamedTuple):
 
 
 def resolve(checkpoint: Checkpoint, path: str) -> Place:
-    """The node at a path; raises TargetError, which names how far the path leads."""
-    found = place(checkpoint.graph, [] if path in ("", ".") else parsed(path))
-    if isinstance(found, Place):
-        return found
-    reached = f"; {found!r} is there" if found else ""
-    what = f"there is nothing at {path!r}{reached}"
-    raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
+    """Return the node at a path; raise TargetError, which says how far the path leads, if there is none."""
+    place = follow(checkpoint.graph, _steps(path))
+    if isinstance(place, Place):
+        return place
+    reached = f"; {place!r} is there" if place else ""
+    message = f"there is nothing at {path!r}{reached}"
+    raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
 
 
-def place(graph: Graph, steps: Sequence[Parsed], start: Ref = -1) -> Place | str:
-    """The node that the steps lead to from ``start`` (-1 for the root), or the path up to where they lead."""
+def _steps(path: str) -> list[PathStep]:
+    return [] if path in ("", ".") else parse_steps(path)
+
+
+def _tree_step(checkpoint: Checkpoint) -> str:
+    return f"ckptool inspect {quote(checkpoint.path)} --tree"
+
+
+def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | str:
+    """Return the node that the steps lead to from ``start`` (-1: the root), or the path up to which they lead."""
     path, ref, holder = "", graph.root if start < 0 else start, -1
     for step in steps:
-        found = find(graph, step, ref)
-        if found is None:
+        one = find(graph, step, ref)
+        if one is None:
             return path
         anchored = step.step.startswith("(#")
-        path = step.step if anchored else joined(bounded(path, ref), found.step)
-        ref, holder = found.ref, -1 if anchored else ref
+        path = step.step if anchored else joined(bounded(path, ref), one.step)
+        ref, holder = one.ref, -1 if anchored else ref
     return Place(ref, path, holder)
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
-    """Where the entry at a path is or would be; None where there is no mapping to hold it."""
-    steps = parsed(path)
+    """Return where the entry at a path is or would be; None if there is no mapping to hold it."""
+    steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
     graph, last = checkpoint.graph, steps[-1]
-    holder = place(graph, steps[:-1])
+    holder = follow(graph, steps[:-1])
     items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
     if not isinstance(holder, Place) or items is None:
         return None
-    return Slot(holder.ref, items, entry_number(graph, holder.ref, last), last.value)
-
-
-def entry_number(graph: Graph, ref: Ref, step: Parsed) -> int:
-    """The number of the entry of a mapping that a step leads to, -1 for none."""
-    wanted = literal(step.value)
-    equal = -1
-    for number, one in enumerate(entries(graph, ref)):
-        if one.step == step.step:
-            return number
-        if step.value is not NO_VALUE and equal < 0 and same_key(graph, one.key) == wanted:
-            equal = number
-    return equal
+    children = as_children(graph, items)
+    entry = match_step(graph, children, last)
+    return Slot(holder.ref, items, -1 if entry is None else children.index(entry), last.value)
 
 
 def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -> Ref:
-    """A new node for a key, as a pickler writes it; raises TargetError for one that is not made of plain values."""
+    """Add a node for a key, as a pickler writes it; raise TargetError for a key that is not made of plain values."""
     if key is None or isinstance(key, bool | int | float | str):
         return rewrite.add(key)
     if isinstance(key, bytes):
@@ -96,8 +95,8 @@ def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -
         return rewrite.add(Call(REDUCE, rewrite.named("_codecs", "encode"), rewrite.add(args)))
     if isinstance(key, tuple):
         return rewrite.add(tuple(new_key(checkpoint, rewrite, path, part) for part in key))
-    what = f"no entry can be added at {path!r}: its key is not made of numbers, strings, bytes and tuples"
-    raise TargetError(what, path=checkpoint.path)
+    message = f"no entry can be added at {path!r}: its key is not made of numbers, strings, bytes and tuples"
+    raise TargetError(message, path=checkpoint.path)
 
 
 #: The first protocol that has bytes; before it they are a call (``_codecs.encode``).
@@ -105,27 +104,34 @@ _BYTES: Final = 3
 
 
 def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
-    """The state dict at the path ``key``, or with None all that are found with high confidence.
+    """Return the state dict at the path ``key``, or with None all that have high confidence.
 
-    Raises TargetError when there is no state dict at that path; the message lists those there are.
+    Raises TargetError if there is no state dict at that path; the message lists those there are.
     """
-    found = checkpoint.state_dicts
+    state_dicts = checkpoint.state_dicts
     if key is None:
-        return [item for item in found if item.confidence == "high"]
-    there = place(checkpoint.graph, [] if key in ("", ".") else parsed(key))
-    chosen = [item for item in found if isinstance(there, Place) and item.ref == there.ref]
+        return [item for item in state_dicts if item.confidence == "high"]
+    place = follow(checkpoint.graph, _steps(key))
+    chosen = [item for item in state_dicts if isinstance(place, Place) and item.ref == place.ref]
     if not chosen:
-        known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in found], most=8)
-        what = f"no state dict at {key!r}; there is {known}" if found else f"no state dict at {key!r}, nor elsewhere"
-        raise TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
+        known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
+        message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
+        raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
     return chosen
 
 
+def selected_tensors(checkpoint: Checkpoint, key: str | None) -> list[TensorEntry]:
+    """Return the tensors of the state dict at the path ``key``, with None all tensors of the file.
+
+    Raises TargetError as ``selected`` does.
+    """
+    survey = checkpoint.survey
+    return survey.tensors if key is None else survey.tensors_in([item.path for item in selected(checkpoint, key)])
+
+
 def normal_path(key: str) -> str:
-    """The path as the survey spells it; "" and "." are the root."""
-    if key in ("", "."):
-        return ""
+    """Return the path as the survey spells it; "" and "." are the root."""
     path = ""
-    for step in parsed(key):
+    for step in _steps(key):
         path = joined(path, step.step)
     return path

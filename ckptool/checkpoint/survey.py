@@ -1,9 +1,9 @@
-"""One walk over the object graph: where the tensors are, which mappings are state dicts, what else there is."""
+"""One walk over the object graph: tensors and their paths, state dicts, top-level entries, devices."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
@@ -11,17 +11,17 @@ from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .objects import attributes, callable_name, class_name, device_text, mapping, plain_parts
-from .paths import Child, as_children, beside, bounded, joined, sequence
+from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
 
 
 class TensorEntry(NamedTuple):
-    """A tensor where it stands: tied tensors have an entry for each place.
+    """A tensor at a path; tied tensors have an entry for each path.
 
     ``path`` as ``inspect`` spells it; ``key`` its name in the state dict, or the last step of the path;
     ``state_dict`` the number of the state dict that it is a value of, -1 for none; ``top`` the number of
-    the top-level entry it is under, -1 for the root; ``holder`` the reference of what holds it.
+    the top-level entry it is under, -1 for the root; ``holder`` the reference of its container.
     """
 
     path: str
@@ -48,8 +48,8 @@ class StateDict(NamedTuple):
     confidence: str
 
 
-class Entry(NamedTuple):
-    """A top-level entry of the root: of a mapping by key, of a list by number, of an object by attribute."""
+class TopEntry(NamedTuple):
+    """A child of the root: the entry of a mapping, the element of a list, the attribute of an object."""
 
     key: str
     path: str
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class DeviceName(NamedTuple):
-    """A device that is named outside of storages: a ``torch.device`` object or a plain string."""
+    """A device that is named outside of storages: a ``torch.device`` object or a string."""
 
     path: str
     ref: Ref
@@ -66,46 +66,48 @@ class DeviceName(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a walk found, in the order of the file."""
+    """The results of the walk, in the order of the file."""
 
     reader: TensorReader
     tensors: list[TensorEntry]
     state_dicts: list[StateDict]
-    entries: list[Entry]
+    entries: list[TopEntry]
     devices: list[DeviceName]
-    #: bare storages: (path, reference, number of the top-level entry)
+    #: storages outside of tensors: (path, reference, number of the top-level entry)
     storages: list[tuple[str, Ref, int]]
-    #: objects of classes other than Python's and torch's own: path by class name, first place only
+    #: objects of classes other than those of Python, torch and numpy: the first path by class name
     objects: dict[str, str]
+    #: paths of pickled modules
     modules: list[str]
-    #: what holds each container, at its first place; -1 for the root
+    #: the container that holds each container at its first path; -1 for the root
     holders: dict[Ref, Ref]
-    #: places of tensors that are not listed: more than ``limits.places`` at which something stands again
+    #: number of paths of tensors that are not listed, because too much is there more than once: ``limits.places``
     unlisted: int
-    #: what is not followed, in words: see ``unfollowed``
+    #: what is not followed, as text: see ``unfollowed``
     unfollowed: dict[Ref, str]
 
     def inside(self, ref: Ref) -> set[Ref]:
-        """The node ``ref`` and the containers in it, each counted where it was first met."""
-        found = {ref}
+        """Return the node ``ref`` and the containers in it; a shared container is in the one it was first found in."""
+        containers = {ref}
         for container, holder in self.holders.items():  # holders come first
-            if holder in found:
-                found.add(container)
-        return found
+            if holder in containers:
+                containers.add(container)
+        return containers
 
-    def within(self, entry: TensorEntry, path: str) -> bool:
-        """Is a tensor in the state dict at ``path``?"""
-        return entry.state_dict >= 0 and self.state_dicts[entry.state_dict].path == path
+    def tensors_in(self, paths: Collection[str] | None = None) -> list[TensorEntry]:
+        """Return the tensors of the state dicts at these paths, of all state dicts for None."""
+        numbers = {number for number, item in enumerate(self.state_dicts) if paths is None or item.path in paths}
+        return [entry for entry in self.tensors if entry.state_dict in numbers]
 
 
-#: A device as torch spells it, alone in a string.
+#: A string that is a device as torch spells it.
 _DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
 
-#: Names under which training scripts keep optimizers; their states have parameter names as keys sometimes. Like every
-#: expression that meets names from files it is searched for, without ``.*``: a name of 80 kB takes no longer for it.
+#: Keys under which training scripts keep optimizers, whose states sometimes have parameter names as keys. Like every
+#: pattern for names from files it has no ``.*``: a name of 80 kB takes no longer.
 _OPTIMIZER_KEY = re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")
 
-#: What torch.optim and its kin keep per parameter.
+#: Values that optimizers keep for each parameter.
 _SLOTS = frozenset(
     (
         *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"),
@@ -115,61 +117,61 @@ _SLOTS = frozenset(
     )
 )
 
-#: Last segments that name parameters and buffers of torch's own modules.
+#: Last segments of the names of parameters and buffers in torch's own modules.
 _PARAMETER = re.compile(
     r"(?:weights?|bias(?:es)?|gamma|beta|running_(?:mean|var)|num_batches_tracked"
     r"|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
 )
 
-#: Last segments under which modules keep what is no tensor.
+#: Last segments under which modules keep other values than tensors (nn.Module.get_extra_state, quantized Linear).
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
-#: Constants: there is nothing below them.
+#: Types of constants that are skipped.
 _BARREN = frozenset((int, float, bool, type(None)))
-#: What dicts of ``_metadata`` hold.
+#: Types of the values in dicts of ``_metadata``.
 _PLAIN = _BARREN | {str}
 
-#: Where training scripts keep a model; evidence beside the content, never instead of it.
+#: Keys under which training scripts keep a model: evidence in addition to the content, never instead of it.
 _MODEL_KEY = re.compile(
     r"state_?dict|(?:\A|[_\-.])(?:model|net|network|module|weights|params|ema)(?=[_\-.\d]|\Z)", re.I
 )
 
 
-#: A place to go to: reference, path, last step, may there be state dicts, state dict it is a value of (or -1),
-#: top-level entry, what holds it. A plain tuple, because there is one for every tensor.
+#: A node to visit: reference, path, last step, may it be or hold a state dict, state dict it is a value of (or -1),
+#: top-level entry, container. A plain tuple, because there is one for every tensor.
 _Task: TypeAlias = tuple[Ref, str, str, bool, int, int, Ref]
 
 
 def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = False) -> Survey:
-    """Walk the graph once. Each container is entered where it is first met; tensors count at every place.
+    """Walk the graph once. Each container is entered at its first path; tensors are listed at every path.
 
-    ``reader`` is one of this very graph that has read something of it already; ``named`` says that the format has
-    state dicts at the root, whose keys may be any text. Raises MalformedError where lists are the content of so many
-    mappings that their entries cannot be followed.
+    ``reader`` may be a reader of this graph that was used before; ``named`` says that the root is a state dict in
+    this format, whose keys may be any text. Raises MalformedError if so many mappings are made of the same lists that
+    their entries cannot be followed.
     """
-    walk = _Walk(graph, reader or TensorReader(graph), named)
-    walk.found.unfollowed.update(unfollowed(graph, walk.reader))
+    walk = _SurveyWalk(graph, reader or TensorReader(graph), named)
+    walk.survey.unfollowed.update(unfollowed(graph, walk.reader))
     walk.run()
-    return walk.found._replace(unlisted=walk.unlisted)
+    return walk.survey._replace(unlisted=walk.unlisted)
 
 
-class _Walk:
+class _SurveyWalk:
     def __init__(self, graph: Graph, reader: TensorReader, named: bool) -> None:
         self.named = named
         self.graph = graph
         self.reader = reader
-        self.found = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0, {})
+        self.survey = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0, {})
         self.metadata_of: dict[int, Ref] = {}
-        #: Tensors and names of devices that were met; how often one may be met again, and how often one was too often.
-        self.met: set[Ref] = set()
-        self.left = LIMITS.places
+        #: Tensors and names of devices that were listed, how many more repetitions may be, and how many were not.
+        self.seen: set[Ref] = set()
+        self.repetitions_left = LIMITS.places
         self.unlisted = 0
-        #: Entries that may be followed: one list can be the content of many OrderedDicts, or sets.
+        #: Entries that may still be followed: one list can be the content of many OrderedDicts, or sets.
         self.entries_left = 4 * len(graph.nodes) + LIMITS.places
         self.counted = False
 
     def run(self) -> None:
-        nodes, reader, found, holders = self.graph.nodes, self.reader, self.found, self.found.holders
+        nodes, reader, result, holders = self.graph.nodes, self.reader, self.survey, self.survey.holders
         work: list[Iterator[_Task]] = [iter([(self.graph.root, "", "", True, -1, -1, -1)])]
         while work:
             task = next(work[-1], None)
@@ -178,55 +180,55 @@ class _Walk:
                 continue
             ref, path, key, _, state_dict, top, holder = task
             node = nodes[ref]
-            kind = type(node)
-            if kind in _BARREN:
-                continue  # numbers and None can hold nothing
-            if kind is Call:
+            node_type = type(node)
+            if node_type in _BARREN:
+                continue
+            if node_type is Call:
                 tensor = reader.tensor(ref)
                 if tensor is not None:
-                    if self.listed(ref, True):
-                        found.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
+                    if self.is_listed(ref, True):
+                        result.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     continue
-            elif kind is str:
-                if _DEVICE.match(node) and self.listed(ref, False):  # type: ignore[arg-type]
-                    found.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
+            elif node_type is str:
+                if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
+                    result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
-            elif kind is Global and node.filling is None:  # type: ignore[union-attr]
-                continue  # a name: millions of them are nothing to enter
+            elif node_type is Global and node.filling is None:  # type: ignore[union-attr]
+                continue  # there may be millions of names, and nothing is in them
             if ref in holders:
                 continue
             holders[ref] = holder
-            if kind is Dict and self.is_barren(ref):
+            if node_type is Dict and self.is_barren(ref):
                 continue
             below = self.enter(task, node)
             work.append(self.tops(below) if ref == self.graph.root else below)
 
     def is_barren(self, ref: Ref) -> bool:
-        """Is it a dict below the root in which nothing can be found?"""
+        """Is it a dict below the root with neither containers nor devices in it?"""
         parts = plain_parts(self.graph, ref) if ref != self.graph.root else None
         return parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2])
 
-    def listed(self, ref: Ref, tensor: bool) -> bool:
-        """Is this place listed? The first one of everything is, and many of the others."""
-        if ref not in self.met:
-            self.met.add(ref)
-        elif self.left > 0:
-            self.left -= 1
+    def is_listed(self, ref: Ref, is_tensor: bool) -> bool:
+        """Is this path of a node listed? The first path of each node is, and a limited number of others."""
+        if ref not in self.seen:
+            self.seen.add(ref)
+        elif self.repetitions_left > 0:
+            self.repetitions_left -= 1
         else:
-            self.unlisted += tensor
+            self.unlisted += is_tensor
             return False
         return True
 
     def tops(self, below: Iterator[_Task]) -> Iterator[_Task]:
-        """The places below the root, each the beginning of an entry."""
-        # All of them are there before the first one is entered.
+        """Number the children of the root, each the beginning of a top-level entry."""
+        # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
-        self.found.entries.extend(Entry(task[2], task[1], task[0]) for task in tasks)
+        self.survey.entries.extend(TopEntry(task[2], task[1], task[0]) for task in tasks)
         yield from ((*task[:5], number, task[6]) for number, task in enumerate(tasks))
         yield from below
 
     def enter(self, task: _Task, node: Node) -> Iterator[_Task]:
-        """The places below a node."""
+        """Return the children of a node."""
         ref, path, _, eligible, _, top, _ = task
         inside = sequence(self.graph, ref)
         if inside is not None:
@@ -234,12 +236,14 @@ class _Walk:
                 self.spend(len(inside))
             return self.elements(task, inside, eligible and type(node) is not Call)
         if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
-            self.found.storages.append((path, ref, top))
+            self.survey.storages.append((path, ref, top))
             return iter(())
-        return self.call(task, node) if isinstance(node, Call) else self.filled(task, node)
+        if isinstance(node, Call):
+            return self.call(task, node)
+        return self.filled(task, node, mapping(self.graph, ref) or [])
 
     def spend(self, count: int) -> None:
-        """Raise MalformedError once more entries were followed than four times those that there are."""
+        """Raise MalformedError once four times as many entries were followed as the file has."""
         self.entries_left -= count
         if self.entries_left < 0 and not self.counted:
             # A million zeros are one node.
@@ -249,7 +253,7 @@ class _Walk:
             raise MalformedError("its containers share so many entries that they cannot all be followed")
 
     def elements(self, task: _Task, inside: Sequence[Ref], eligible: bool) -> Iterator[_Task]:
-        """The places of elements. Of numbers there may be millions: those below the root alone are places."""
+        """Yield the elements of a sequence. There may be millions of numbers, which only the root lists."""
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         base = bounded(path, own)
@@ -258,63 +262,61 @@ class _Walk:
                 step = f"[{number}]"
                 yield ref, base + step, step, eligible, -1, top, own
 
-    def filled(self, task: _Task, node: Node) -> Iterator[_Task]:
-        """The places below a dict, and what else a node holds that no call made."""
-        held = self.mapping(task, node, mapping(self.graph, task[0]) or [])
-        return chain(self.entered(task, held), self.others(task, held[0]))
+    def filled(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]] | None) -> Iterator[_Task]:
+        """Return the entries of a mapping (None for another node) and the other children of the node."""
+        graph = self.graph
+        own, path, step, eligible, _, _, _ = task
+        number = -1
+        if items is not None:
+            self.spend(len(items))
+            metadata = self.metadata(node)
+            confidence = self.judge(path, step, node, items, metadata) if eligible else ""
+            if confidence:
+                number, container = len(self.survey.state_dicts), class_name(graph, own)
+                state_dict = StateDict(bounded(path, own), own, container, items, metadata, confidence)
+                self.survey.state_dicts.append(state_dict)
+            eligible = eligible and not confidence and not self.is_optimizer(items)
+        entries = as_children(graph, items or ())
+        return chain(self.entries(task, entries, eligible, number), self.others(task, entries))
 
-    def mapping(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]]) -> tuple[list[Child], bool, int]:
-        """The entries of a mapping, whether there may be state dicts in them, and its number if it is one, or -1."""
+    def is_optimizer(self, items: list[tuple[Ref, Ref]]) -> bool:
+        """Is it the state dict of an optimizer?"""
         nodes = self.graph.nodes
-        own, base, step, eligible, _, _, _ = task
-        self.spend(len(items))
-        inside = -1
-        metadata = self.metadata(node)
-        confidence = self.judge(base, step, node, items, metadata) if eligible else ""
-        if confidence:
-            inside = len(self.found.state_dicts)
-            container = class_name(self.graph, own)
-            self.found.state_dicts.append(StateDict(bounded(base, own), own, container, items, metadata, confidence))
-        if confidence or {"state", "param_groups"} <= {nodes[key] for key, _ in items if type(nodes[key]) is str}:
-            eligible = False
-        return as_children(self.graph, items), eligible, inside
+        return {"state", "param_groups"} <= {nodes[key] for key, _ in items if type(nodes[key]) is str}
 
-    def entered(self, task: _Task, held: tuple[list[Child], bool, int]) -> Iterator[_Task]:
+    def entries(self, task: _Task, entries: list[Child], eligible: bool, state_dict: int) -> Iterator[_Task]:
+        """Yield the entries of a mapping; ``state_dict`` is its number if it is one, or -1."""
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
-        entries, eligible, inside = held
         base, root = bounded(path, own), own == self.graph.root
         for step, ref, key_ref in entries:
             if type(nodes[ref]) in _BARREN and not root:
-                continue  # there is nothing in it
+                continue
             key = nodes[key_ref]
             where = joined(base, step)
             if type(key) is not str:
-                yield ref, where, step, eligible, inside, top, own
+                yield ref, where, step, eligible, state_dict, top, own
             else:
                 # A module's own state dict is one under any name.
                 allowed = eligible and (not _OPTIMIZER_KEY.search(key) or self.metadata(nodes[ref]) >= 0)
-                yield ref, where, key, allowed, inside, top, own
+                yield ref, where, key, allowed, state_dict, top, own
 
     def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
-        """What a node holds beside its entries: there are no state dicts in it."""
+        """Yield the children of a node besides its entries: there are no state dicts in them."""
         own, path, _, _, _, top, _ = task
         base = bounded(path, own)
-        for step, ref, _ in beside(self.graph, own, entries):
+        for step, ref, _ in extra_children(self.graph, own, entries):
             if step != "._metadata" or not self.is_plain(ref):
                 yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
 
     def is_plain(self, metadata: Ref) -> bool:
-        """Are there texts and numbers alone in the dicts of a ``_metadata``, as torch writes it?"""
+        """Are there only strings and numbers in the dicts of a ``_metadata``, as torch writes it?"""
         nodes = self.graph.nodes
-        for _, ref in mapping(self.graph, metadata) or ():
-            held = nodes[ref]
-            if not isinstance(held, Dict) or not all(type(nodes[part]) in _PLAIN for part in held.pairs):
-                return False
-        return True
+        dicts = [nodes[ref] for _, ref in mapping(self.graph, metadata) or ()]
+        return all(isinstance(node, Dict) and _PLAIN.issuperset(type(nodes[p]) for p in node.pairs) for node in dicts)
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
-        """How surely it is a state dict: "high", "low", or "" for not at all."""
+        """Return the confidence that a mapping is a state dict: "high", "low", or "" if it is not one."""
         nodes, reader = self.graph.nodes, self.reader
         if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
             return ""
@@ -331,7 +333,6 @@ class _Walk:
             if reader.tensor(value) is not None:
                 tensors += 1
             else:
-                # Modules may keep anything under these (nn.Module.get_extra_state, quantized Linear).
                 others += str(nodes[key_ref]).rpartition(".")[2] in _NOT_TENSORS
         if not tensors:
             return ""
@@ -345,31 +346,31 @@ class _Walk:
         return "high" if known * 2 > len(items) else "low"
 
     def metadata(self, node: Node) -> Ref:
-        """The reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""
+        """Return the reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""
         if not isinstance(node, Call) or not node.states:
             return -1
-        found = self.metadata_of.get(id(node))
-        if found is None:
+        known = self.metadata_of.get(id(node))
+        if known is None:
             nodes = self.graph.nodes
             named = [value for key, value in attributes(self.graph, node) if nodes[key] == "_metadata"]
-            found = next((value for value in reversed(named) if mapping(self.graph, value) is not None), -1)
-            self.metadata_of[id(node)] = found
-        return found
+            known = next((value for value in reversed(named) if mapping(self.graph, value) is not None), -1)
+            self.metadata_of[id(node)] = known
+        return known
 
     def call(self, task: _Task, node: Call) -> Iterator[_Task]:
         graph = self.graph
         ref, path = task[:2]
         device = device_text(graph, ref)
         if device is not None:
-            self.found.devices.append(DeviceName(path, ref, device, True))
+            self.survey.devices.append(DeviceName(path, ref, device, True))
             return iter(())
         name = class_name(graph, ref)
         items = mapping(graph, ref)
-        held = self.mapping(task, node, items) if items is not None else ([], False, -1)
+        below = self.filled(task, node, items)
         if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
-            self.found.objects.setdefault(name, path)
+            self.survey.objects.setdefault(name, path)
         fields = attributes(graph, node) if node.states and name != "OrderedDict" else ()
-        told = {graph.nodes[key] for key, _ in fields if type(graph.nodes[key]) is str}
-        if {"_parameters", "_buffers", "_modules"} <= told:
-            self.found.modules.append(path)
-        return chain(self.entered(task, held), self.others(task, held[0]))
+        names = {graph.nodes[key] for key, _ in fields if type(graph.nodes[key]) is str}
+        if {"_parameters", "_buffers", "_modules"} <= names:
+            self.survey.modules.append(path)
+        return below

@@ -1,8 +1,8 @@
-"""What a pickle means to torch beyond what ckptool follows: no library writes it, and nothing is said of such values.
+"""What torch would make of a pickle and ckptool does not follow: no library writes it.
 
-A tensor that BUILD changes after it was made, a mapping made of something that is no plain mapping, a container that
-is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than torch.load
-gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused.
+A tensor that BUILD changes after it was made, a mapping made of something else than mappings and pairs, a container
+that is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than
+torch.load gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused.
 """
 
 from __future__ import annotations
@@ -27,29 +27,20 @@ from ..pickles.nodes import (
     Set,
     children,
 )
-from .objects import callable_name, elements, given_pairs, mapping
-from .tensors import TensorReader
+from .objects import MAPPING_CLASSES, callable_name, elements, initial_pairs, mapping, state_items
+from .tensors import OLD_PARAMETERS, TensorReader
 
-#: Classes that copy their argument when they are called, and mappings among them.
-_MAPPINGS: Final = frozenset(
-    ("collections.OrderedDict", "collections.Counter", "collections.defaultdict", "builtins.dict")
-)
-_COPYING: Final = _MAPPINGS | {
+#: Classes that copy their argument when they are called.
+_COPYING: Final = MAPPING_CLASSES | {
     *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.bytearray"),
     *("torch.Size", "collections.deque"),
 }
-_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
-#: What makes a parameter of its first argument: of none it makes an empty one.
-_OF_DATA: Final = frozenset(
-    (*_PARAMETERS, "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-)
-_USUAL: Final = "torch._utils._rebuild_tensor_v2"
-_MOVED: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
-_WITH_ATTRIBUTES: Final = {
-    "torch._tensor._rebuild_from_type_v2": 3,
-    "torch._utils._rebuild_parameter_with_state": 3,
-}
-#: Attributes of a tensor that are more than names: to set one changes its values, or what it is.
+_WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
+#: Functions that make a Parameter of their first argument, and an empty one of None.
+_PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_STATE}
+#: Functions whose fourth argument sets attributes.
+_STATEFUL: Final = ("torch._tensor._rebuild_from_type_v2", _WITH_STATE)
+#: Attributes of a tensor that are descriptors: to set one changes its values, or what it is.
 _DESCRIPTORS: Final = frozenset(
     (
         *("data", "grad", "requires_grad", "names", "real", "imag", "grad_dtype", "volatile", "name", "H", "T", "mH"),
@@ -61,11 +52,11 @@ _DESCRIPTORS: Final = frozenset(
 
 
 def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
-    """What is not followed, in words, by reference; nothing for what a library wrote."""
-    nodes, found = graph.nodes, dict[Ref, str]()
-    names: dict[Ref, str] = {}  # of what is called, "" for what is not watched
+    """Return what is not followed, as text by reference; {} for a pickle that a library wrote."""
+    nodes, texts = graph.nodes, dict[Ref, str]()
+    names: dict[Ref, str] = {}  # of called functions, "" for one that is not watched
     copies: list[tuple[Ref, Call]] = []
-    parts = set[Ref]()  # ids of storages and arguments of what makes tensors
+    parts = set[Ref]()  # ids of storages and arguments of calls that make tensors
     changed = graph.filled_at.keys()
     for ref, node in enumerate(nodes):
         if type(node) is Call:
@@ -76,69 +67,69 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             if name and name not in _COPYING:
                 parts.add(node.args)
             if name and not (node.filling is None and _is_usual(name, nodes[node.args], changed)):
-                what = _of_call(graph, reader, ref, node, name, copies, changed)
-                if what:
-                    found[ref] = what
+                text = _call_text(graph, reader, ref, node, name, copies, changed)
+                if text:
+                    texts[ref] = text
         elif type(node) is Persistent:
             parts.add(node.pid)
             if reader.storage(ref) is None:
                 if _is_unread(graph, node):
-                    found[ref] = "a storage is named in a way that no torch writes"
+                    texts[ref] = "a storage is named in a way that no torch writes"
             elif node.filling is not None and (node.items or node.pairs or node.states):
-                found[ref] = "a storage is changed after it was made"
+                texts[ref] = "a storage is changed after it was made"
     if graph.refused.get(op.NEXT_BUFFER):
-        what = "the pickle takes bytes from outside of the file"
-        found.update((ref, what) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
+        text = "the pickle takes bytes from outside of the file"
+        texts.update((ref, text) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
     if copies:
-        found.update(_shared(graph, copies))
+        texts.update(_shared_or_changed(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
-    values = "the id of a storage, or what a tensor is made of, is a value as well"
-    found.update((ref, values) for ref in parts.intersection(_held(nodes, parts)) if nodes[ref] != ())
-    return found
+    text = "the id of a storage, or what a tensor is made of, is a value as well"
+    texts.update((ref, text) for ref in parts.intersection(_values_beside(nodes, parts)) if nodes[ref] != ())
+    return texts
 
 
-def _held(nodes: Sequence[Node], parts: set[Ref]) -> Iterator[Ref]:
-    """What the containers hold that hold one of ``parts`` at all."""
+def _values_beside(nodes: Sequence[Node], parts: set[Ref]) -> Iterator[Ref]:
+    """Yield the values in containers that hold one of ``parts``."""
     for node in nodes:
         if type(node) is tuple:
             if not parts.isdisjoint(node):
                 yield from node
         elif isinstance(node, List | Dict | Set | FrozenSet):
-            held = node.pairs if isinstance(node, Dict) else node.items
-            if not parts.isdisjoint(held):
-                yield from held
+            values = node.pairs if isinstance(node, Dict) else node.items
+            if not parts.isdisjoint(values):
+                yield from values
         elif isinstance(node, Instance) and node.filling is not None:
             yield from (*node.items, *node.pairs, *node.states)
 
 
 def _is_usual(name: str, args: Node, changed: KeysView[Ref]) -> bool:
-    """Is it what makes a tensor, or the empty mapping of its hooks, as nearly all calls are?"""
-    return type(args) is tuple and (name == _USUAL if args else name in _MAPPINGS) and changed.isdisjoint(args)
+    """Is it a dense tensor, or the empty mapping of its hooks, as nearly all calls are?"""
+    usual = name == "torch._utils._rebuild_tensor_v2" if args else name in MAPPING_CLASSES
+    return type(args) is tuple and usual and changed.isdisjoint(args)
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """``tuple(tensor)``, ``set(tensor)``: its members are tensors, which nobody but torch can make."""
+    """Is it ``tuple(tensor)`` or ``set(tensor)``? Only torch can make their elements, which are tensors."""
     args = elements(graph.nodes[node.args])
     return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
 
 
 def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)``: is that another dtype than the tensor's?"""
+    """Does ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)`` change the dtype?"""
     args = elements(graph.nodes[node.args])
-    tensor = reader.tensor(args[0]) if len(args) > 1 else None
-    dtype = graph.nodes[args[1]] if len(args) > 1 else None
+    tensor, dtype = (reader.tensor(args[0]), graph.nodes[args[1]]) if len(args) > 1 else (None, None)
     return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
 
 
 def _is_unread(graph: Graph, node: Persistent) -> bool:
-    """Is a persistent id that is no storage to the reader one to torch? What it uses is not known."""
+    """May torch take a persistent id for a storage that the reader does not? What it uses is unknown."""
     pid = graph.nodes[node.pid]
-    kind = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
-    return isinstance(pid, Call) or isinstance(kind, Call) or kind == "storage" or kind == b"storage"
+    tag = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
+    return isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage"
 
 
 def _is_watched(name: str) -> bool:
-    if name in _COPYING or name in _PARAMETERS:
+    if name in _COPYING or name in OLD_PARAMETERS:
         return True
     module, _, last = name.rpartition(".")
     if module in ("torch._utils", "torch._tensor", "torch.tensor"):
@@ -146,7 +137,7 @@ def _is_watched(name: str) -> bool:
     return module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse") and last.endswith("Tensor")
 
 
-def _of_call(
+def _call_text(
     graph: Graph,
     reader: TensorReader,
     ref: Ref,
@@ -155,21 +146,19 @@ def _of_call(
     copies: list[tuple[Ref, Call]],
     changed: KeysView[Ref],
 ) -> str:
-    """What of a call is not followed, or ""."""
+    """Return what is not followed of a call, or ""; add a call that copies its argument to ``copies``."""
     args = graph.nodes[node.args]
-    if name == _MOVED and _is_cast(graph, reader, node):
+    if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor" and _is_cast(graph, reader, node):
         return "a tensor becomes one of another dtype when it is read"
     if name in _COPYING:
         if _takes_apart(graph, reader, node):
             return "a container is made of the elements of a tensor"
         if args and type(args) is tuple:
             copies.append((ref, node))
-        if name in _MAPPINGS:
-            return _of_mapping(graph, node, name, args)
-        return ""
-    if name in _OF_DATA and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
+        return _mapping_text(graph, node, name, args) if name in MAPPING_CLASSES else ""
+    if name in _PARAMETERS and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
         return "a parameter is made without a tensor"
-    if name in _PARAMETERS:
+    if name in OLD_PARAMETERS:
         if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
             return "a parameter is changed after it was made"
         return ""
@@ -177,19 +166,19 @@ def _of_call(
         return "a tensor is changed after it was made"
     if name.endswith("Tensor"):
         return f"a tensor is made by {name}"
-    place = _WITH_ATTRIBUTES.get(name)
-    if place is not None and type(args) is tuple and len(args) > place and _sets_more(graph, args[place]):
-        return "an attribute of a tensor is set that is more than a name"
-    if type(args) is not tuple or changed.isdisjoint(args):
+    if type(args) is not tuple:
         return ""
-    late = any(graph.filled_at.get(arg, 0) > ref for arg in args)
-    return "what a tensor is made of is changed afterwards" if late else ""
+    if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, args[3]):
+        return "an attribute of a tensor is set that is more than a name"
+    is_late = not changed.isdisjoint(args) and any(graph.filled_at.get(arg, 0) > ref for arg in args)
+    return "what a tensor is made of is changed afterwards" if is_late else ""
 
 
-def _of_mapping(graph: Graph, node: Call, name: str, args: object) -> str:
+def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     short = name.rpartition(".")[2]
-    if args != () and given_pairs(graph, node) is None and not (short == "defaultdict" and _is_short(args)):
-        return f"a mapping is made of something else than pairs: {short}(...)"
+    is_empty = args == () or (short == "defaultdict" and type(args) is tuple and len(args) == 1)
+    if not is_empty and initial_pairs(graph, node) is None:
+        return f"a mapping is made of something other than pairs: {short}(...)"
     if node.items:
         return f"a mapping is filled as a list: {short}"
     if node.states and short == "OrderedDict":
@@ -197,12 +186,8 @@ def _of_mapping(graph: Graph, node: Call, name: str, args: object) -> str:
             return "a mapping is built twice"
         state = graph.nodes[node.states[0]]
         if state is not None and mapping(graph, node.states[0]) is None:
-            return "a mapping has a state that is no dict"
+            return "a mapping has a state that is not a dict"
     return ""
-
-
-def _is_short(args: object) -> bool:
-    return type(args) is tuple and len(args) == 1
 
 
 def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
@@ -213,53 +198,47 @@ def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
     return len(states) == 1 and type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
 
 
-def _sets_more(graph: Graph, state: Ref) -> bool:
-    """Does the state of a tensor set what is no plain attribute (``_set_obj_state`` in torch/_utils.py)?"""
-    node = graph.nodes[state]
-    for part in node if type(node) is tuple else (state,):
-        for key, _ in mapping(graph, part) or ():
-            name = graph.nodes[key]
-            if type(name) is str and (name in _DESCRIPTORS or name.startswith(("__", "is_"))):
-                return True
-    return False
+def _sets_descriptor(graph: Graph, state: Ref) -> bool:
+    """Does the state of a tensor set more than plain attributes (``_set_obj_state`` in torch/_utils.py)?"""
+    names = [graph.nodes[key] for key, _ in state_items(graph, state)]
+    return any(type(n) is str and (n in _DESCRIPTORS or n.startswith(("__", "is_"))) for n in names)
 
 
-def _shared(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
-    """Copies of containers that something else leads to, or that were changed after the call."""
+def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
+    """Return the copies of containers that are used elsewhere too, or that are changed after the call."""
     nodes = graph.nodes
     sources: dict[Ref, Ref] = {}
+    #: The argument of each mapping that is called.
+    contents: dict[Ref, Ref] = {}
     opened: set[Ref] = set()
     for ref, node in copies:
         if node.op in (op.NEWOBJ, op.NEWOBJ_EX):
             continue
-        for source in elements(nodes[node.args]):
+        args, is_mapping = elements(nodes[node.args]), callable_name(graph, node.func) in MAPPING_CLASSES
+        if is_mapping:
+            contents[ref] = args[-1]
+        for source in args:
             sources[source] = ref
-            if source in opened or callable_name(graph, node.func) not in _MAPPINGS:
-                continue
-            opened.add(source)
-            for inner in elements(nodes[source]):
-                if type(nodes[inner]) is not tuple:
-                    sources.setdefault(inner, ref)
-    late = {
+            if is_mapping and source not in opened:
+                opened.add(source)
+                for inner in elements(nodes[source]):
+                    if type(nodes[inner]) is not tuple:
+                        sources.setdefault(inner, ref)
+    changed = {
         ref: "a container is changed after a call copied it"
         for source, ref in sources.items()
         if graph.filled_at.get(source, 0) > ref
     }
-    holders = {
-        ref: elements(nodes[node.args])[-1]
-        for ref, node in copies
-        if callable_name(graph, node.func) in _MAPPINGS and node.op not in (op.NEWOBJ, op.NEWOBJ_EX)
-    }
     wanted = {
-        holder for holder in holders.values() if isinstance(nodes[holder], Dict | Call) or elements(nodes[holder])
+        content for content in contents.values() if isinstance(nodes[content], Dict | Call) or elements(nodes[content])
     }
-    times: Counter[Ref] = Counter()
+    uses: Counter[Ref] = Counter()
     if wanted:
         for other in nodes:
-            times.update(wanted.intersection(children(other)))
+            uses.update(wanted.intersection(children(other)))
     shared = {
-        ref: "a mapping is made of one that stands elsewhere too"
-        for ref, holder in holders.items()
-        if times[holder] > 1
+        ref: "a mapping is made of one that is used elsewhere too"
+        for ref, content in contents.items()
+        if uses[content] > 1
     }
-    return shared | late
+    return shared | changed

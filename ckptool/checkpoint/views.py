@@ -1,4 +1,4 @@
-"""What the legacy format writes into persistent ids and the zip format does not know: views, and modules."""
+"""Views and modules in the persistent ids of the legacy format, which the zip format does not have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .tensors import TensorReader
 
 
 def without_views(graph: Graph) -> Graph:
-    """The graph with persistent ids of storages alone, of five elements: the zip format knows no others.
+    """Return the graph with the persistent ids of the zip format: those of storages, of five elements.
 
     A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
-    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view that is held by itself:
-    no other format has storages that are parts of others.
+    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view outside of tensors: no other
+    format has storages that are parts of others.
     """
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
@@ -22,28 +22,24 @@ def without_views(graph: Graph) -> Graph:
         pid = nodes[node.pid] if type(node) is Persistent else None
         if type(node) is not Persistent or type(pid) is not tuple:
             continue
-        if len(pid) == 4 and nodes[pid[0]] == "module":
-            # (module, class, file, source): torch takes the class, and warns where the source is another one now.
-            cls = nodes[pid[1]]
-            if type(cls) is Global:
-                changes[ref] = Global(cls.module, cls.name, cls.parts)
-            continue
-        if len(pid) != 6:
-            continue
-        if nodes[pid[5]] is not None:
-            views.add(ref)
-        changes[node.pid] = pid[:5]
+        if len(pid) == 6:
+            changes[node.pid] = pid[:5]
+            if nodes[pid[5]] is not None:
+                views.add(ref)
+        elif len(pid) == 4 and nodes[pid[0]] == "module" and type(cls := nodes[pid[1]]) is Global:
+            # (module, class, file, source): torch takes the class, and warns if the source has changed since.
+            changes[ref] = Global(cls.module, cls.name, cls.parts)
     if views:
-        changes |= _moved(graph, views, added)
+        changes |= _with_whole_storages(graph, views, added)
     return graph.edited(changes, added) if changes else graph
 
 
-def _moved(graph: Graph, views: set[Ref], added: list[Node]) -> dict[Ref, Node]:
-    """The arguments of tensors over views, with offsets that count from the beginning of the storage."""
+def _with_whole_storages(graph: Graph, views: set[Ref], added: list[Node]) -> dict[Ref, Node]:
+    """Return the arguments of tensors over views with offsets that count from the beginning of the storage."""
     reader, nodes = TensorReader(graph), graph.nodes
     changes: dict[Ref, Node] = {}
     for ref, node in enumerate(nodes):
-        # Also the arguments that _rebuild_from_type_v2 takes beside the function.
+        # This includes the inner arguments of _rebuild_from_type_v2.
         if type(node) is tuple and len(node) > 3 and node[0] in views and type(own := nodes[node[1]]) is int:
             begin, _ = reader.view(node[0])
             changes[ref] = (node[0], len(nodes) + len(added), *node[2:])

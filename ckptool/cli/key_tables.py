@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..base.text import counted, human_bytes
-from ..checkpoint.sharding import is_sharded, sharding, spread
+from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
 from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
 from .options import PLAIN_KINDS
@@ -51,7 +51,7 @@ def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
     found = []
     for place, entries in groups.items():
         tensors = [entry.tensor for entry in entries]
-        inner = spread(survey.reader, entries)
+        inner = sharding_summary(survey.reader, entries)
         columns = (
             [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
             [_dtype(tensor) for tensor in tensors],

@@ -165,8 +165,7 @@ def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 
 
 def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
-    survey = checkpoint.survey
-    return (entry.tensor for entry in survey.tensors if survey.within(entry, chosen.path))
+    return (entry.tensor for entry in checkpoint.survey.tensors_in([chosen.path]))
 
 
 def _dropped_names(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
@@ -188,9 +187,8 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
     ``chosen`` is the one state dict that is asked for.
     """
     survey = checkpoint.survey
-    spread = [entry for entry in survey.tensors if is_sharded(entry.tensor)]
-    if chosen is not None:
-        spread = [entry for entry in spread if survey.within(entry, chosen.path)]
+    entries = survey.tensors if chosen is None else survey.tensors_in([chosen.path])
+    spread = [entry for entry in entries if is_sharded(entry.tensor)]
     if not spread:
         return checkpoint, []
     names = tuple(entry.path if chosen is None else entry.key for entry in spread)

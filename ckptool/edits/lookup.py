@@ -10,8 +10,8 @@ from ..base.errors import Again, TargetError
 from ..base.text import listed
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
-from ..checkpoint.paths import parsed, spell_key
-from ..checkpoint.selection import Place, place
+from ..checkpoint.paths import parse_steps, spell_key
+from ..checkpoint.selection import Place, follow
 from ..pickles.nodes import Call, Graph, Ref
 
 #: Names that are searched for similar ones: those that begin most alike.
@@ -60,7 +60,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
 def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
     """Return the node at a path as ``inspect`` prints it, from ``start`` (-1 for the root)."""
     try:
-        result = place(graph, parsed(text), start)
+        result = follow(graph, parse_steps(text), start)
     except TargetError:
         return None
     return result if isinstance(result, Place) else None

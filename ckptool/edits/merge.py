@@ -14,7 +14,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
-from ..checkpoint.paths import literal, spell_key
+from ..checkpoint.paths import literal_identity, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
@@ -136,7 +136,7 @@ def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tup
             what = f"there is no mapping that could hold {target!r}"
             raise TargetError(what, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
         items, new = filled.setdefault(place.holder, list(place.items)), added.setdefault(place.holder, {})
-        key = literal(place.key)
+        key = literal_identity(place.key)
         number = place.number if place.number >= 0 else new.get(key, -1)
         value = graft.ref(entry.ref)
         if number < 0:

@@ -11,7 +11,7 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
-from ..checkpoint.sharding import Sharding, is_sharded, sharding, spread
+from ..checkpoint.sharding import Sharding, is_sharded, sharding, sharding_summary
 from ..pickles.nodes import Call, Dict, List, Ref
 from ..pickles.opcodes import REDUCE
 from .storages import copied_call, no_hooks
@@ -55,7 +55,7 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if several:
         _expand(checkpoint, editor, several)
-    overview = spread(survey.reader, [entry for entry, _ in spread_entries])
+    overview = sharding_summary(survey.reader, [entry for entry, _ in spread_entries])
     owner = overview.owner if overview is not None else "one rank"
     split = [entry.path for entry, shards in spread_entries if len(shards.parts) > 1]
     empty = [entry.path for entry, shards in spread_entries if not shards.parts]

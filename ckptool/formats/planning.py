@@ -228,9 +228,8 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) 
     found = checkpoint.survey
     names: dict[str, str] = {}
     carried = set() if every else set(found.reader.storages)
-    for entry in found.tensors:
-        parts = found.reader.parts(entry.tensor) if not target.key or found.within(entry, target.key) else ()
-        for part in parts:
+    for entry in found.tensors_in([target.key]) if target.key else found.tensors:
+        for part in found.reader.parts(entry.tensor):
             names.setdefault(part.storage, entry.path)
             # An item of DCP has the elements of one tensor, which may be a part of a storage.
             if target.format == "dcp" and not _is_whole_storage(checkpoint, part):

@@ -10,8 +10,8 @@ from ..base.errors import MalformedError
 from ..base.text import counted, human_bytes, listed, shown
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, FoundPickle, Problem
-from ..checkpoint.programs import ABOUT, program_of
-from ..checkpoint.sharding import spread
+from ..checkpoint.programs import PROGRAM_CODES, program_of
+from ..checkpoint.sharding import sharding_summary
 from ..pickles.nodes import Ref
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
@@ -97,7 +97,7 @@ def validation(
     keys = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
     for problem in (*checkpoint.container.problems, *checkpoint.container.audit(keys)):
-        if problem.code in ABOUT:
+        if problem.code in PROGRAM_CODES:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
             notes["complete" if checkpoint.traits.unsummed else "checksums"].append(_note(problem))
@@ -169,7 +169,7 @@ def _each(unfollowed: Mapping[Ref, str]) -> list[str]:
 def _shards(checkpoint: Checkpoint) -> list[Check]:
     """Is it a whole checkpoint, or what one rank had? Nothing is said where nothing is spread over ranks."""
     survey = checkpoint.survey
-    found = spread(survey.reader, survey.tensors)
+    found = sharding_summary(survey.reader, survey.tensors)
     if found is None:
         return []
     if not found.partial:

@@ -215,4 +215,4 @@ def _label(entry: TensorEntry) -> str:
 
 
 def _entries(checkpoint: Checkpoint) -> list[TensorEntry]:
-    return [entry for entry in checkpoint.survey.tensors if entry.state_dict >= 0] or checkpoint.survey.tensors
+    return checkpoint.survey.tensors_in() or checkpoint.survey.tensors

@@ -17,7 +17,7 @@ from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE, Container
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
-from ..checkpoint.sharding import is_sharded, spread
+from ..checkpoint.sharding import is_sharded, sharding_summary
 from ..edits.sanitize.sanitizer import sanitize
 from ..files.archives import is_address
 from ..files.sources import FolderSource
@@ -226,7 +226,7 @@ def rule_words(rules: Sequence[Blocker], protocol: int) -> list[str]:
 
 def _shards(checkpoint: Checkpoint) -> list[Finding]:
     """What one rank had: that it is no whole checkpoint, and where one comes from."""
-    shards = spread(checkpoint.survey.reader, checkpoint.survey.tensors)
+    shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
         return []
     found = []

@@ -13,8 +13,9 @@ from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import Scalar, class_name, mapping, scalar
 from ..checkpoint.programs import program_of
-from ..checkpoint.sharding import Spread, spread
+from ..checkpoint.sharding import ShardingSummary, sharding_summary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..checkpoint.tensors import view_id
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
@@ -36,10 +37,10 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     flaws = storage_flaws(checkpoint)
     verdict = weights_only(checkpoint, flaws)
     kind, container = layout_of(checkpoint)
-    in_state = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
+    in_state = survey.tensors_in() or survey.tensors
     style = checkpoint.graph.style
     program = program_of(checkpoint)
-    shards = spread(survey.reader, survey.tensors)
+    shards = sharding_summary(survey.reader, survey.tensors)
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,
@@ -79,7 +80,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     }
 
 
-def _sharding(shards: Spread) -> dict[str, Any]:
+def _sharding(shards: ShardingSummary) -> dict[str, Any]:
     return {
         "tensors": shards.tensors,
         "partial": shards.partial,
@@ -104,7 +105,7 @@ def _parameters(entries: Sequence[TensorEntry]) -> int:
     for entry in entries:
         tensor = entry.tensor
         if tensor.storage:
-            mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
+            mark = view_id(tensor)
             if mark in seen:
                 continue
             seen.add(mark)
@@ -146,7 +147,7 @@ def _distinct(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     seen: dict[object, TensorEntry] = {}
     for entry in entries:
         tensor = entry.tensor
-        mark = (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
+        mark = view_id(tensor) if tensor.storage else entry.ref
         seen.setdefault(mark, entry)
     return list(seen.values())
 

@@ -119,8 +119,5 @@ def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything:
         return below
     if everything:
         return survey.tensors
-    chosen = {item.ref for item in selected(checkpoint, key)}
-    if not chosen:
-        return survey.tensors
-    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
-    return [entry for entry in survey.tensors if entry.state_dict in numbers]
+    chosen = [item.path for item in selected(checkpoint, key)]
+    return survey.tensors_in(chosen) if chosen else survey.tensors

@@ -8,7 +8,7 @@ from ..base.limits import LIMITS
 from ..base.text import counted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
-from ..checkpoint.paths import as_children, beside, sequence
+from ..checkpoint.paths import as_children, extra_children, sequence
 from ..checkpoint.sharding import sharding
 from ..pickles.nodes import Global, Persistent, Ref
 
@@ -96,7 +96,7 @@ class _Tree:
         items = mapping(self.graph, ref)
         below = as_children(self.graph, items or ())
         # The arguments of what is filled by key say how it is made, not what is in it.
-        below += [one for one in beside(self.graph, ref, below) if items is None or one.step[0] != "("]
+        below += [one for one in extra_children(self.graph, ref, below) if items is None or one.step[0] != "("]
         keys = (self.graph.nodes[one.key] if one.key >= 0 else None for one in below)
         shown = [(key if isinstance(key, str) else one.step, one.ref) for one, key in zip(below[:_SHOWN], keys)]
         return shown, len(below)

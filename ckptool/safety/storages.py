@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import UNEDITABLE
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
-from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, described, extent
+from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
 from ..pickles.nodes import Call, Global, Persistent, Ref
 from .arguments import Refusal, refused_calls
 from .torch_lists import NEWEST, allowed, registered
@@ -133,7 +133,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
             yield "a storage is described in a way that torch cannot read"
     elif type(pid) is tuple:
         # Torch asks each mention for its dtype, also where the first one decides which storage it is.
-        cls = described(checkpoint.graph, ref)[0] if not dtypes.get(pid[1]) else ""
+        cls = storage_mention(checkpoint.graph, ref)[0] if not dtypes.get(pid[1]) else ""
         if pid[1] not in dtypes:
             dtypes[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
         if not dtypes[pid[1]]:

@@ -15,8 +15,7 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
 from ..pickles import opcodes as op
-from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref
-from ..pickles.nodes import non_utf8_strings
+from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
 from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 

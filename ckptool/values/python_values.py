@@ -6,8 +6,16 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, class_name, constant, device_text, mapped_name, mapping, same_key
-from ..checkpoint.paths import as_children, beside, key_text, sequence
+from ..checkpoint.objects import (
+    callable_name,
+    called_constant,
+    class_name,
+    device_text,
+    key_identity,
+    mapped_name,
+    mapping,
+)
+from ..checkpoint.paths import as_children, extra_children, key_text, sequence
 from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Buffer, ByteArray, Call, Dict, Extension, Global, Graph, Persistent, Ref
 
@@ -114,7 +122,7 @@ def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | 
     device = device_text(graph, ref)
     if device is not None:
         return ScalarValue("torch.device", device)
-    value = constant(graph, ref)
+    value = called_constant(graph, ref)
     if value is not None:
         return ScalarValue(type(value).__name__, value)
     cls, items = class_name(graph, ref), mapping(graph, ref)
@@ -124,7 +132,7 @@ def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | 
     hidden = _CLASS_ARGUMENTS.get(callable_name(graph, node.func), ())
     members = [
         ValueMember(one.step.removeprefix("."), *one)
-        for one in (*beside(graph, ref, entries), *entries)
+        for one in (*extra_children(graph, ref, entries), *entries)
         if one.step not in hidden and (one.key >= 0 or not one.step.startswith("(key "))
     ]
     return ContainerValue("object", cls, sorted(members, key=_attributes_first))
@@ -143,10 +151,10 @@ def python_key(graph: Graph, ref: Ref) -> Hashable:
     if node is None or isinstance(node, bool | int | float | str | bytes):
         return node
     if isinstance(node, Call):
-        value = constant(graph, ref)
+        value = called_constant(graph, ref)
         if value is not None:
             return value
-    identity, inside = same_key(graph, ref), sequence(graph, ref)
+    identity, inside = key_identity(graph, ref), sequence(graph, ref)
     if not isinstance(identity, tuple) or identity[0] not in ("tuple", "frozenset") or inside is None:
         raise ValueError
     parts = [python_key(graph, part) for part in inside]

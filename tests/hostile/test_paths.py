@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.base.limits import LIMITS
-from ckptool.checkpoint.paths import children, parsed, spell_key
+from ckptool.checkpoint.paths import children, parse_steps, spell_key
 from ckptool.cli.main import run
 
 
@@ -86,7 +86,7 @@ def test_every_tensor_has_a_path_of_its_own(tmp_path: Path, keys: list[Any], pro
         for entry, value in zip(entries, loaded.values()):
             assert ckptool.get(checkpoint, entry.path).tolist() == value.tolist()
             assert ckptool.keys(path, key=entry.path, everything=True)["listed"] == 1
-            assert parsed("".join(step.step for step in parsed(entry.path)).lstrip("."))
+            assert parse_steps("".join(step.step for step in parse_steps(entry.path)).lstrip("."))
             assert len(ckptool.extract(checkpoint, entry.path).survey.tensors) == 1
             assert len(ckptool.unset(checkpoint, entry.path).survey.tensors) == len(entries) - 1
 
@@ -141,18 +141,18 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
 )
 def test_what_is_not_a_path(text: str) -> None:
     with pytest.raises(TargetError, match="is not a path"):
-        parsed(text)
+        parse_steps(text)
 
 
 @given(st.text("ab.[]()#\"'\\{},1_ xe+-", max_size=12))
 def test_a_text_is_a_path_or_not(text: str) -> None:
     """Nothing else is raised, and what is read is spelled so that it is read as the same."""
     try:
-        steps = parsed(text)
+        steps = parse_steps(text)
     except TargetError:
         return
     again = "".join(step.step for step in steps)
-    assert parsed(again.removeprefix(".")) == steps
+    assert parse_steps(again.removeprefix(".")) == steps
 
 
 @given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4))
@@ -160,7 +160,7 @@ def test_strings_and_back(keys: list[str]) -> None:
     path = ""
     for key in keys:
         path = spell_key(path, key)
-    assert [step.value for step in parsed(path)] == keys
+    assert [step.value for step in parse_steps(path)] == keys
 
 
 # -- what is not a dict -----------------------------------------------------------------------------------------------

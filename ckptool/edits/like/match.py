@@ -14,7 +14,7 @@ from ...base.text import counted, listed
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
-from ...checkpoint.sharding import is_sharded, spread
+from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
 from .names import Comparison, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, command_words, cost, edit_options, search
@@ -365,7 +365,7 @@ def _notes(
     survey = checkpoint.survey
     places = [item.path for item in survey.state_dicts]
     ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == path]
-    shards = spread(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
+    shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
         tensors = counted(shards.tensors, "tensor")
         where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors

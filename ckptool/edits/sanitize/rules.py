@@ -13,7 +13,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...base.text import counted, listed, shown
-from ...checkpoint.objects import elements, listed_pairs, mapped_name, mapping
+from ...checkpoint.objects import elements, mapped_name, mapping, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
@@ -145,7 +145,7 @@ def _collection(case: Case) -> RuleResult:
     if name == "collections.deque":
         return as_list([*first, *case.node.items], "; its bound is left out" if len(args) > 1 else "")
     if name == "builtins.dict" and len(args) <= 1:
-        given = listed_pairs(case.graph, case.node) if args else []
+        given = pair_list(case.graph, case.node) if args else []
         if given is None:
             return UNKNOWN
         parts = [part for pair in given for part in elements(case.graph.nodes[pair])] + list(case.node.pairs)

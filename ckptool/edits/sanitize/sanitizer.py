@@ -18,7 +18,7 @@ from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
-from ...checkpoint.objects import callable_name, elements, listed_pairs, mapped_name
+from ...checkpoint.objects import callable_name, elements, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
@@ -501,7 +501,7 @@ class _Sanitizer:
     def _in_call(self, node: Call, path: str) -> list[_Visit]:
         nodes = self.checkpoint.graph.nodes
         states = [_Visit(state, path) for state in node.states]
-        given = listed_pairs(self.checkpoint.graph, node) if max(node.args, node.func) < len(nodes) else None
+        given = pair_list(self.checkpoint.graph, node) if max(node.args, node.func) < len(nodes) else None
         if given:
             # OrderedDict([[key, value], ...]): the lists are only notation, and have no path.
             pairs = [part for pair in given for part in elements(nodes[pair])]

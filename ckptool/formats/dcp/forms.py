@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ...base.dtypes import BY_NAME
-from ...checkpoint.objects import callable_name, elements, given_pairs, mapped_name
+from ...checkpoint.objects import callable_name, elements, initial_pairs, mapped_name
 from ...checkpoint.tensors import ID_PARTS
 from ...pickles.nodes import Buffer, Call, Dict, Extension, Global, Graph, List, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, NEWOBJ, REDUCE
@@ -115,7 +115,7 @@ def _size(graph: Graph, node: Call) -> bool:
 
 
 def _ordered(graph: Graph, node: Call) -> bool:
-    return given_pairs(graph, node) is not None and not node.items and not node.states
+    return initial_pairs(graph, node) is not None and not node.items and not node.states
 
 
 _TESTS: Final[dict[str, _Test]] = {

@@ -16,7 +16,7 @@ from ...base.text import counted, shown
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
-from ...checkpoint.survey import StateDict, TensorEntry
+from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, extent, is_contiguous
 from ...files.sources import Piece, Plan, Span, merged
 from ...pickles.nodes import Graph, List, Ref
@@ -72,7 +72,7 @@ class Chosen(NamedTuple):
 
 def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
     """What the file would lack, kind by kind. ``tied`` says what becomes of tensors that share memory."""
-    inside = [entry for entry in checkpoint.survey.tensors if _is_in(checkpoint, entry, state_dict)]
+    inside = checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
     kept = [(entry.key, entry.tensor) for entry in dense]
@@ -178,10 +178,6 @@ def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
     return True
 
 
-def _is_in(checkpoint: Checkpoint, entry: TensorEntry, state_dict: StateDict) -> bool:
-    return checkpoint.survey.within(entry, state_dict.path)
-
-
 def _is_plain(tensor: Tensor) -> bool:
     dtype = BY_NAME.get(tensor.dtype)
     return tensor.kind == "dense" and bool(tensor.storage) and dtype is not None and bool(dtype.safetensors)
@@ -200,7 +196,7 @@ def _may_learn(tensor: Tensor) -> bool:
 def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
     found = checkpoint.survey
-    inside = {entry.key for entry in found.tensors if _is_in(checkpoint, entry, state_dict)}
+    inside = {entry.key for entry in found.tensors_in([state_dict.path])}
     others = [
         str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items if checkpoint.graph.nodes[key] not in inside
     ]
@@ -257,9 +253,9 @@ def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) ->
     """The tensors that go into a file, in the order of the state dict."""
     chosen = Chosen([], {})
     kept: dict[object, str] = {}
-    for entry in checkpoint.survey.tensors:
+    for entry in checkpoint.survey.tensors_in([state_dict.path]):
         tensor = entry.tensor
-        if not _is_in(checkpoint, entry, state_dict) or not _is_plain(tensor):
+        if not _is_plain(tensor):
             continue
         bits = lazy_bits(checkpoint, entry.ref)
         same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype, bits)

@@ -23,7 +23,7 @@ from ...checkpoint.container import (
     Traits,
 )
 from ...checkpoint.objects import elements
-from ...checkpoint.tensors import TensorReader, described
+from ...checkpoint.tensors import TensorReader, storage_mention
 from ...files.sources import Appending, Plan, Source, Span, merged
 from ...files.tars import is_header
 from ...pickles.decode import Decoded, decode
@@ -127,7 +127,7 @@ class TorchLegacy(Container):
             return
         reader = TensorReader(self.graph)
         storages = reader.storages
-        mentioned = {described(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch asks each for its dtype
+        mentioned = {storage_mention(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch asks each for its dtype
         if any(storage_dtype(cls).name == "untyped" for cls in mentioned):
             what = "it holds UntypedStorage, which torch cannot read back from the legacy format"
             self.problems.append(Problem("legacy-untyped", "error", what, True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...checkpoint.objects import attributes, callable_name, mapped_name
+from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
-from ...checkpoint.sharding import spread_state
-from ...pickles.nodes import Call, Global, Instance, Node, Ref
+from ...checkpoint.sharding import sharding_state
+from ...checkpoint.tensors import OLD_PARAMETERS, rebuild_calls
+from ...pickles.nodes import Call, Instance, Node, Ref
 from .places import Side
 
 #: Arguments of the functions that make tensors, by place, beside storage, offset, shape, stride and requires_grad.
@@ -21,37 +22,27 @@ _ARGUMENTS: dict[str, dict[int, str]] = {
     "_rebuild_wrapper_subclass": {},
 }
 _MEMBERS = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
-#: Parameters within parameters, as far as they are followed.
-_DEPTH = 8
-_OLD_PARAMETERS = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
 _COMPRESSED = ("compressed_indices", "plain_indices", "values")
 
 
 def belongings(side: Side, ref: Ref) -> dict[str, Ref]:
     """What belongs to a tensor and is told nowhere else, by name."""
-    nodes, node = side.graph.nodes, side.graph.nodes[ref]
+    nodes = side.graph.nodes
     found: dict[str, Ref] = {}
     # A Parameter is made of the tensor that it is, a subclass of the call that makes a plain tensor.
-    for _ in range(_DEPTH):
-        if not isinstance(node, Call):
-            return found
-        name, args = callable_name(side.graph, node.func), nodes[node.args]
-        if node.states and name not in _OLD_PARAMETERS:
+    for call in rebuild_calls(side.graph, ref):
+        node = nodes[call.ref]
+        if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:
             found.update(_state_of(side, node))
-        while name.endswith(("_rebuild_from_type_v2", "_rebuild_from_type")) and type(args) is tuple and len(args) > 2:
-            if len(args) > 3:
-                tensor = side.tensor(ref)
-                found.update(spread_state(side.reader, ref, tensor) if tensor is not None else {})
-                found.update({} if found else {".state": args[3]})
-            func, args = nodes[args[0]], nodes[args[2]]
-            name = mapped_name(func) if isinstance(func, Global) else ""
-        if type(args) is not tuple:
-            return found
-        short = name.rpartition(".")[2]
-        if not args or not (short.startswith("_rebuild_parameter") or name in _OLD_PARAMETERS):
-            return found | _arguments(side, ref, short, args)
-        found.update(_labelled(nodes, args, {2: "hooks", 3: "state"} if short.startswith("_") else {}))
-        node = nodes[args[0]]
+        if call.short_name.startswith("_rebuild_from_type"):
+            tensor = side.tensor(ref)
+            found.update(sharding_state(side.reader, ref, tensor) if tensor is not None and call.state >= 0 else {})
+            found.update({} if found or call.state < 0 else {".state": call.state})
+        elif call.is_parameter and call.args:
+            labels = {} if call.name in OLD_PARAMETERS else {2: "hooks", 3: "state"}
+            found.update(_labelled(nodes, call.args, labels))
+        else:
+            return found | _arguments(side, ref, call.short_name, call.args)
     return found
 
 

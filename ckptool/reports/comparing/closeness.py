@@ -15,9 +15,6 @@ from ...values.elements import dtype_of, elements, reblocked, swapped_width, ten
 
 # -- Reading the values of tensors for comparison: as they stand in the file, or made
 
-#: What decides the elements of a tensor: storage, dtype, offset, shape, stride. Tied tensors have the same.
-Mark = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]
-
 
 class Raw(NamedTuple):
     """Elements that stand in a file as they count: ``size`` bytes from ``offset``, little-endian or single bytes."""
@@ -25,11 +22,6 @@ class Raw(NamedTuple):
     source: FileSource
     offset: int
     size: int
-
-
-def mark_of(tensor: Tensor) -> Mark:
-    """What two tensors of one file have in common if their elements are the same bytes."""
-    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
 
 
 def raw_of(checkpoint: Checkpoint, tensor: Tensor) -> Raw | None:

@@ -10,12 +10,12 @@ from ...base.errors import TargetError
 from ...base.prefixes import unwrapping
 from ...base.text import listed
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.programs import parts_beside, program_of
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.programs import extra_records, program_of
+from ...checkpoint.tensors import Tensor, view_id
 from ...files.sources import FileSource
 from ...values.elements import dtype_of
 from ...values.interpretation import Reading, lazy_bits
-from .closeness import Closeness, closeness, has_numbers, has_values, mark_of
+from .closeness import Closeness, closeness, has_numbers, has_values
 from .equality import Bits, compared
 from .places import Leaf, Side, side_of
 from .walk import Both, Facet, Only, Order, walked
@@ -227,7 +227,7 @@ def _program(a: Checkpoint, b: Checkpoint) -> list[Changed]:
     """What differs in two programs beside their weights: the code that runs, and what it holds."""
     if program_of(a) is None or program_of(b) is None:
         return []
-    ours, theirs = parts_beside(a), parts_beside(b)
+    ours, theirs = extra_records(a), extra_records(b)
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [Changed("", name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names]
 
@@ -317,7 +317,7 @@ class _Values:
                 continue
             if a.dtype != b.dtype and not (self.mixed and has_numbers(a) and has_numbers(b)):
                 continue
-            marks: tuple[object, ...] = (mark_of(a), mark_of(b))
+            marks: tuple[object, ...] = (view_id(a), view_id(b))
             # What one of them turns round lazily, the other may hold turned round.
             lazy = not name and any(facet.path in ("conj", "neg") for facet in both.facets)
             readings = tuple(

@@ -31,13 +31,13 @@ from ...base.text import argument
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.sources import Span
 from ...files.threads import blocks, in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import elements, tensor_size
 from .belongings import belongings
-from .closeness import Mark, has_values, mark_of, raw_of
+from .closeness import has_values, raw_of
 from .places import Place, Side, side_of
 
 CONTENT: Final = "ckptool:1:"
@@ -112,17 +112,17 @@ class Digests:
     def __init__(self, side: Side, progress: Callable[[int], None] | None = None) -> None:
         self.side = side
         self.progress = progress
-        self.found: dict[Mark, str] = {}
+        self.found: dict[ViewId, str] = {}
         self.made: dict[Ref, str] = {}
         self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
         """Read what is needed for the digests of these, in the order of the file."""
-        wanted: dict[Mark, Tensor] = {}
+        wanted: dict[ViewId, Tensor] = {}
         for place in places:
             for part in self.side.reader.parts(place.tensor):
                 if has_values(part):
-                    wanted.setdefault(mark_of(part), part)
+                    wanted.setdefault(view_id(part), part)
         tensors = list(wanted.values())
         in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
@@ -141,7 +141,7 @@ class Digests:
             for block in blocks(Span(*raw)):
                 digest.update(block)
                 self.advance(len(block))
-        self.found[mark_of(tensor)] = digest.hexdigest()
+        self.found[view_id(tensor)] = digest.hexdigest()
 
     def advance(self, size: int) -> None:
         if self.progress:
@@ -158,13 +158,13 @@ class Digests:
     def _of(self, ref: Ref, tensor: Tensor) -> str:
         from hashlib import sha256
 
-        own = self.found[mark_of(tensor)] if has_values(tensor) else sha256().hexdigest()
+        own = self.found[view_id(tensor)] if has_values(tensor) else sha256().hexdigest()
         facts = _facts(self.side, ref)
         parts = self.side.reader.parts(tensor)[1:]
         if not facts and not parts:
             return own
         inner = [
-            [part.kind, part.dtype, part.shape, self.found[mark_of(part)] if has_values(part) else ""] for part in parts
+            [part.kind, part.dtype, part.shape, self.found[view_id(part)] if has_values(part) else ""] for part in parts
         ]
         return sha256(_compact([own, facts, inner])).hexdigest()
 

@@ -19,7 +19,7 @@ from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.text import argument, counted
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
-from ...checkpoint.survey import Entry
+from ...checkpoint.survey import TopEntry
 from ..checks import FAIL, NOT_POSSIBLE, PASS, Check, Note
 from .fingerprint import Digests
 from .places import Place, Side
@@ -73,7 +73,7 @@ def lock_of(
     }
 
 
-def _entry_name(entry: Entry) -> str:
+def _entry_name(entry: TopEntry) -> str:
     """The key where it is a string, else its step; a string that looks like a step is spelled as one, too."""
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 

@@ -13,7 +13,7 @@ from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, TargetError
 from ...base.limits import LIMITS
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import class_name, constant, device_text, elements, mapped_name, mapping, plain_parts
+from ...checkpoint.objects import called_constant, class_name, device_text, elements, mapped_name, mapping, plain_parts
 from ...checkpoint.paths import Child, children, key_text, sequence, spell_key
 from ...checkpoint.selection import selected
 from ...checkpoint.survey import StateDict
@@ -77,7 +77,7 @@ class Side:
             device = device_text(self.graph, ref)
             if device is not None:
                 return Leaf("torch.device", device)
-            value = constant(self.graph, ref)
+            value = called_constant(self.graph, ref)
             return None if value is None else Leaf(type(value).__name__, value)
         if isinstance(node, Global):
             return Leaf("global", mapped_name(node))
