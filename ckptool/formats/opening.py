@@ -11,8 +11,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import ContainedSource, FileSource
 from . import folder_format, read_container, read_folder
+from .checkpoint_search import explain_directory
 from .hf.files import is_index, side_files
-from .searching import explain_directory
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

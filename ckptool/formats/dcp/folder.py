@@ -34,8 +34,8 @@ from ...files.pool import open_pooled
 from ...files.sources import Appending, FileSource, FolderSource, Plan, Span
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Global, Graph, Node, Persistent
-from ..foreign.identification import stand_in
-from ..pickles_in import pickles_in
+from ..foreign.identification import explain_placeholder
+from ..pickle_search import find_pickles
 from .checks import Pieces, is_whole, others, usable_items
 from .chunks import Chunk, ChunkedSource
 from .items import Opened, item_source, open_item, record_crc, storage_span, tensor_rows
@@ -198,7 +198,7 @@ class Dcp:
                     problems.append(
                         Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at)
                     )
-                inside = list(pickles_in(item_source(item, self.files[item.file])))
+                inside = list(find_pickles(item_source(item, self.files[item.file])))
                 pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
                 pickles += [] if inside else [FoundPickle(where, None, error.what)]
                 continue
@@ -414,7 +414,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 continue
             opened.append(files[name])
             # A rank may have nothing to write: that file is empty.
-            other = stand_in(files[name]) if files[name].size else None
+            other = explain_placeholder(files[name]) if files[name].size else None
             if other is not None:
                 closed[name] = other.what
                 del files[name]
@@ -426,7 +426,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 error.what = f"{name} cannot be read: {error.what}"
                 raise
             opened.append(listing)
-            other = stand_in(listing)
+            other = explain_placeholder(listing)
             if other is not None:
                 what = f"{name} is not there: {other.what.removeprefix('it is ')}"
                 raise MalformedError(what, path=path, next=other.next)

@@ -33,7 +33,7 @@ from ...files.pool import open_pooled
 from ...files.sources import Appending, FileSource, FolderSource, Plan
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Persistent, Ref
-from ..foreign.identification import explain, stand_in
+from ..foreign.identification import explain, explain_placeholder
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import plain_texts
 from ..torch import legacy_reader, zip_reader
@@ -90,7 +90,7 @@ class HfFolder:
                 error.path = folder
                 raise
             stack.callback(listing.close)
-            other = stand_in(listing)
+            other = explain_placeholder(listing)
             if other is not None:
                 what = f"its index, {weights.index_name}, is not there: {other.what.removeprefix('it is ')}"
                 raise MalformedError(what, path=folder, next=other.next)
@@ -362,7 +362,7 @@ def _shard(name: str, source: FileSource) -> Shard:
         container = zip_reader.read(source)
     elif legacy_reader.sniff(head, source):
         container = legacy_reader.read(source)
-    elif (other := stand_in(source)) is not None:
+    elif (other := explain_placeholder(source)) is not None:
         raise other
     elif not safetensors_reader.sniff(head, source):
         raise explain(head, source)

@@ -23,7 +23,7 @@ from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, Persistent, Ref
 from ...pickles.opcodes import REDUCE
 from ...pickles.relocate import moved
-from ..pickles_in import zip_pickles
+from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in
 from .script_code import devices_in
 

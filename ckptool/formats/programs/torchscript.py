@@ -22,7 +22,7 @@ from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style
 from ...pickles.relocate import moved
-from ..pickles_in import zip_pickles
+from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
 from .script_code import read_code
 from .script_modules import SCRIPT_NAMES, held_tensors, state_dict

@@ -25,7 +25,7 @@ from ...pickles.decode import Decoded, decode
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Dict, Filling, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set
 from ...pickles.uncommon_opcodes import not_utf8
-from ..pickles_in import bare_pickles, nested_pickles, tar_pickles
+from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
 
 # -- The object of a torch 0.1 archive with its tensors in place: one graph, as ``torch.save`` writes it today
 

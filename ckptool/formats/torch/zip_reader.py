@@ -33,7 +33,7 @@ from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
 from ..foreign import identification
-from ..pickles_in import bare_pickles, nested_pickles, zip_pickles
+from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
 
 #: The records that torch.save writes beside the storages.
 _OWN: Final = (
@@ -315,14 +315,14 @@ def read_whole(source: Source) -> Archive:
     try:
         return read_archive(source)
     except MalformedError as error:
-        raise identification.damaged_zip(source, error) from error
+        raise identification.explain_damaged_zip(source, error) from error
 
 
 def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
     """Read the zip checkpoint that an archive is; other archives are named and refused."""
     source = archive.source
     record = archive.find("data.pkl")
-    other = identification.zip_kind(archive)
+    other = identification.explain_zip(archive)
     if record is None or other is not None:
         raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)
