@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
@@ -33,34 +34,26 @@ class CutZip(NamedTuple):
     tensors: int
 
 
+_TRAITS: Final = Traits()
+
+
+@dataclass
 class Rescued:
     """What is left of a checkpoint: a ``Container`` of the intact storages. ``lost`` has the reason for each other."""
 
-    writer = "torch 1.6 or later"
+    source: Source
+    root: str
+    graph: Graph
+    pickle: bytes
+    byteorder: str
+    format: str = "torch-zip"
+    traits: Traits = _TRAITS
+    writer: str = "torch 1.6 or later"
     others: Sequence[Graph] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(
-        self,
-        source: Source,
-        root: str,
-        graph: Graph,
-        pickle: bytes,
-        byteorder: str,
-        format: str = "torch-zip",
-        traits: Traits = Traits(),
-    ) -> None:
-        self.source = source
-        self.format = format
-        #: Intact or not, it gets a new layout.
-        self.traits = traits
-        self.root = root
-        self.graph = graph
-        self.pickle = pickle
-        self.byteorder = byteorder
-        self.problems: list[Problem] = []
-        self.lost: dict[str, str] = {}
-        self._stored: dict[str, StoredBytes] = {}
+    problems: list[Problem] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    _stored: dict[str, StoredBytes] = field(default_factory=dict)
 
     def keep(self, key: str, stored: StoredBytes) -> None:
         """Accept a storage as intact."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
@@ -268,65 +268,58 @@ def foreign_pickle(nodes: Collection[Node], source: Source) -> ForeignFormat | N
     return known._replace(description=known.description + model)
 
 
-_Names = Collection[str]
-
-
-def _is_tf_folder(names: _Names) -> bool:
-    data = "checkpoint" in names or any(re.search(r"\.data-\d{5}-of-\d{5}\Z", name) for name in names)
-    return data and any(name.endswith(".index") for name in names)
-
-
-_FOLDERS: Final[tuple[tuple[Callable[[_Names], bool], ForeignFormat], ...]] = (
+_SAVED_MODEL: Final = ForeignFormat("savedmodel", "a TensorFlow SavedModel", "tf.saved_model.load reads it")
+_ORBAX: Final = ForeignFormat(
+    "orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"
+)
+#: Names that must be there, or with a backslash patterns of names, and the format that they indicate.
+_FOLDERS: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
+    (("saved_model.pb",), _SAVED_MODEL),
+    (("saved_model.pbtxt",), _SAVED_MODEL),
     (
-        lambda names: "saved_model.pb" in names or "saved_model.pbtxt" in names,
-        ForeignFormat("savedmodel", "a TensorFlow SavedModel", "tf.saved_model.load reads it"),
+        (r"\.index\Z", r"\Acheckpoint\Z|\.data-\d{5}-of-\d{5}\Z"),
+        ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints", _TF),
     ),
-    (_is_tf_folder, ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints", _TF)),
     (
-        lambda names: "checkpoint" in names and any(name.endswith(".meta") for name in names),
+        ("checkpoint", r"\.meta\Z"),
         ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF),
     ),
-    (
-        lambda names: "_CHECKPOINT_METADATA" in names or {"_METADATA", "_sharding"} <= set(names),
-        ForeignFormat(
-            "orbax",
-            "a checkpoint of Orbax (JAX, Flax)",
-            "orbax.checkpoint.StandardCheckpointer().restore reads it",
-        ),
-    ),
+    (("_CHECKPOINT_METADATA",), _ORBAX),
+    (("_METADATA", "_sharding"), _ORBAX),
     # mlflow/models/model.py
     (
-        lambda names: "MLmodel" in names,
+        ("MLmodel",),
         ForeignFormat(
-            "mlflow",
-            "a model of MLflow",
-            "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data",
+            "mlflow", "an MLflow model", "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data"
         ),
     ),
     (
-        lambda names: "coremldata.bin" in names,
+        ("coremldata.bin",),
         ForeignFormat(
             "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
         ),
     ),
     (
-        lambda names: "Manifest.json" in names and "Data" in names,
+        ("Manifest.json", "Data"),
         ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it"),
     ),
 )
 
 
-def foreign_folder(names: _Names) -> ForeignFormat | None:
+def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
     """Return the format of a folder by the names of its entries."""
-    return next((known for matches, known in _FOLDERS if matches(names)), None)
+
+    def is_there(name: str) -> bool:
+        return any(re.search(name, other) for other in names) if "\\" in name else name in names
+
+    return next((known for required, known in _FOLDERS if all(map(is_there, required))), None)
 
 
 #: The short names of all of them: such a file never claims to be a torch checkpoint.
 FOREIGN_KINDS: Final = frozenset(
     (
         *(row.kind for row in SIGNATURES),
-        *(known.kind for _, known in (*_ARCHIVES, *_FOLDERS)),
-        *(known.kind for known in _PICKLES.values()),
+        *(known.kind for _, known in (*_ARCHIVES, *_FOLDERS, *_PICKLES.items())),
         *("npz", "tensorflow-index", "flax", "msgpack"),
     )
 ) - {"pickle"}

@@ -35,7 +35,7 @@ from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..foreign.identification import explain, explain_placeholder
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import plain_texts
+from ..safetensors.sharding_info import whole_metadata
 from ..torch import legacy_reader, zip_reader
 from .files import Index, Weights, companions, index_name, is_index, read_index, side_files, weights_of
 
@@ -109,7 +109,7 @@ class HfFolder:
         self.byteorder = first.byteorder
         self.metadata: Mapping[str, str] = {
             name: text
-            for name, text in plain_texts(first.metadata).items()
+            for name, text in whole_metadata(first.metadata).items()
             if all(shard.container.metadata.get(name) == text for shard in self.shards)
         }
         self.others: Sequence[Graph] = (
