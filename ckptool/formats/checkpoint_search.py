@@ -189,12 +189,12 @@ def why_skipped(path: str) -> str:
         head = source.read(0, 1024)
         known = next((item for item in FORMATS if item.sniff(head, source)), None)
         if known is None:
-            found = explain(head, source)
-            kind = getattr(found, "kind", "")
+            refusal = explain(head, source)
+            kind = getattr(refusal, "kind", "")
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
-            return found.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
+            return refusal.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
         if known.name == "torch-zip":
             archive = read_archive(source)
             other = explain_zip(archive) if kind_of(archive) is None else None

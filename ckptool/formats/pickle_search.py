@@ -157,10 +157,7 @@ def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[F
 
 
 def zip_pickles(
-    archive: Archive,
-    main: Record | None,
-    hidden: Sequence[int],
-    former: Sequence[tuple[Archive, Record]] = (),
+    archive: Archive, main: Record | None, hidden: Sequence[int], former: Sequence[tuple[Archive, Record]] = ()
 ) -> Iterator[FoundPickle]:
     """Yield every pickle of an archive except the record ``main``.
 
@@ -181,8 +178,8 @@ def _in_zip(
     for records in (current, older):
         for version, record, prefix in records:
             try:
-                for found in _in_record(version, record, search) if record.size else ():
-                    yield found._replace(where=prefix + found.where) if prefix else found
+                for pickle in _in_record(version, record, search) if record.size else ():
+                    yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
             except MalformedError as error:
                 if _is_pickle_name(record.name):
                     yield _broken(record.name, error)
@@ -225,11 +222,11 @@ def _in_content(content: Source, name: str, storage: bool, search: _Search) -> I
         yield FoundPickle(name, None, "it is compressed, and may hold anything", unchecked=True)
     else:
         # Protocol 0 has no magic byte: text that only happens to begin like a pickle calls nothing.
-        for found in _bare(content, 0, name, search):
-            if found.graph and any(type(node) is Call for node in found.graph.nodes):
-                yield found
-    for found in nested:
-        yield found._replace(where=f"{name}: {found.where}")
+        for pickle in _bare(content, 0, name, search):
+            if pickle.graph and any(type(node) is Call for node in pickle.graph.nodes):
+                yield pickle
+    for pickle in nested:
+        yield pickle._replace(where=f"{name}: {pickle.where}")
 
 
 def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
@@ -250,11 +247,11 @@ def _broken(where: str, error: MalformedError) -> FoundPickle:
     return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
 
 
-def _with_nested(found: FoundPickle, search: _Search) -> Iterator[FoundPickle]:
+def _with_nested(pickle: FoundPickle, search: _Search) -> Iterator[FoundPickle]:
     """Yield a pickle, and those in the bytes that it carries."""
-    yield found
-    if found.graph is not None:
-        yield from _in_graph(found.graph, found.where, search)
+    yield pickle
+    if pickle.graph is not None:
+        yield from _in_graph(pickle.graph, pickle.where, search)
 
 
 def _is_pickle_name(name: str) -> bool:
@@ -311,8 +308,8 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
     if blank < len(rest) and search.depth < _MAX_DEPTH:
         header = at + blank // 512 * 512
         at = header if is_header(source.read(header, 512)) else at + blank
-        for found in _in_file(SliceSource(source, at, source.size - at, source.name), search.deeper()):
-            yield found._replace(where=f"behind the archive: {found.where}")
+        for pickle in _in_file(SliceSource(source, at, source.size - at, source.name), search.deeper()):
+            yield pickle._replace(where=f"behind the archive: {pickle.where}")
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
@@ -329,14 +326,14 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
             search.budget.left += len(data)
         content = BytesSource(data, name)
         if data[:4] == _ZIP:
-            for found in _in_file(content, search.deeper()):
-                yield found._replace(where=f"{name}: {found.where}")
+            for pickle in _in_file(content, search.deeper()):
+                yield pickle._replace(where=f"{name}: {pickle.where}")
             continue
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
-        for found in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():
+        for pickle in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():
             # Bytes that only happen to parse name no globals.
-            if binary or (found.graph and any(type(node) in (Global, Extension) for node in found.graph.nodes)):
-                yield found
+            if binary or (pickle.graph and any(type(node) in (Global, Extension) for node in pickle.graph.nodes)):
+                yield pickle
 
 
 def _byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:

@@ -1,4 +1,4 @@
-"""What is left of a damaged checkpoint: the pickle, and the storages whose bytes are intact.
+"""Rescue of what is left of a damaged checkpoint: the pickle, and the storages whose bytes are intact.
 
 A zip has the checksum of every record; where its directory is lost or wrong, the local headers and descriptors repeat
 it (``zips.recovery``). A legacy file is intact up to where it is cut, and has no checksums.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, PickleError, UnreadableError
@@ -26,7 +25,7 @@ from ..pickles.nodes import Graph
 
 
 class CutZip(NamedTuple):
-    """How much of a cut archive is left: its size in bytes, about what it had, and how many tensors are whole."""
+    """The rest of a cut archive: its bytes, about how many it had, and how many tensors are whole."""
 
     size: int
     expected_size: int
@@ -39,7 +38,7 @@ _TRAITS: Final = Traits()
 
 @dataclass
 class Rescued:
-    """What is left of a checkpoint: a ``Container`` of the intact storages. ``lost`` has the reason for each other."""
+    """The rest of a damaged checkpoint: a ``Container`` of its intact storages; ``lost`` has the reason for others."""
 
     source: Source
     root: str
@@ -50,7 +49,7 @@ class Rescued:
     traits: Traits = _TRAITS
     writer: str = "torch 1.6 or later"
     others: Sequence[Graph] = ()
-    metadata: Mapping[str, str] = MappingProxyType({})
+    metadata: Mapping[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     _stored: dict[str, StoredBytes] = field(default_factory=dict)

@@ -120,11 +120,7 @@ def _drop_overlaps(usable: dict[ItemKey, Item], note: AddProblem) -> None:
 
 
 def is_whole(
-    name: str,
-    value: ValueMetadata,
-    usable: Mapping[ItemKey, Item],
-    mentioned: Collection[ItemKey],
-    note: AddProblem,
+    name: str, value: ValueMetadata, usable: Mapping[ItemKey, Item], mentioned: Collection[ItemKey], note: AddProblem
 ) -> bool:
     """Return whether all pieces of a tensor are there, as far as sizes tell; add a problem for each that is not."""
     inside: list[Box] = []

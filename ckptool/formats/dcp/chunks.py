@@ -246,9 +246,9 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
         group = work.pop()
         axes = [axis for axis in range(len(group[0][0])) if _differs(group, axis)]
         if len(axes) == 2:
-            found = _two_in_plane(group, axes[0], axes[1])
-            if found is not None:
-                return Overlap(found)
+            pair = _two_in_plane(group, axes[0], axes[1])
+            if pair is not None:
+                return Overlap(pair)
             continue
         left -= len(group)  # boxes that split off one by one would be sorted as often
         if left < 0:
@@ -262,9 +262,9 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
             if len(axes) < 2:  # in order, the second begins before the first one ends; or they are all the same
                 one, two = sorted(group, key=lambda box: box[0])[:2]
                 return Overlap((one, two))
-            found, left = _two_by_sweep(group, axes, left)
-            if found is not None:
-                return Overlap(found)
+            pair, left = _two_by_sweep(group, axes, left)
+            if pair is not None:
+                return Overlap(pair)
             if left < 0:
                 return Overlap(None, sure=False)
     return Overlap(None)
@@ -339,7 +339,7 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
     here = [box for box in boxes if prod(box[1])]
     if sum(prod(sizes) for _, sizes in here) >= prod(shape):
         return None
-    found: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     for axis, size in enumerate(shape):
         room = prod(shape[axis + 1 :])
         changes = {0: 0, size: 0}
@@ -351,6 +351,6 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
         filled = accumulate(changes[edge] for edge in edges)
         # There is one: all of the boxes together have too few elements.
         low, high = next(stretch for stretch, there in zip(pairwise(edges), filled) if there < room)
-        found.append((low, high - low))
+        stretches.append((low, high - low))
         here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]
-    return tuple(low for low, _ in found), tuple(size for _, size in found)
+    return tuple(low for low, _ in stretches), tuple(size for _, size in stretches)

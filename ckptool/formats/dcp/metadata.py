@@ -92,7 +92,7 @@ class ValueMetadata(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What a ``.metadata`` says.
+    """The content of a ``.metadata``.
 
     ``values`` are in the order of the file; ``paths`` their places in the nested object; ``items`` the content of the
     files; ``flaws`` remarks on what is invalid; ``foreign`` the names that torch never writes there, ``subclasses``

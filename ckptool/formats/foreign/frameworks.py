@@ -299,10 +299,7 @@ _FOLDERS: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
             "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
         ),
     ),
-    (
-        ("Manifest.json", "Data"),
-        ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it"),
-    ),
+    (("Manifest.json", "Data"), ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it")),
 )
 
 

@@ -30,7 +30,7 @@ class ForeignFormat(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """How to recognise a format.
+    """A format and the rules that recognise it.
 
     The file starts with one of ``magic`` at one of the offsets ``at``, its name ends with one of ``suffix``, and it
     passes ``test``. ``detail`` follows the description after a colon.
@@ -135,6 +135,12 @@ def _is_old_xgboost(source: Source, at: int) -> bool:
     if not size or not 3 < size[0] < 64:
         return False
     return re.match(rb"(reg|binary|multi|rank|survival|count):\w", source.read(begin + 144, 12)) is not None
+
+
+def _is_ncnn_weights(source: Source, at: int) -> bool:
+    """The tag of the first weights, or bare numbers that a .param file describes."""
+    tagged = _begins(rb"\x47\x6b\x30\x01|\x38\x4b\x0d\0|\x56\xc0\x02\0")
+    return tagged(source, at) or _beside(".param", rb"\A7767517\s")(source, at)
 
 
 def _is_flatbuffer(source: Source, at: int) -> bool:
@@ -255,14 +261,6 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         test=_begins(
             rb'\{\s*"(?:learner|version)"\s*:.*"(?:learner_model_param|gradient_booster|attributes)"', 1 << 16
         ),
-    ),
-    # src/learner.cc of dmlc/xgboost: LearnerModelParamLegacy
-    Signature(
-        "xgboost",
-        "an XGBoost model in the old binary format",
-        "xgboost before 3.1 reads it; its save_model('model.ubj') writes the current format",
-        (b"binf",),
-        test=_is_old_xgboost,
     ),
     # dmlc/xgboost 0.90: src/learner.cc
     Signature(
@@ -530,15 +528,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the weights of an ncnn model",
         "ncnn runs it with its .param, which describes them",
         suffix=(".bin",),
-        test=_begins(rb"\x47\x6b\x30\x01|\x38\x4b\x0d\0|\x56\xc0\x02\0"),
-    ),
-    # src/modelbin.cpp of ncnn
-    Signature(
-        "ncnn",
-        "the weights of an ncnn model",
-        "ncnn runs it with its .param, which describes them",
-        suffix=(".bin",),
-        test=_beside(".param", rb"\A7767517\s"),
+        test=_is_ncnn_weights,
     ),
     # src/core/src/pass/serialize.cpp of openvino
     Signature(

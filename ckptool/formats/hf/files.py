@@ -107,12 +107,12 @@ class Index(NamedTuple):
 
 def sniff(names: Collection[str]) -> bool:
     """Return whether a folder is one checkpoint by its file names; a single weight file must not be among others."""
-    found = weights_of(names)
-    if found is None:
+    weights = weights_of(names)
+    if weights is None:
         return False
-    if found.index_name or found.shards or any(name in names for name in _SURE):
+    if weights.index_name or weights.shards or any(name in names for name in _SURE):
         return True
-    own = {*found.files, *found.others}
+    own = {*weights.files, *weights.others}
     return not any(name.endswith(_CHECKPOINTS) and name not in own and not _description(name) for name in names)
 
 
@@ -133,7 +133,7 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
     ``index`` is the one that the user named instead.
     """
     variants = any(name in names for name in _SURE)
-    found = [one for name in sorted(names) if (one := _single_file(name, variants)) is not None]
+    candidates = [one for name in sorted(names) if (one := _single_file(name, variants)) is not None]
     shards: dict[tuple[str, str, str], list[str]] = {}
     counts: dict[tuple[str, str, str], int] = {}
     for name in sorted(names):
@@ -148,12 +148,14 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
         family = (stem, suffix, variant)
         name, files = index_name(*family), tuple(shards.get(family, ()))
         own = name if name in names else ""
-        found.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant))
-    found.sort(key=_load_order)
-    chosen = next((item for item in found if item.index_name == index), None) if index else next(iter(found), None)
+        candidates.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant))
+    candidates.sort(key=_load_order)
+    chosen = (
+        next((item for item in candidates if item.index_name == index), None) if index else next(iter(candidates), None)
+    )
     if chosen is None:
         return None
-    return chosen._replace(others=tuple(item.name for item in found if item is not chosen))
+    return chosen._replace(others=tuple(item.name for item in candidates if item is not chosen))
 
 
 def _single_file(name: str, variants: bool) -> Weights | None:

@@ -241,9 +241,9 @@ def read(path: str) -> tuple[FolderSource, HfRanks]:
     with ExitStack() as stack:
         try:
             names = os.listdir(path)
-            found = HfRanks(path, names, stack)
+            container = HfRanks(path, names, stack)
         except MalformedError as error:
             error.path = error.path or path
             raise
         stack.pop_all()
-    return FolderSource(path, found.files, [os.path.join(path, name) for name in companions(names)]), found
+    return FolderSource(path, container.files, [os.path.join(path, name) for name in companions(names)]), container

@@ -94,15 +94,15 @@ class Header(NamedTuple):
 def read_header(source: Source, *, cut: bool = False) -> Header:
     """Read and check the header; raises MalformedError with the rule that the file breaks.
 
-    With ``cut`` the file may end before its last tensor, or go on behind it.
+    With ``cut`` the file may end before its last tensor, or go on after it.
     """
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes of the header's length")
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER:
-        raise _broken(source, f"the header is said to have {size:,} bytes, {MAX_HEADER:,} are the most")
+        raise _broken(source, f"the header claims {size:,} bytes, {MAX_HEADER:,} are the most")
     if 8 + size > source.size:
-        raise _broken(source, f"the header is said to have {size:,} bytes, the file ends after {source.size - 8:,}")
+        raise _broken(source, f"the header claims {size:,} bytes, the file ends after {source.size - 8:,}")
     raw = source.read(8, size)
     fields = _parsed(source, raw)
     odd = [] if raw[:1] == b"{" else ["the header begins with blanks"]

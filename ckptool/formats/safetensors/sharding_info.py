@@ -29,14 +29,14 @@ def saved_offsets(
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in tensors}
     entries = _offsets(metadata[SHARDING_INFO])
-    found = {}
+    offsets_of = {}
     for name, shape in tensors:
         offsets = entries.get(name)
         valid = isinstance(offsets, list) and len(offsets) == len(shape)
         if offsets is None or not valid or not all(type(at) is int and 0 <= at < _TOO_LARGE for at in offsets):
             raise MalformedError(f"{SHARDING_INFO} does not say where {shown(name)} belongs", where=where)
-        found[name] = tuple(offsets)
-    return found
+        offsets_of[name] = tuple(offsets)
+    return offsets_of
 
 
 def whole_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:

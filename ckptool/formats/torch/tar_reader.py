@@ -349,47 +349,47 @@ class _MemberReader:
 
 def sniff(head: bytes, source: Source) -> bool:
     """Return whether a tar archive has the members that torch 0.1 wrote; head is that of one."""
-    found, _ = _members(source)
-    return {_OBJECT, _STORAGES} <= {member.name for member in found}
+    entries, _ = _members(source)
+    return {_OBJECT, _STORAGES} <= {member.name for member in entries}
 
 
 def _members(source: Source) -> tuple[list[Member], MalformedError | None]:
     """Return the members up to the end of the archive, or up to what is damaged in it."""
-    found: list[Member] = []
+    entries: list[Member] = []
     try:
-        found.extend(members(source))
+        entries.extend(members(source))
     except MalformedError as error:
-        return found, error
-    return found, None
+        return entries, error
+    return entries, None
 
 
 def read(source: Source) -> TorchTar:
     """Read the members; raises MalformedError with the entry that breaks the format."""
-    found, error = _members(source)
-    resolutions = {name: resolved(found, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
+    entries, error = _members(source)
+    resolutions = {name: resolved(entries, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
     chosen = {name: member for name, member in resolutions.items() if member is not None}
     missing = [name for name in resolutions if name not in chosen]
     if missing:
         what = f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}"
         what += ": torch does not load it either"
         raise NotACheckpointError(what, kind="torch-tar", path=source.name, next="get it from who wrote it")
-    if found[-1].end > source.size:
+    if entries[-1].end > source.size:
         what = "the file is cut: it ends within its last member"
         raise MalformedError(what, path=source.name, next="get a whole copy of the file")
-    return TorchTar(source, chosen, [*_ambiguous(found, chosen), *_trailing(source, found[-1].end, error)])
+    return TorchTar(source, chosen, [*_ambiguous(entries, chosen), *_trailing(source, entries[-1].end, error)])
 
 
-def _ambiguous(found: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Problem]:
+def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Problem]:
     """Yield where other programs would take other members, or other bytes, than tarfile does."""
     for name, member in chosen.items():
-        same = [other for other in found if normpath(other.name) == name]
+        same = [other for other in entries if normpath(other.name) == name]
         if len(same) > 1:
             what = f"{len(same)} members are called {name!r}: torch takes the last one, other programs may not"
             yield Problem("duplicate-record", "error", what, where=name, offset=member.begin)
         elif not member.plain or same != [member]:
             what = f"the member {name!r} is a link, or a file with holes: programs differ about what they read for it"
             yield Problem(ODD_MEMBER, "error", what, where=name, offset=member.begin)
-    for member in [member for member in found if member.odd][: LIMITS.listed]:
+    for member in [member for member in entries if member.odd][: LIMITS.listed]:
         what = f"{member.odd}, at the member {shown(member.name)}: programs differ about what that means"
         yield Problem(ODD_MEMBER, "error", what, where=member.name, offset=member.begin)
 
@@ -400,5 +400,5 @@ def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterato
         what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
         yield Problem(ODD_MEMBER, "error", what, offset=end)
     elif source.size - end > _MAX_PADDING or any(source.read(end, _MAX_PADDING)):
-        what = f"{source.size - end:,} bytes behind the end of the archive"
+        what = f"{source.size - end:,} bytes after the end of the archive"
         yield Problem("trailing-bytes", "warning", what, offset=end)
