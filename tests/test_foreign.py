@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 import shutil
@@ -20,17 +21,18 @@ import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError, UnreadableError
 from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource, open_source
-from ckptool.formats.foreign.files import KINDS, marked, named
-from ckptool.formats.foreign.gguf import summary
-from ckptool.formats.foreign.signatures import SIGNATURES
-from ckptool.formats.programs.protobuf import fields
+from ckptool.formats.foreign import signatures
+from ckptool.formats.foreign.frameworks import FOREIGN_KINDS, fields, match_magic, match_structure
+from ckptool.formats.foreign.headers import gguf_summary
 
 #: Written by the libraries themselves, and heads and marks of what none could be had for.
 HANDMADE = [
-    Real(item.path, item.container, "", item.why) for item in MANIFEST if item.container in (*KINDS, "executorch")
+    Real(item.path, item.container, "", item.why)
+    for item in MANIFEST
+    if item.container in (*FOREIGN_KINDS, "executorch")
 ]
-FOREIGN = [*HANDMADE, *(item for item in REAL if item.kind in KINDS and item.path.is_file())]
-FOLDERS = [item for item in REAL if item.kind in KINDS and item.path.is_dir()]
+FOREIGN = [*HANDMADE, *(item for item in REAL if item.kind in FOREIGN_KINDS and item.path.is_file())]
+FOLDERS = [item for item in REAL if item.kind in FOREIGN_KINDS and item.path.is_dir()]
 #: Told by their names: nothing in them is a mark.
 BY_NAME = ("external.onnx.data",)
 
@@ -71,15 +73,15 @@ def test_folders_are_named(item: Real) -> None:
         ("net.weights.h5", "an HDF5 file with weights of Keras"),
         ("user_block.h5", "an HDF5 file,"),
         ("shards.weights.json", "the index of weights in shards, such as 'shards_00000.weights.h5'"),
-        ("linen.msgpack", "a msgpack file of Flax, first key 'params'"),
-        ("train_state.msgpack", "a msgpack file of Flax, first key 'step'"),
+        ("linen.msgpack", "a Flax msgpack file, first key 'params'"),
+        ("train_state.msgpack", "a Flax msgpack file, first key 'step'"),
         ("frozen.pb", "a TensorFlow graph (.pb)"),
         ("tf_v1", "a folder of TensorFlow checkpoints of the first version"),
         ("tf_v1/model.ckpt-7", "a TensorFlow checkpoint of the first version (V1),"),
         ("tf_v2/model.ckpt-7.meta", "the graph of a TensorFlow checkpoint (.meta)"),
         ("tf_v2/model.ckpt-7.index", "the index of a TensorFlow checkpoint"),
         ("tf_v2/model.ckpt-7.data-00000-of-00001", "the data of a TensorFlow checkpoint"),
-        ("tf_v2/checkpoint", "the text that says which TensorFlow checkpoint is the latest"),
+        ("tf_v2/checkpoint", "the text file that names the latest TensorFlow checkpoint"),
         ("tf_saved/saved_model.pb", "a TensorFlow SavedModel, not a torch checkpoint: its graph"),
         ("tf_saved/variables", "a folder of TensorFlow checkpoints,"),
         ("orbax/manifest.ocdbt", "a part of a checkpoint of Orbax"),
@@ -167,7 +169,7 @@ def test_a_header_of_gguf_is_bounded() -> None:
         b"\x03",
         b"",
     ):
-        assert len(summary(BytesSource(b"GGUF" + body))) < 300
+        assert len(gguf_summary(BytesSource(b"GGUF" + body))) < 300
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
@@ -178,8 +180,8 @@ def test_gguf_in_every_version() -> None:
         text = struct.pack(f"{order}I2{count}", version, 0, 1)
         text += struct.pack(f"{order}{count}", len(name)) + name
         text += struct.pack(f"{order}I{count}", 8, 3) + b"gpt"
-        assert f"version {version}" in summary(BytesSource(b"GGUF" + text))
-        assert "architecture gpt" in summary(BytesSource(b"GGUF" + text))
+        assert f"version {version}" in gguf_summary(BytesSource(b"GGUF" + text))
+        assert "architecture gpt" in gguf_summary(BytesSource(b"GGUF" + text))
 
 
 def test_protobuf_that_is_none() -> None:
@@ -216,9 +218,9 @@ def test_a_folder_does_not_count_them(tmp_path: Path) -> None:
         (tmp_path / f"{item.path.name}.bin").write_bytes(item.path.read_bytes())
         if item.kind not in ("sklearn", "executorch", "pickle") and item.path.name not in BY_NAME:
             (tmp_path / f"{item.path.name}.pt").write_bytes(item.path.read_bytes())
-    from ckptool.formats.searching import find_targets
+    from ckptool.formats.checkpoint_search import find_checkpoints
 
-    found = list(find_targets([str(tmp_path)]))
+    found = list(find_checkpoints([str(tmp_path)]))
     assert [item for item in found if not isinstance(item, UnreadableError)] == []
 
 
@@ -328,7 +330,7 @@ def test_marks(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> 
     error = refusal(tmp_path / name)
     assert (error.kind, word in error.what) == (kind, True), error.what
     assert error.next
-    assert kind in KINDS
+    assert kind in FOREIGN_KINDS
 
 
 @pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
@@ -343,8 +345,11 @@ def test_marks_in_part(name: str, data: bytes, kind: str, word: str, tmp_path: P
 
 
 def test_every_row_says_where_its_mark_is_from() -> None:
-    assert [row.what for row in SIGNATURES if not row.source] == []
-    assert [row.what for row in SIGNATURES if not row.magic and row.test is None] == []
+    lines = inspect.getsource(signatures).splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("    Signature(")]
+    assert len(rows) == len(signatures.SIGNATURES)
+    assert [lines[row] for row in rows if not lines[row - 1].startswith("    # ")] == []
+    assert [row.description for row in signatures.SIGNATURES if not row.magic and row.test is None] == []
 
 
 def test_numbers_without_a_mark_are_told_by_what_is_beside_them(tmp_path: Path) -> None:
@@ -374,8 +379,8 @@ def test_no_checkpoint_has_a_mark_of_another(path: Path) -> None:
         return
     with closing(open_source(path)) as source:
         head = source.read(0, 1024)
-        assert marked(source) is None
-        assert named(head, source) is None
+        assert match_magic(source) is None
+        assert match_structure(head, source) is None
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -432,7 +437,7 @@ def test_texts(text: bytes, kind: str, tmp_path: Path) -> None:
 def test_archives_of_others(tmp_path: Path) -> None:
     for records, word in (
         (("data", "parameter_list", "parameters"), "Stable-Baselines 2"),
-        (("ETRECORD_V0", "exported_program"), "an ETRecord of ExecuTorch"),
+        (("ETRECORD_V0", "exported_program"), "an ExecuTorch ETRecord"),
         (("MAR-INF/MANIFEST.json", "model.pt"), "an archive of TorchServe (.mar)"),
         (("configuration.json", "coefficients.bin"), "Deeplearning4j"),
     ):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
+from ckptool.formats.checkpoint_search import find_checkpoints
 from ckptool.formats.hf.files import is_checkpoint, is_index, weights_of
-from ckptool.formats.searching import find_targets
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
 
@@ -163,7 +163,7 @@ def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.Captu
     (top / "scheduler").mkdir()
     (top / "scheduler" / "scheduler_config.json").write_text("{}")
     (top / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    found = [Path(target.path).name for target in find_targets([str(top)])]  # type: ignore[union-attr]
+    found = [Path(target.path).name for target in find_checkpoints([str(top)])]  # type: ignore[union-attr]
     assert found == ["text_encoder", "unet", "vae"]
     assert run(["inspect", str(top)]) == 0
     told = capsys.readouterr().out

@@ -28,7 +28,7 @@ from ckptool.cli.main import run
 from ckptool.cli.render import table, to_json
 from ckptool.cli.streams import Reports, Rows, report_text
 from ckptool.files.threads import BLOCK, blocks, in_threads
-from ckptool.formats.searching import find_targets, names_one_file
+from ckptool.formats.checkpoint_search import find_checkpoints, names_one_file
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
 
@@ -135,7 +135,7 @@ def test_a_folder_is_told_by_a_line_a_file(runs: Path, capsys: pytest.CaptureFix
     head, rule, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings"]
     assert rule.replace(" ", "").strip("-") == ""
-    paths = [item.path for item in find_targets(["runs"]) if not isinstance(item, UnreadableError)]
+    paths = [item.path for item in find_checkpoints(["runs"]) if not isinstance(item, UnreadableError)]
     assert [line.split()[0] for line in lines[: len(paths)]] == paths == sorted(paths)
     assert lines[len(paths)] == ""
     assert lines[len(paths) + 1].startswith(f"{len(paths)} files, ")

@@ -16,7 +16,7 @@ from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.text import counted, cut, human_bytes
-from ..formats.searching import find_targets, names_one_file
+from ..formats.checkpoint_search import find_checkpoints, names_one_file
 from ..reports.keys import listed_entries, listing
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
@@ -55,7 +55,7 @@ class _Told(NamedTuple):
 def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Any]]:
     """The files behind the paths, or what is wrong with one; and a function to be called with 1 for each."""
     found: Iterator[str | UnreadableError] = (
-        item if isinstance(item, UnreadableError) else item.path for item in find_targets(paths)
+        item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths)
     )
     if not (bar and watched()) or names_one_file(paths):
         yield found, None

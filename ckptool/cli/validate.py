@@ -14,7 +14,7 @@ import click
 
 from ..base.errors import CkptoolError, TargetError, UnreadableError
 from ..base.text import counted, listed
-from ..formats.searching import Passed, find_files, names_one_file
+from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.beside import look
 from ..reports.expectations import Policy, policy_of
 from ..reports.validate import check_policy, unreadable_report, validation_report
@@ -138,7 +138,7 @@ def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | Un
         if isinstance(item, UnreadableError):
             yield item
             continue
-        if not isinstance(item, Passed):
+        if not isinstance(item, SkippedFile):
             yield item.path
             continue
         seen = look(item.path, item.path, torch)

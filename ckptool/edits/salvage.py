@@ -17,8 +17,8 @@ from ..files.archives import open_any
 from ..files.sources import Source
 from ..files.zips.reader import read_archive
 from ..formats import read_container
-from ..formats.damaged import Rescued, rescue_zip
-from ..formats.foreign.identification import explain, zip_kind
+from ..formats.foreign.identification import explain, explain_zip
+from ..formats.rescue import Rescued, rescue_zip
 from ..formats.safetensors import reader as safetensors_reader
 from ..formats.torch import legacy_reader
 from ..formats.torch.tar_reader import sniff
@@ -106,7 +106,7 @@ def _read(read: Callable[[Source], Container], source: Source) -> Container:
 def _refuse_others(head: bytes, source: Source) -> None:
     """Raise NotACheckpointError for a whole file of another kind; a zip may have lost its start or its directory."""
     try:
-        other: UnreadableError | None = zip_kind(read_archive(source))
+        other: UnreadableError | None = explain_zip(read_archive(source))
     except MalformedError:
         other = explain(head, source) if head[:4] != b"PK\x03\x04" else None
     if isinstance(other, NotACheckpointError):

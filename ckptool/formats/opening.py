@@ -25,7 +25,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if os.path.isdir(name):
         found = read_folder(name)
         if found is None:
-            from .searching import explain_directory
+            from .checkpoint_search import explain_directory
 
             raise explain_directory(name)
         return Checkpoint.of(name, *found)

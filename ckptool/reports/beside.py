@@ -14,7 +14,7 @@ from ..base.text import counted, listed
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..files.sources import FileSource, FolderSource, open_source
 from ..formats.opening import checkpoint_of
-from ..formats.pickles_in import pickles_in
+from ..formats.pickle_search import find_pickles
 from ..safety.named_globals import NamedGlobal, named_globals
 from .checks import NOT_POSSIBLE, Check, Note, judged, safety, validation
 
@@ -148,7 +148,7 @@ def _no_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableE
     """A file that is no checkpoint, or a broken one: its pickles are looked at all the same."""
     kind = getattr(error, "kind", "")
     try:
-        pickles = list(pickles_in(source))
+        pickles = list(find_pickles(source))
     except MalformedError as broken:
         pickles = [FoundPickle(name, None, broken.what)]
     found = safety(pickles, torch, None)

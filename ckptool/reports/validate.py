@@ -18,7 +18,7 @@ from ..files.archives import open_any
 from ..files.sources import ContainedSource, FileSource, FolderSource
 from ..formats import folder_format
 from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
-from ..formats.pickles_in import pickles_in
+from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..values.torch.loads import need_torch
 from .beside import files_beside, look, look_beside
@@ -200,7 +200,7 @@ def _without_container(
             found = safety([pickle for file in files for pickle in file.pickles], torch, None)
         else:
             with closing(open_any(path)) as source:
-                found = safety(pickles_in(source), torch, None)
+                found = safety(find_pickles(source), torch, None)
     except (PickleError, MalformedError) as problem:
         found = Safety([], [], None, [broken(problem)])
     except UnreadableError:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.formats.programs import script_code
+from ckptool.formats.programs import script_modules
 from ckptool.formats.programs.torchscript import TorchScript
 
 HEAD = "class Net(Module):\n  __parameters__ = ["
@@ -60,7 +60,7 @@ def test_a_class_with_an_unusual_attribute(script: Path, tmp_path: Path) -> None
     """Before torch 1.6 the declared tensors are the buffers: the one whose name is none of Python's, too."""
     text = 'class Net(Module):\n  __parameters__ = ["größe", ]\n  __annotations__ = []\n'
     text += '  __annotations__["a b"] = Tensor\n  plain : Optional[Tensor]\n  other : int\n'
-    ((name, said),) = script_code._classes(text)
+    ((name, said),) = script_modules._classes(text)
     assert name == "Net" and said.parameters == {"größe"} and said.tensors == {"a b", "plain"}
 
 
@@ -76,4 +76,4 @@ def test_every_file_of_code_is_read(script: Path, tmp_path: Path) -> None:
                 target.writestr(name, source.read(name))
     with ckptool.open(out) as checkpoint:
         assert isinstance(checkpoint.container, TorchScript)
-        assert not checkpoint.container.code.unread and not checkpoint.container.held.guessed
+        assert not checkpoint.container.code.unread and not checkpoint.container.modules.guessed

@@ -171,6 +171,6 @@ def test_names_that_no_header_holds(shards: int, tmp_path: Path) -> None:
 
 
 def test_a_header_that_nobody_would_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptool.outputs.safetensors.MOST_HEADER", 1000)
+    monkeypatch.setattr("ckptool.formats.safetensors.writer.MAX_HEADER", 1000)
     with pytest.raises(RefusedError, match="reads none of more than 1,000"):
         converted({"a" * 1000: torch.ones(1)}, "safetensors", tmp_path)

@@ -20,7 +20,7 @@ from ckptool.files.sources import BytesSource
 from ckptool.formats.dcp import chunks as dcp_chunks
 from ckptool.formats.dcp import items as dcp_items
 from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, regions_overlapping
-from ckptool.formats.dcp.metadata import Item, Listed, Metadata, merged_metadata
+from ckptool.formats.dcp.metadata import Item, Metadata, ValueMetadata, merge_metadata
 
 
 def steps(call: Callable[[], Any]) -> int:
@@ -72,10 +72,10 @@ def test_ranks_with_metadata_of_their_own() -> None:
     def call(ranks: int) -> Callable[[], Any]:
         found = []
         for rank in range(ranks):
-            listed = {"w": Listed(None, (ranks,), (((rank,), (1,)),))}
+            listed = {"w": ValueMetadata(None, (ranks,), (((rank,), (1,)),))}
             item = Item("w", (rank,), f"__{rank}_0.distcp", 0, 1)
             found.append(Metadata(None, 0, listed, {"w": ("w",)}, [item], "", [], [], []))
-        return lambda: merged_metadata(found)
+        return lambda: merge_metadata(found)
 
     assert grows(call) < 4 * 1.5
 

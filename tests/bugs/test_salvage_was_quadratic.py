@@ -9,8 +9,8 @@ import torch
 
 from ckptool.files.sources import BytesSource
 from ckptool.files.zips.recovery import Walked
-from ckptool.formats import damaged
-from ckptool.formats.damaged import rescue_zip
+from ckptool.formats import rescue
+from ckptool.formats.rescue import rescue_zip
 
 
 class Counted(list[Walked]):
@@ -27,16 +27,16 @@ def test_the_records_are_passed_over_a_fixed_number_of_times() -> None:
     cut = file.getvalue()[: len(file.getvalue()) // 2]
     walks = []
 
-    class Watched(damaged._Walk):
+    class Watched(rescue._ZipScan):
         def __init__(self, source: BytesSource) -> None:
             super().__init__(source)
             self.records = Counted(self.records)
             walks.append(self.records)
 
-    keep, damaged._Walk = damaged._Walk, Watched  # type: ignore[misc]
+    keep, rescue._ZipScan = rescue._ZipScan, Watched  # type: ignore[misc]
     try:
         rescued = rescue_zip(BytesSource(cut))
     finally:
-        damaged._Walk = keep  # type: ignore[misc]
+        rescue._ZipScan = keep  # type: ignore[misc]
     assert 0 < len(rescued.lost) < 50
     assert [records.passes for records in walks] and max(records.passes for records in walks) <= 4

@@ -95,8 +95,8 @@ KINDS = {
     "symlink as text": Kind(b"../../models/resnet18.pth", r"symbolic link", r"point"),
     "first block zeroed": Kind(bytes(4096) + TRAINING[4096:], r"zeros", r"again|salvage"),
     "zeros": Kind(bytes(9999), r"zeros", r"again"),
-    "random bytes": Kind(bytes(range(150, 256)) * 9 + bytes(9), r"no checkpoint", r""),
-    "random bytes without controls": Kind(bytes(range(200, 256)) * 9, r"no checkpoint", r""),
+    "random bytes": Kind(bytes(range(150, 256)) * 9 + bytes(9), r"not a checkpoint", r""),
+    "random bytes without controls": Kind(bytes(range(200, 256)) * 9, r"not a checkpoint", r""),
     "a path in prose": Kind(b"This is a readme.\nIt has two lines.\n", r"text", r""),
 }
 

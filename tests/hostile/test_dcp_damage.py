@@ -118,7 +118,7 @@ def test_two_items_exchanged(folder: Path) -> None:
         one.length, two.length = two.length, one.length
 
     spoil(folder, change)
-    assert f"'{UP}': .metadata speaks of float32[7, 3], and the item holds float32[3]" in found(folder)
+    assert f"'{UP}': .metadata lists float32[7, 3], and the item holds float32[3]" in found(folder)
 
 
 def test_a_flipped_bit_names_the_tensor(folder: Path) -> None:

@@ -23,7 +23,7 @@ from saying import say
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.formats.searching import Target, walk_folder
+from ckptool.formats.checkpoint_search import Candidate, walk_folder
 
 SHARDS = 3
 
@@ -321,7 +321,7 @@ def test_what_stands_in_the_place_of_weights_is_named(kind: str, name: str, tmp_
             save_file({key: torch.zeros(3)}, folder / f"model-{number:05d}-of-00002.safetensors")
     (folder / name).write_bytes(data)
     code, out, err = say("inspect", folder)
-    assert words in out + err and "is said to have" not in out + err
+    assert words in out + err and "the header claims" not in out + err
     code, out, err = say("validate", folder)
     assert code and words in out + err
 
@@ -360,5 +360,5 @@ def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("some words")
     (tmp_path / "noise.dat").write_bytes(bytes(range(128, 256)))
     found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
-    assert isinstance(found["good.safetensors"], Target)
-    assert "text" in found["notes.txt"].why and "no format" in found["noise.dat"].why  # type: ignore[union-attr]
+    assert isinstance(found["good.safetensors"], Candidate)
+    assert "text" in found["notes.txt"].why and "neither its name nor its content" in found["noise.dat"].why  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A tensor in pieces, read as if it were whole: nothing is brought together but what is asked for."""
+"""A tensor in pieces, read as if it were whole: only what is asked for is assembled."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from ...checkpoint.tensors import contiguous_strides
 from ...files.sources import Source
 from .metadata import Box
 
-#: Bytes of a piece with odd strides that are held at once.
+#: Bytes of a piece with unusual strides that are in memory at once.
 _WINDOW: Final = 64 << 20
 
 
+#: Comparisons for each box where three or more dimensions tell them apart and no line separates them: no one shards
+#: like that, and the time should be linear in the size of the file.
+_COMPARED: Final = 200
+
+
 class Chunk(NamedTuple):
-    """A piece of a tensor: the box that it fills, and its elements row by row from byte ``begin`` of ``source`` on."""
+    """A piece of a tensor: the box that it fills, and its elements, row by row from byte ``begin`` of ``source`` on."""
 
     box: Box
     source: Source
     begin: int
 
 
-class _Runs(NamedTuple):
-    """A chunk as runs of bytes that stand together in it and in the tensor.
+class _ChunkRuns(NamedTuple):
+    """A chunk as runs of bytes that are contiguous both in it and in the tensor.
 
     ``counts`` and ``steps`` of the outer dimensions: how many, and how far apart in the tensor in bytes; ``first`` is
     the byte of the tensor at which the first run begins, ``length`` the bytes of each.
@@ -41,34 +46,27 @@ class _Runs(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the tensor behind the last run."""
+        """The offset in the tensor after the last run."""
         return self.place(self.number - 1) + self.length
 
     def place(self, number: int) -> int:
-        """Where in the tensor a run begins, in bytes. It grows with the number."""
+        """Return where in the tensor a run begins, in bytes; it grows with the number."""
         at = self.first
         for count, step in zip(reversed(self.counts), reversed(self.steps)):
             number, index = divmod(number, count)
             at += index * step
         return at
 
-    def from_(self, at: int) -> int:
-        """The number of the first run that ends behind byte ``at`` of the tensor."""
-        low, high = 0, self.number
-        while low < high:
-            middle = (low + high) // 2
-            if self.place(middle) + self.length > at:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    def first_after(self, at: int) -> int:
+        """Return the number of the first run that ends after byte ``at`` of the tensor."""
+        return bisect_right(range(self.number), at, key=lambda number: self.place(number) + self.length)
 
 
 class ChunkedSource:
     """The rows of a tensor, from pieces that may be cut along any dimension.
 
-    A piece that is cut along the first dimension is one run. Of others runs are found by number, so that a tensor of
-    millions of short ones takes no memory.
+    A piece that is cut along the first dimension is one run. The runs of others are computed from their numbers, so
+    that a tensor of millions of short ones takes no memory.
     """
 
     def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
@@ -77,7 +75,7 @@ class ChunkedSource:
         runs = [_runs(shape, width, chunk) for chunk in chunks if prod(chunk.box[1])]
         self._runs = sorted(runs, key=lambda run: run.first)
         self._firsts = [run.first for run in self._runs]
-        #: How far the runs up to each reach, in bytes of the tensor.
+        #: The end of the runs up to each, in bytes of the tensor.
         self._reach = list(accumulate((run.end for run in self._runs), max))
 
     def read(self, offset: int, size: int) -> bytes:
@@ -85,7 +83,7 @@ class ChunkedSource:
         if end <= offset:
             return b""
         out = memoryview(bytearray(end - offset))
-        # Those before the first one that reaches so far have nothing of it: along the first dimension, all but a few.
+        # Runs before the first one that reaches so far have none of it: along the first dimension, all but a few.
         first = bisect_right(self._reach, offset)
         for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
             _copy(run, offset, end, out)
@@ -95,25 +93,25 @@ class ChunkedSource:
         pass
 
 
-def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _Runs:
+def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
     offsets, sizes = chunk.box
     steps = contiguous_strides(shape)
     first = sum(at * step for at, step in zip(offsets, steps)) * width
     axis = len(shape)
     while axis > 0 and sizes[axis - 1] == shape[axis - 1]:
         axis -= 1
-    # Everything from ``axis`` on is whole, so the dimension before it runs on, too.
+    # All dimensions from ``axis`` on are whole, so the one before it is contiguous, too.
     axis = max(axis - 1, 0)
     outer = [(sizes[dim], steps[dim] * width) for dim in range(axis) if sizes[dim] != 1]
     counts, ways = tuple(count for count, _ in outer), tuple(step for _, step in outer)
-    return _Runs(first, prod(sizes[axis:]) * width, counts, ways, prod(counts), chunk.source, chunk.begin)
+    return _ChunkRuns(first, prod(sizes[axis:]) * width, counts, ways, prod(counts), chunk.source, chunk.begin)
 
 
-def _copy(run: _Runs, begin: int, end: int, out: memoryview) -> None:
-    """Put what a chunk has of the bytes ``begin`` to ``end`` of the tensor in their places."""
+def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview) -> None:
+    """Copy what a chunk has of the bytes ``begin`` to ``end`` of the tensor to their places."""
     length = run.length
-    one = run.from_(begin)
-    stop = run.from_(end)
+    one = run.first_after(begin)
+    stop = run.first_after(end)
     if stop < run.number and run.place(stop) < end:
         stop += 1
     if one >= stop:
@@ -135,8 +133,8 @@ def _copy(run: _Runs, begin: int, end: int, out: memoryview) -> None:
         at += take
 
 
-def _places(run: _Runs, one: int, stop: int) -> Iterator[int]:
-    """The places of some runs, the innermost dimension stepped through rather than computed."""
+def _places(run: _ChunkRuns, one: int, stop: int) -> Iterator[int]:
+    """Yield the places of some runs; those along the innermost dimension are stepped through rather than computed."""
     count, step = run.counts[-1], run.steps[-1]
     while one < stop:
         many = min(count - one % count, stop - one)
@@ -146,9 +144,9 @@ def _places(run: _Runs, one: int, stop: int) -> Iterator[int]:
 
 
 class RowSource:
-    """The elements of a view with other strides, row by row: what a transposed tensor looks like to a reader.
+    """The elements of a view with other strides, row by row, such as those of a transposed tensor.
 
-    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. Some rows are held at a time.
+    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. Some rows are in memory at a time.
     """
 
     def __init__(
@@ -159,18 +157,18 @@ class RowSource:
         self.shape, self.stride, self.width = shape, stride, width
         self.size = prod(shape) * width
         self._row = prod(shape[1:]) * width
-        self._most = max(_WINDOW // max(self._row, 1), 1)
-        self._held: tuple[int, bytes] = (-1, b"")
+        self._group_rows = max(_WINDOW // max(self._row, 1), 1)
+        self._group: tuple[int, bytes] = (-1, b"")
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
         parts = []
         while offset < end:
-            group = offset // (self._row * self._most)
-            if self._held[0] != group:
-                self._held = (group, self._rows(group * self._most))
-            begin = group * self._most * self._row
-            part = self._held[1][offset - begin : end - begin]
+            group = offset // (self._row * self._group_rows)
+            if self._group[0] != group:
+                self._group = (group, self._rows(group * self._group_rows))
+            begin = group * self._group_rows * self._row
+            part = self._group[1][offset - begin : end - begin]
             if not part:
                 break
             parts.append(part)
@@ -179,10 +177,10 @@ class RowSource:
 
     def _rows(self, first: int) -> bytes:
         width = self.width
-        shape = (min(self._most, self.shape[0] - first), *self.shape[1:])
+        shape = (min(self._group_rows, self.shape[0] - first), *self.shape[1:])
         extent = sum((size - 1) * step for size, step in zip(shape, self.stride)) + 1
         data = memoryview(self.source.read(self.begin + first * self.stride[0] * width, extent * width))
-        # A strided copy along the longest dimension for each byte of an element and each other place.
+        # One strided copy along the longest dimension for each byte of an element and each other index.
         out = memoryview(bytearray(prod(shape) * width))
         target = contiguous_strides(shape)
         longest = max(range(len(shape)), key=lambda axis: shape[axis])
@@ -205,7 +203,7 @@ class RowSource:
 
 
 class SignSource:
-    """The elements of a tensor with the bits of ``signs``, those of one element, turned round.
+    """The elements of a tensor with the bits of ``signs`` flipped in each.
 
     ``begin`` and ``size`` are in bytes of ``source``.
     """
@@ -219,27 +217,27 @@ class SignSource:
         data = self._source.read(self._begin + offset, max(min(size, self.size - offset), 0))
         begin = offset % width
         mask = (self._signs * (len(data) // width + 2))[begin : begin + len(data)]
-        turned = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
-        return turned.to_bytes(len(data), "little")
+        flipped = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
+        return flipped.to_bytes(len(data), "little")
 
     def close(self) -> None:
         pass
 
 
 class Overlap(NamedTuple):
-    """Two boxes that have elements in common, None where none were found; ``sure`` says that all were compared."""
+    """Two boxes that overlap, None where none were found; ``sure`` says that all were compared."""
 
     boxes: tuple[Box, Box] | None
     sure: bool = True
 
 
 def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
-    """Look for two boxes that have elements in common. What it names was seen to overlap, never guessed.
+    """Look for two boxes that have elements in common; the result is never a guess.
 
-    They fall into groups that no line along a dimension goes through, and these again along another one: the pieces of
-    every way to shard end up alone, in a time that grows as that of sorting. What is left is swept along a dimension:
-    where two dimensions tell the boxes apart in a time that grows as that of sorting, too; where it takes more, as long
-    as ``_COMPARED`` comparisons for each box suffice, and beyond that the answer is not sure.
+    The boxes are split into groups by lines across one dimension, and these again across another one: the pieces of
+    every way to shard end up alone, in the time of sorting. The groups that remain are swept along a dimension. Where
+    two dimensions tell the boxes apart, that also takes the time of sorting; where it takes more, the answer is not
+    sure once ``_COMPARED`` comparisons for each box did not suffice.
     """
     full = [box for box in boxes if prod(box[1])]
     work = [full] if len(full) > 1 else []
@@ -248,11 +246,11 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
         group = work.pop()
         axes = [axis for axis in range(len(group[0][0])) if _differs(group, axis)]
         if len(axes) == 2:
-            found = _two_in_plane(group, axes[0], axes[1])
-            if found is not None:
-                return Overlap(found)
+            pair = _two_in_plane(group, axes[0], axes[1])
+            if pair is not None:
+                return Overlap(pair)
             continue
-        left -= len(group)  # what peels off box by box would be sorted as often
+        left -= len(group)  # boxes that split off one by one would be sorted as often
         if left < 0:
             return Overlap(None, sure=False)
         for axis in axes:
@@ -264,22 +262,22 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
             if len(axes) < 2:  # in order, the second begins before the first one ends; or they are all the same
                 one, two = sorted(group, key=lambda box: box[0])[:2]
                 return Overlap((one, two))
-            found, left = _two_of(group, axes, left)
-            if found is not None:
-                return Overlap(found)
+            pair, left = _two_by_sweep(group, axes, left)
+            if pair is not None:
+                return Overlap(pair)
             if left < 0:
                 return Overlap(None, sure=False)
     return Overlap(None)
 
 
 def _differs(boxes: Sequence[Box], axis: int) -> bool:
-    """Do the boxes not all have the same stretch along a dimension? If they have, it tells none of them apart."""
+    """Return whether the extents of the boxes differ along a dimension; if not, it tells none of them apart."""
     at, size = boxes[0][0][axis], boxes[0][1][axis]
     return any(box[0][axis] != at or box[1][axis] != size for box in boxes)
 
 
 def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    """The boxes in groups whose stretches along a dimension have nothing in common."""
+    """Return the boxes in groups whose extents along a dimension do not overlap."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box[0][axis]):
@@ -291,12 +289,12 @@ def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
 
 
 def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, Box] | None:
-    """Two boxes that overlap, where two dimensions alone tell them apart.
+    """Return two boxes that overlap, where two dimensions alone tell them apart.
 
-    A line goes along one of them. The boxes that it cuts lie side by side as long as none overlap, so that a new one
-    need only be compared with its two neighbours. What the line has left behind is taken out when it is met.
+    A line sweeps along one of them. The boxes that it cuts lie side by side as long as none overlap, so a new one need
+    only be compared with its two neighbours. Boxes behind the line are removed when they are met.
     """
-    starts: list[int] = []  # of the boxes that the line cuts, in order, and of some that it has left
+    starts: list[int] = []  # of the boxes that the line cuts, in order, and of some behind it
     cut: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][along]):
         at, low, high = box[0][along], box[0][across], box[0][across] + box[1][across]
@@ -315,9 +313,9 @@ def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, B
     return None
 
 
-def _two_of(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple[Box, Box] | None, int]:
-    """Two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are left,
-    fewer than none where they did not suffice."""
+def _two_by_sweep(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple[Box, Box] | None, int]:
+    """Return two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are
+    left, a negative number where they did not suffice."""
     axis = max(axes, key=lambda dim: len({box[0][dim] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][axis]):
@@ -333,15 +331,15 @@ def _two_of(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple
 
 
 def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
-    """A box of the tensor that none of the boxes covers, which lie in it and do not overlap; None where all is covered.
+    """Return a box of the tensor that none of the boxes covers, None where all is covered.
 
-    Between two edges along a dimension something is missing if the boxes there have fewer elements than it has room:
-    that stretch alone is then looked at along the next dimension.
+    The boxes lie in the tensor and do not overlap. Between two edges along a dimension something is missing if the
+    boxes there have fewer elements than fit; only that stretch is then examined along the next dimension.
     """
     here = [box for box in boxes if prod(box[1])]
     if sum(prod(sizes) for _, sizes in here) >= prod(shape):
         return None
-    found: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     for axis, size in enumerate(shape):
         room = prod(shape[axis + 1 :])
         changes = {0: 0, size: 0}
@@ -351,13 +349,8 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
             changes[end] = changes.get(end, 0) - across
         edges = sorted(changes)
         filled = accumulate(changes[edge] for edge in edges)
-        # There is such a stretch: all of them together have too few elements.
+        # There is one: all of the boxes together have too few elements.
         low, high = next(stretch for stretch, there in zip(pairwise(edges), filled) if there < room)
-        found.append((low, high - low))
+        stretches.append((low, high - low))
         here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]
-    return tuple(low for low, _ in found), tuple(size for _, size in found)
-
-
-#: Comparisons for each box where three dimensions and more tell them apart and no line separates them: nobody shards
-#: like that, and the time should grow as the file does.
-_COMPARED: Final = 200
+    return tuple(low for low, _ in stretches), tuple(size for _, size in stretches)

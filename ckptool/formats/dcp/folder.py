@@ -34,12 +34,12 @@ from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import Appending, FileSource, FolderSource, Plan, Span
 from ...pickles.nodes import Call, Global, Graph, Node, Persistent
-from ..foreign.identification import stand_in
-from ..pickles_in import pickles_in
-from .checks import Pieces, is_whole, others, usable_items
+from ..foreign.identification import explain_placeholder
+from ..pickle_search import find_pickles
+from .checks import Pieces, extra_files, is_whole, usable_items
 from .chunks import Chunk, ChunkedSource
-from .items import Opened, item_source, open_item, record_crc, storage_span, tensor_rows
-from .metadata import Item, Metadata, foreign_globals, merged_metadata, read_metadata
+from .items import OpenedItem, item_source, open_item, record_crc, storage_span, tensor_rows
+from .metadata import Item, Metadata, foreign_globals, merge_metadata, read_metadata
 from .nesting import Nested
 
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
@@ -75,7 +75,7 @@ class Dcp(Container):
         self.files = files
         self.problems: list[Problem] = []
         self._own = own
-        self._pieces = Pieces(read.listed)
+        self._pieces = Pieces(read.values)
         #: Objects that could not be had: the first of each file with the reason, and how many.
         self._bad: dict[str, tuple[Item, str, int]] = {}
         self._mentioned = {(item.name, item.offset) for item in read.items}
@@ -86,10 +86,10 @@ class Dcp(Container):
         self._protocol = 0
         self._found_in_items: _Looked | None = None
         #: The item opened last: what asks for its records asks for its storage next.
-        self._last: Opened | None = None
+        self._last: OpenedItem | None = None
         #: Storages of objects: the span of each.
         self._grafted: dict[str, StoredBytes] = {}
-        for text in read.odd:
+        for text in read.flaws:
             self._note("odd-metadata", "error", f".metadata: {text}")
         for pickle in own:
             foreign, relatives = foreign_globals(pickle.graph) if pickle.graph else ([], [])
@@ -107,7 +107,7 @@ class Dcp(Container):
         self._usable = dict(sorted(found.items(), key=lambda one: (one[1].file, one[1].at)))
         self.graph = self._build()
         ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
-        chunks = sum(len(value.chunks) for value in read.listed.values())
+        chunks = sum(len(value.chunks) for value in read.values.values())
         self.metadata: Mapping[str, str] = MappingProxyType({})
         self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
             (counted(len(ranks), "rank"), counted(len(files), "file"), counted(chunks, "piece"))
@@ -133,7 +133,7 @@ class Dcp(Container):
         for (name, offset), item in self._usable.items():
             try:
                 opened = self._open(item)
-                alone = offset is not None and len(self.read.listed[name].chunks) == 1
+                alone = offset is not None and len(self.read.values[name].chunks) == 1
                 # A storage that is one record, row by row, is known by its key.
                 whole = self.stored(keys[name]).span if alone and name in keys else None
                 for record in opened.zip.records():
@@ -152,7 +152,7 @@ class Dcp(Container):
         """The items; ``checked`` opens each."""
         for item in self._usable.values() if checked else ():
             self._rows(self._open(item), item)
-        listed = self.read.listed.items()
+        listed = self.read.values.items()
         return {name: (value.dtype.name if value.dtype else "", tuple(value.shape)) for name, value in listed}
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
@@ -190,7 +190,7 @@ class Dcp(Container):
                     problems.append(
                         Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at)
                     )
-                inside = list(pickles_in(item_source(item, self.files[item.file])))
+                inside = list(find_pickles(item_source(item, self.files[item.file])))
                 pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
                 pickles += [] if inside else [FoundPickle(where, None, error.what)]
                 continue
@@ -238,7 +238,7 @@ class Dcp(Container):
     def _build(self) -> Graph:
         builder = Builder()
         nested = Nested()
-        for name, value in self.read.listed.items():
+        for name, value in self.read.values.items():
             path = self.read.paths.get(name, (name,))
             if value.dtype is None:
                 ref = self._object(builder, name)
@@ -261,7 +261,7 @@ class Dcp(Container):
             self._note("bad-item", "error", f"{item.place}: {why}{rest}", item.file, item.at)
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
-        root = nested.built(builder)
+        root = nested.build(builder)
         for places, values in nested.sparse:
             what = f".metadata: a list of {places:,} places has values in {values:,}: its values are listed by number"
             self._note(UNCHECKED, "warning", f"{what}, the empty places were not made")
@@ -269,19 +269,19 @@ class Dcp(Container):
 
     # -- items --------------------------------------------------------------------------------------------------
 
-    def _open(self, item: Item) -> Opened:
+    def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
             return self._last
         opened = open_item(item, self.files[item.file])
-        if opened.zip.byteorder == "big" and self.read.listed[item.name].dtype is not None:
+        if opened.zip.byteorder == "big" and self.read.values[item.name].dtype is not None:
             what = f"{item.name!r}: its numbers are big-endian"
             raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
         self._last = opened
         return opened
 
-    def _rows(self, opened: Opened, item: Item) -> Chunk | None:
+    def _rows(self, opened: OpenedItem, item: Item) -> Chunk | None:
         """The piece of a tensor that an item is; None for an object. Raises MalformedError where it is not as said."""
-        value = self.read.listed[item.name]
+        value = self.read.values[item.name]
         if value.dtype is None or item.offset is None:
             return None
         box = self._pieces.box(item)
@@ -292,7 +292,7 @@ class Dcp(Container):
         return Chunk(box, source, begin)
 
     def _found(self, name: str, size: int) -> StoredBytes:
-        value = self.read.listed[name]
+        value = self.read.values[name]
         assert value.dtype is not None
         chunks = []
         opened = None
@@ -324,7 +324,7 @@ class Dcp(Container):
             return None
         return self._graft(builder, opened)
 
-    def _graft(self, builder: Builder, opened: Opened) -> int:
+    def _graft(self, builder: Builder, opened: OpenedItem) -> int:
         """The object of an item in our graph, its storages under keys of their own."""
         root = opened.graph.nodes[opened.graph.root]
         if root is None or isinstance(root, bool | int | float | str):
@@ -406,7 +406,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 continue
             opened.append(files[name])
             # A rank may have nothing to write: that file is empty.
-            other = stand_in(files[name]) if files[name].size else None
+            other = explain_placeholder(files[name]) if files[name].size else None
             if other is not None:
                 closed[name] = other.what
                 del files[name]
@@ -418,7 +418,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
                 error.what = f"{name} cannot be read: {error.what}"
                 raise
             opened.append(listing)
-            other = stand_in(listing)
+            other = explain_placeholder(listing)
             if other is not None:
                 what = f"{name} is not there: {other.what.removeprefix('it is ')}"
                 raise MalformedError(what, path=path, next=other.next)
@@ -427,14 +427,14 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             one = read_metadata(listing.read(0, listing.size), name)
             found.append(one)
             # A million pieces have a large graph: it is kept where something is wrong with it.
-            if one.foreign or one.relatives or listing.size > one.end:
+            if one.foreign or one.subclasses or listing.size > one.end:
                 own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
             found[-1] = one._replace(graph=None)
             del one
-        container = Dcp(path, merged_metadata(found), files, own, closed)
+        container = Dcp(path, merge_metadata(found), files, own, closed)
         if wanted != [".metadata"]:
             container._note_ranks(wanted)
-        beside = others(names)
+        beside = extra_files(names)
         told = "; ".join(f"{name} ({words})" for name, words in beside.items() if words)
         if told:
             container._note("side-files", "note", f"beside the tensors: {told}")

@@ -1,52 +1,62 @@
-"""The ``.metadata`` of a DCP folder: which tensors and objects there are, and where their pieces lie.
+"""The ``.metadata`` of a DCP folder: the tensors and objects in it, and where their pieces are.
 
 It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which torch reads with plain ``pickle.load``. Here
-it is read as a graph, and nothing in it is run. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
+it is read as a graph, and nothing in it is run. Few functions write it, so whatever deviates from their output is
+reported. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.text import counted, shown
-from ...checkpoint.objects import attributes, callable_name, class_name, elements, mapped_name, mapping
+from ...checkpoint.objects import attributes, callable_name, class_name, elements, initial_pairs, mapped_name, mapping
 from ...pickles.decode import decode
-from ...pickles.nodes import Call, Global, Graph, Ref, children, non_ascii_strings
-from ...pickles.opcodes import NEWOBJ
-from .forms import metadata_flaws
+from ...pickles.nodes import (
+    Buffer,
+    Call,
+    Dict,
+    Extension,
+    Global,
+    Graph,
+    List,
+    Persistent,
+    Ref,
+    children,
+    non_ascii_strings,
+)
+from ...pickles.opcodes import NEWOBJ, REDUCE
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
-#: Before torch 2.3 properties were those of sharded tensors, and before 2.0 all of it stood in another package.
+#: Before torch 2.3 properties were those of sharded tensors, and before 2.0 all of it was in another package.
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD: Final = "torch.distributed._shard.checkpoint"
 _CLASSES: Final = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
 _FORMATS: Final = frozenset((f"{_MODULE}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING"))
+_FORMAT_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _PLANNER: Final = "torch.distributed.checkpoint.planner"
-#: Everything that torch's own writer names in a ``.metadata``, besides dtypes; with the plans of all ranks, which
-#: Megatron-LM puts in (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
+_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+#: All names that torch's own writer uses in a ``.metadata``, besides dtypes; including the plans of all ranks, which
+#: Megatron-LM adds (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 EXPECTED: Final = _FORMATS.union(
     (
         *(f"{module}.{name}" for module in (_MODULE, f"{_OLD}.metadata") for name in _CLASSES),
-        f"{_MODULE}.TensorProperties",
-        f"{_SHARDED}.TensorProperties",
+        *(f"{module}.TensorProperties" for module in (_MODULE, _SHARDED)),
         f"{_MODULE}.StorageMeta",
-        f"{_FILESYSTEM}._StorageInfo",
-        f"{_OLD}.filesystem._StorageInfo",
+        *(f"{module}._StorageInfo" for module in (_FILESYSTEM, f"{_OLD}.filesystem")),
         *(f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-        "torch.Size",
-        "torch.serialization._get_layout",
-        *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")),
-        *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath")),
-        "collections.OrderedDict",
+        *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+        *(f"pathlib.{name}" for name in _PATHS),
+        *(f"pathlib._local.{name}" for name in _PATHS[:2]),
     )
 )
-#: The fields without which an object of another class is none of these.
+#: The fields that an object of another library's class must have to be taken for one of these.
 _FIELDS: Final = {
     "Metadata": frozenset(("state_dict_metadata", "storage_data")),
     "TensorStorageMetadata": frozenset(("properties", "size", "chunks")),
@@ -54,18 +64,18 @@ _FIELDS: Final = {
     "MetadataIndex": frozenset(("fqn",)),
     "_StorageInfo": frozenset(("relative_path", "offset", "length")),
 }
-#: Numbers of pieces and shapes that are followed, for each node of the pickle.
-_EACH: Final = 4
+#: Numbers of pieces and shapes that are read, for each node of the pickle.
+_NUMBERS_PER_NODE: Final = 4
 #: Steps from the root to a value: no state dict is nested so deep.
-_DEPTH: Final = 200
+_MAX_DEPTH: Final = 200
 _TOO_LARGE: Final = 1 << 62
 
-#: Where a piece of a tensor lies, in elements: (offsets, sizes), one of each a dimension.
+#: The place of a piece in a tensor, in elements: (offsets, sizes), one of each per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Item(NamedTuple):
-    """A stretch of a file, with an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
+    """A stretch of a file that is an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
 
     ``offset`` is that of the piece within its tensor, None for an object. ``transforms`` name what was done to the
     bytes, such as compression.
@@ -80,12 +90,12 @@ class Item(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The place of the item, in words."""
         return f"{self.file} at byte {self.at:,}"
 
 
-class Listed(NamedTuple):
-    """What a name stands for: a tensor of ``shape`` in pieces, or with ``dtype`` None an object."""
+class ValueMetadata(NamedTuple):
+    """A tensor of ``shape`` in pieces, or an object, with ``dtype`` None."""
 
     dtype: Dtype | None
     shape: tuple[int, ...] = ()
@@ -93,32 +103,35 @@ class Listed(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """``listed`` by name, in the order of the file; ``paths`` say where in the nested object each belongs; ``items`` is
-    what the files hold; ``odd`` are remarks on what makes no sense; ``foreign`` are names that torch never writes
-    there, ``relatives`` classes of other libraries with nothing but fields. ``graph`` is None once nobody needs it."""
+    """The content of a ``.metadata``.
+
+    ``values`` are in the order of the file; ``paths`` their places in the nested object; ``items`` the content of the
+    files; ``flaws`` remarks on what is invalid; ``foreign`` the names that torch never writes there, ``subclasses``
+    those of other libraries' classes with nothing but fields. ``graph`` is None once it is no longer needed.
+    """
 
     graph: Graph | None
     end: int
-    listed: dict[str, Listed]
+    values: dict[str, ValueMetadata]
     paths: Mapping[str, tuple[str | int, ...]]
     items: list[Item]
     version: str
-    odd: list[str]
+    flaws: list[str]
     foreign: list[str]
-    relatives: list[str]
+    subclasses: list[str]
 
 
 def box_text(box: Box) -> str:
-    """``[0:4, 8:16]``, "all" for a scalar."""
+    """Return ``[0:4, 8:16]``, "(a scalar)" for a scalar."""
     return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
 
 
 def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
-    """The names in a ``.metadata`` that torch does not write there, which reading it as torch does imports or calls;
-    and of these apart the classes of objects that only have fields: a subclass, as Megatron-core has one."""
+    """Return the names in a ``.metadata`` that torch does not write there, and imports or calls as it reads them; and
+    apart from these the classes of objects that only have fields, such as Megatron-core's subclass."""
     names = {ref: mapped_name(node) for ref, node in enumerate(graph.nodes) if isinstance(node, Global)}
     calls = [node for node in graph.nodes if isinstance(node, Call)]
-    known = {_GETATTR} if all(_is_member(graph, node) for node in calls) else set()
+    known = {_GETATTR} if all(_is_format_member(graph, node) for node in calls) else set()
     strange = {
         ref: name
         for ref, name in names.items()
@@ -129,19 +142,13 @@ def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
     used: set[Ref] = {graph.root}
     for node in graph.nodes:
         used.update(children(node)[1:] if isinstance(node, Call) and _is_bare(graph, node) else children(node))
-    called = {name for ref, name in strange.items() if ref in used or not _is_class(name)}
+    called = {name for ref, name in strange.items() if ref in used or not _is_foreign_class(name)}
     return sorted(called), sorted(set(strange.values()) - called)
 
 
 def _is_bare(graph: Graph, call: Call) -> bool:
-    """Is it an object that ``__new__`` made of a class alone?"""
+    """Return whether a call is ``__new__`` of a class without arguments."""
     return call.op == NEWOBJ and graph.nodes[call.args] == ()
-
-
-def _is_class(name: str) -> bool:
-    """Is it named as a class of another library is? Of torch and Python all classes that belong here are known."""
-    package, _, last = name.partition(".")
-    return package not in _OURS and last.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 _OURS: Final = frozenset(("torch", *sys.stdlib_module_names))
@@ -149,33 +156,149 @@ _OURS: Final = frozenset(("torch", *sys.stdlib_module_names))
 _GETATTR: Final = "builtins.getattr"
 
 
-def _is_member(graph: Graph, call: Call) -> bool:
-    """Is it no call of getattr, or one that gives a member of the enumeration of memory formats?"""
+def _is_foreign_class(name: str) -> bool:
+    """Return whether a name looks like another library's class; the classes of torch and Python are all known."""
+    package, _, last = name.partition(".")
+    return package not in _OURS and last.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+def _is_format_member(graph: Graph, call: Call) -> bool:
+    """Return False for a call of getattr, except one that gives a member of the enumeration of memory formats."""
     if callable_name(graph, call.func) != _GETATTR:
         return True
-    args = [graph.nodes[ref] for ref in elements(graph.nodes[call.args])]
-    return len(args) == 2 and isinstance(args[0], Global) and mapped_name(args[0]) in _FORMATS and args[1] in _MEMBERS
+    args = _values(graph, call.args)
+    if len(args) != 2 or not isinstance(args[0], Global):
+        return False
+    return mapped_name(args[0]) in _FORMATS and args[1] in _FORMAT_MEMBERS
 
 
-_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+def _values(graph: Graph, ref: Ref) -> list[object]:
+    return [graph.nodes[item] for item in elements(graph.nodes[ref])]
+
+
+def pickle_flaws(graph: Graph) -> Iterator[str]:
+    """Yield what in a ``.metadata`` makes ``pickle.load`` fail, in words. Nothing is known of other libraries' names.
+    Linear in the graph."""
+    names: dict[Ref, str] = {}
+    for node in graph.nodes:
+        if isinstance(node, Persistent | Extension | Buffer):
+            yield f"a {type(node).__name__.lower()} object, which pickle.load cannot make"
+        elif isinstance(node, Global):
+            if node.filling is not None:
+                yield f"{mapped_name(node)} is filled as an object is"
+            if node.module == "__builtin__" and graph.style.protocol > 2:
+                yield f"a module of Python 2, {node.module}"
+        elif isinstance(node, Call):
+            name = names.get(node.func)
+            if name is None:
+                name = names[node.func] = callable_name(graph, node.func)
+            if type(graph.nodes[node.args]) is not tuple:
+                yield f"arguments of {name or 'a call'} that are not a tuple"
+            if node.op == NEWOBJ and name.startswith("torch.") and name[len("torch.") :] in BY_NAME:
+                yield f"{name} as a class"
+            test = _TESTS.get(name.rpartition(".")[2])
+            if name in EXPECTED and test is not None and not test(graph, node):
+                yield f"a {name.rpartition('.')[2]} that torch cannot make"
+
+
+def _is_unfilled(graph: Graph, node: Call) -> bool:
+    return _is_bare(graph, node) and node.kwargs < 0 and not (node.items or node.pairs)
+
+
+def _has_fields(graph: Graph, node: Call) -> bool:
+    """Return whether an object has only fields: made of a class alone, then given a dict with strings as keys."""
+    states = [graph.nodes[ref] for ref in node.states]
+    return _is_unfilled(graph, node) and all(
+        isinstance(state, Dict) and all(type(graph.nodes[key]) is str for key in state.pairs[::2]) for state in states
+    )
+
+
+def _is_properties(graph: Graph, node: Call) -> bool:
+    """``TensorProperties.__setstate__`` unpacks five values, and compares the fourth with its enumeration."""
+    for state in node.states:
+        parts = graph.nodes[state]
+        if not isinstance(parts, tuple | List) or len(elements(parts)) != 5:
+            return False
+        encoding = graph.nodes[elements(parts)[3]]
+        name = callable_name(graph, encoding.func) if isinstance(encoding, Call) else ""
+        if not name.endswith("MEM_FORMAT_ENCODING") and name != _GETATTR:
+            return False
+    return _is_unfilled(graph, node)
+
+
+def _arguments(graph: Graph, node: Call) -> list[object] | None:
+    """Return the arguments of a mere call; None for one that is filled, or not a call of a function."""
+    return None if node.op != REDUCE or node.filling is not None else _values(graph, node.args)
+
+
+_Test = Callable[[Graph, Call], bool]
+
+
+def _is_member(first: int, last: int) -> _Test:
+    def test(graph: Graph, node: Call) -> bool:
+        args = _arguments(graph, node)
+        return args is not None and len(args) == 1 and type(args[0]) is int and first <= args[0] <= last
+
+    return test
+
+
+def _is_layout(graph: Graph, node: Call) -> bool:
+    args = _arguments(graph, node)
+    return args is not None and len(args) == 1 and args[0] in _LAYOUTS
+
+
+def _is_path(graph: Graph, node: Call) -> bool:
+    args = _arguments(graph, node)
+    return args is not None and all(type(part) is str for part in args)
+
+
+def _is_size(graph: Graph, node: Call) -> bool:
+    args = _arguments(graph, node)
+    if args is None or len(args) != 1 or not isinstance(args[0], tuple | List):
+        return args == []
+    numbers = [graph.nodes[ref] for ref in elements(args[0])]
+    return all(type(number) is int and abs(number) < 1 << 63 for number in numbers)
+
+
+def is_ordered_dict(graph: Graph, node: Call) -> bool:
+    """Return whether a call of OrderedDict is written as pickle writes one without attributes."""
+    return initial_pairs(graph, node) is not None and not node.items and not node.states
+
+
+_LAYOUTS: Final = frozenset(
+    f"torch.{name}"
+    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
+)
+_TESTS: Final[dict[str, _Test]] = {
+    **dict.fromkeys(_CLASSES, _has_fields),
+    **dict.fromkeys(("StorageMeta", "_StorageInfo", "SavePlan", "WriteItem", "TensorWriteData"), _has_fields),
+    "TensorProperties": _is_properties,
+    "_MEM_FORMAT_ENCODING": _is_member(0, 2),
+    "MEM_FORMAT_ENCODING": _is_member(0, 2),
+    "WriteItemType": _is_member(1, 3),
+    "_get_layout": _is_layout,
+    **dict.fromkeys(_PATHS, _is_path),
+    "Size": _is_size,
+    "OrderedDict": is_ordered_dict,
+}
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read a ``.metadata``; raises MalformedError where it is none."""
+    """Read a ``.metadata``; raises MalformedError where it is not one."""
     decoded = decode(data, where=where)
-    reader = _Reader(decoded.graph, where)
+    reader = _MetadataReader(decoded.graph, where)
     if decoded.memo > LIMITS.memo:
-        reader.odd.append(f"a memo of {decoded.memo:,} entries, for which pickle runs out of memory")
+        reader.flaws.append(f"a memo of {decoded.memo:,} entries, for which pickle runs out of memory")
     return reader.metadata(decoded.end)
 
 
-class _Reader:
-    """Reads the objects of the graph, equal ones once."""
+class _MetadataReader:
+    """Reads the objects of the graph, shared ones once."""
 
     def __init__(self, graph: Graph, where: str) -> None:
         self.graph = graph
         self.where = where
-        self.odd: list[str] = []
+        self.flaws: list[str] = []
         self._classes: dict[Ref, str] = {}
 
     def metadata(self, end: int) -> Metadata:
@@ -184,99 +307,102 @@ class _Reader:
         if root is None or "state_dict_metadata" not in root or nodes[root["state_dict_metadata"]] is None:
             what = f"it is a pickle of {class_name(self.graph, self.graph.root)}, not of {_MODULE}.Metadata"
             raise MalformedError(what, where=self.where)
-        listed: dict[str, Listed] = {}
-        read: dict[Ref, Listed | None] = {}
-        # Each tensor has pieces of its own; one list of them under a million names would be gone through as often.
-        left = _EACH * len(self.graph.nodes)
-        for key, value in self._pairs(root.get("state_dict_metadata")):
-            if value not in read:
-                read[value] = self._listed(value)
-            found = read[value]
-            left -= (len(found.chunks) + 1) * (len(found.shape) + 1) if found else 0
-            if found is None or left < 0:
-                self._note(f"what it says of {shown(key)} makes no sense")
-            else:
-                listed[key] = found
-        paths: dict[str, tuple[str | int, ...]] = {}
-        for key, value in self._pairs(root.get("planner_data")):
-            path = tuple(self._step(ref) for ref in elements(self.graph.nodes[value]))
-            if not path or None in path or type(path[0]) is int or len(path) > _DEPTH:
-                self._note(f"the place of {shown(key)} in the object makes no sense")
-                continue
-            paths[key] = path  # type: ignore[assignment]  # None was looked for
-            if ".".join(map(str, path)) != key and key in listed:
-                # create_default_local_load_plan: it asks for what the place is called.
-                at = shown(".".join(map(str, path)))
-                self._note(f"{shown(key)} belongs at {at}, under which torch looks for it: Missing key")
-        items = []
-        storage = root.get("storage_data")
-        for number, (key_ref, value) in enumerate(mapping(self.graph, storage) or () if storage is not None else ()):
-            item = self._item(key_ref, value)
-            if item is None:
-                self._note(f"entry {number:,} of storage_data makes no sense")
-            else:
-                items.append(item)
+        values = self._read_values(root.get("state_dict_metadata"))
+        paths = self._read_paths(root.get("planner_data"), values)
+        items = self._read_items(root.get("storage_data"))
         meta = nodes[root["storage_meta"]] if "storage_meta" in root else None
         if meta is not None and not (isinstance(meta, Call) and meta.op == NEWOBJ):
             self._note("its storage_meta is not an object: torch sets load_id on it")
         if any(non_ascii_strings(self.graph)):
             self._note("a string of Python 2 that is not ASCII: UnicodeDecodeError")
         version = nodes[root["version"]] if "version" in root else ""
-        version = version if isinstance(version, str) else ""
-        foreign, relatives = foreign_globals(self.graph)
-        for text in metadata_flaws(self.graph, EXPECTED):
+        for text in pickle_flaws(self.graph):
             self._note(text)
         for offset, text in self.graph.oddities:
             self._note(f"at byte {offset:,}: {text}")
-        return Metadata(self.graph, end, listed, paths, items, version, self.odd, foreign, relatives)
+        foreign, subclasses = foreign_globals(self.graph)
+        version = version if isinstance(version, str) else ""
+        return Metadata(self.graph, end, values, paths, items, version, self.flaws, foreign, subclasses)
+
+    def _read_values(self, ref: Ref | None) -> dict[str, ValueMetadata]:
+        values: dict[str, ValueMetadata] = {}
+        known: dict[Ref, ValueMetadata | None] = {}
+        # Each tensor has pieces of its own; a list of them under a million names would be visited as often.
+        left = _NUMBERS_PER_NODE * len(self.graph.nodes)
+        for key, value_ref in self._pairs(ref):
+            if value_ref not in known:
+                known[value_ref] = self._value(value_ref)
+            value = known[value_ref]
+            left -= (len(value.chunks) + 1) * (len(value.shape) + 1) if value else 0
+            if value is None or left < 0:
+                self._note(f"the entry of {shown(key)} is invalid")
+            else:
+                values[key] = value
+        return values
+
+    def _read_paths(self, ref: Ref | None, values: Mapping[str, ValueMetadata]) -> dict[str, tuple[str | int, ...]]:
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for key, value in self._pairs(ref):
+            steps = _values(self.graph, value)
+            path = tuple(step for step in steps if isinstance(step, str) or _is_count(step))
+            if not path or len(path) < len(steps) or type(path[0]) is int or len(path) > _MAX_DEPTH:
+                self._note(f"the path of {shown(key)} in the object is invalid")
+                continue
+            paths[key] = path  # type: ignore[assignment]  # _is_count takes int alone
+            name = ".".join(map(str, path))
+            if name != key and key in values:
+                # create_default_local_load_plan asks for the name of the path.
+                self._note(f"{shown(key)} belongs at {shown(name)}, under which torch looks for it: Missing key")
+        return paths
+
+    def _read_items(self, ref: Ref | None) -> list[Item]:
+        items = []
+        for number, (key, value) in enumerate(mapping(self.graph, ref) or () if ref is not None else ()):
+            item = self._item(key, value)
+            if item is None:
+                self._note(f"entry {number:,} of storage_data is invalid")
+            else:
+                items.append(item)
+        return items
 
     def _note(self, text: str) -> None:
-        if len(self.odd) < LIMITS.listed:
-            self.odd.append(text)
+        if len(self.flaws) < LIMITS.listed:
+            self.flaws.append(text)
 
     def _fields(self, ref: Ref, name: str) -> dict[str, Ref] | None:
-        """The attributes of an object of the class ``name``, or of another class of that which has its fields; None for
-        anything else."""
-        node = self.graph.nodes[ref]
+        """Return the attributes of an object of the class ``name``, or of another library's class with its fields."""
+        nodes = self.graph.nodes
+        node = nodes[ref]
         if not isinstance(node, Call):
             return None
         cls = self._classes.get(node.func)
         if cls is None:
             cls = self._classes[node.func] = class_name(self.graph, ref)
-        nodes = self.graph.nodes
         if cls in EXPECTED:
             if cls.rpartition(".")[2] != name:
                 return None
         elif not cls.endswith(name) and not (name in _FIELDS and _is_bare(self.graph, node)):
             return None
-        found = {str(nodes[key]): value for key, value in attributes(self.graph, node)}
-        return found if cls in EXPECTED or found.keys() >= _FIELDS.get(name, frozenset()) else None
+        fields = {str(nodes[key]): value for key, value in attributes(self.graph, node)}
+        return fields if cls in EXPECTED or fields.keys() >= _FIELDS.get(name, frozenset()) else None
 
     def _pairs(self, ref: Ref | None) -> list[tuple[str, Ref]]:
-        """The entries of a dict whose keys are strings; nothing for what is none."""
+        """Return the entries of a dict whose keys are strings; none for another object."""
         pairs = mapping(self.graph, ref) if ref is not None else None
         if pairs is None and ref is not None and self.graph.nodes[ref] is not None:
             self._note(f"{class_name(self.graph, ref)} where a dict belongs")
-        found = []
+        entries = []
         for key_ref, value in pairs or ():
             key = self.graph.nodes[key_ref]
             if isinstance(key, str):
-                found.append((key, value))
+                entries.append((key, value))
             else:
                 self._note("a key is not a string")
-        return found
-
-    def _step(self, ref: Ref) -> str | int | None:
-        node = self.graph.nodes[ref]
-        if isinstance(node, str) or (type(node) is int and 0 <= node < _TOO_LARGE):
-            return node
-        return None
+        return entries
 
     def _size(self, ref: Ref | None) -> tuple[int, ...] | None:
-        """The numbers of a ``torch.Size``."""
-        if ref is None:
-            return None
-        node = self.graph.nodes[ref]
+        """Return the numbers of a ``torch.Size``."""
+        node = self.graph.nodes[ref] if ref is not None else None
         if isinstance(node, Call):
             if callable_name(self.graph, node.func) != "torch.Size":
                 return None
@@ -285,14 +411,13 @@ class _Reader:
         elif not isinstance(node, tuple):
             return None
         numbers = [self.graph.nodes[part] for part in elements(node)]
-        if len(numbers) > LIMITS.dimensions:
+        if len(numbers) > LIMITS.dimensions or not all(map(_is_count, numbers)):
             return None
-        found = tuple(number for number in numbers if type(number) is int and 0 <= number < _TOO_LARGE)
-        return found if len(found) == len(numbers) else None
+        return tuple(numbers)  # type: ignore[arg-type]  # _is_count takes int alone
 
-    def _listed(self, ref: Ref) -> Listed | None:
+    def _value(self, ref: Ref) -> ValueMetadata | None:
         if self._fields(ref, "BytesStorageMetadata") is not None:
-            return Listed(None)
+            return ValueMetadata(None)
         fields = self._fields(ref, "TensorStorageMetadata")
         if fields is None:
             return None
@@ -306,15 +431,15 @@ class _Reader:
             if offsets is None or sizes is None or len(offsets) != len(shape) or len(sizes) != len(shape):
                 return None
             boxes.append((offsets, sizes))
-        return Listed(dtype, shape, tuple(boxes))
+        return ValueMetadata(dtype, shape, tuple(boxes))
 
     def _dtype(self, ref: Ref | None) -> Dtype | None:
-        """The first of the five values that ``TensorProperties.__getstate__`` gives."""
+        """Return the first of the five values that ``TensorProperties.__getstate__`` gives."""
         node = self.graph.nodes[ref] if ref is not None else None
         if not isinstance(node, Call) or not node.states:
             return None
-        state = elements(self.graph.nodes[node.states[-1]])
-        named = self.graph.nodes[state[0]] if state else None
+        state = _values(self.graph, node.states[-1])
+        named = state[0] if state else None
         return BY_NAME.get(named.name) if isinstance(named, Global) and named.module == "torch" else None
 
     def _item(self, key: Ref, value: Ref) -> Item | None:
@@ -323,42 +448,45 @@ class _Reader:
             return None
         nodes = self.graph.nodes
         name = nodes[index["fqn"]] if "fqn" in index else None
-        there = "offset" in index and nodes[index["offset"]] is not None
-        offset = self._size(index["offset"]) if there else None
-        file, at, length = (
-            nodes[info[part]] if part in info else None for part in ("relative_path", "offset", "length")
-        )
-        if not isinstance(name, str) or not isinstance(file, str) or (there and offset is None):
+        is_piece = "offset" in index and nodes[index["offset"]] is not None
+        offset = self._size(index["offset"]) if is_piece else None
+        fields = ("relative_path", "offset", "length")
+        file, at, length = (nodes[info[field]] if field in info else None for field in fields)
+        if not isinstance(name, str) or not isinstance(file, str) or (is_piece and offset is None):
             return None
-        if type(at) is not int or type(length) is not int or not 0 <= at < _TOO_LARGE or not 0 <= length < _TOO_LARGE:
+        if type(at) is not int or type(length) is not int or not (_is_count(at) and _is_count(length)):
             return None
         names = elements(nodes[info["transform_descriptors"]]) if "transform_descriptors" in info else ()
         return Item(name, offset, file, at, length, tuple(str(nodes[ref]) for ref in names))
 
 
-def merged_metadata(found: list[Metadata]) -> Metadata:
-    """Those that the ranks wrote each for itself, as one: of a piece that several have, the first counts."""
-    if len(found) == 1:
-        return found[0]
-    listed: dict[str, Listed] = {}
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _TOO_LARGE
+
+
+def merge_metadata(ranks: list[Metadata]) -> Metadata:
+    """Merge the metadata that each rank wrote for itself; of a piece that several have, the first counts."""
+    if len(ranks) == 1:
+        return ranks[0]
+    values: dict[str, ValueMetadata] = {}
     boxes: dict[str, dict[Box, None]] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
-    odd: list[str] = []
-    for one in found:
-        odd += one.odd
-        for name, path in one.paths.items():
+    flaws: list[str] = []
+    for rank in ranks:
+        flaws += rank.flaws
+        for name, path in rank.paths.items():
             paths.setdefault(name, path)
-        for name, value in one.listed.items():
-            known = listed.setdefault(name, value)
+        for name, value in rank.values.items():
+            known = values.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
-                odd.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
+                flaws.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
             else:
                 boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
-        for item in one.items:
+        for item in rank.items:
             items.setdefault((item.name, item.offset), item)
-    listed = {name: value._replace(chunks=tuple(boxes[name])) for name, value in listed.items()}
-    words = f"{counted(len(found), 'rank')}, each with its own metadata"
-    foreign = [name for one in found for name in one.foreign]
-    relatives = [name for one in found for name in one.relatives]
-    return Metadata(None, 0, listed, paths, list(items.values()), words, odd, foreign, relatives)
+    values = {name: value._replace(chunks=tuple(boxes[name])) for name, value in values.items()}
+    version = f"{counted(len(ranks), 'rank')}, each with its own metadata"
+    foreign = [name for rank in ranks for name in rank.foreign]
+    subclasses = [name for rank in ranks for name in rank.subclasses]
+    return Metadata(None, 0, values, paths, list(items.values()), version, flaws, foreign, subclasses)

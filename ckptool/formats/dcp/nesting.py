@@ -1,6 +1,6 @@
 """From flat names to the nested object that they were taken from, as ``_EmptyStateDictLoadPlanner`` rebuilds it.
 
-Source: ``set_element`` in torch/distributed/checkpoint/_traverse.py: texts lead into dicts, numbers into lists.
+Source: ``set_element`` in torch/distributed/checkpoint/_traverse.py: strings lead into dicts, numbers into lists.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Final
 from ...checkpoint.graph_builder import Builder
 from ...pickles.nodes import Ref
 
-#: Places of lists that may be empty, in all and for each value there is: no file fills memory with a large number.
+#: Empty places of lists that are made, in all and for each value: no file fills memory with a large index.
 _GAPS: Final = 1000
-_GAPS_EACH: Final = 4
+_GAPS_PER_VALUE: Final = 4
 
 Level = dict["str | int", "Level | Ref"]
 
 
 class Nested:
-    """The object as it grows. ``misfits`` are names for which there is no room: another value is in their way.
-    ``sparse`` are lists with more empty places than are followed, as (places, values)."""
+    """The object as it grows. ``misfits`` are names whose place is taken by another value; ``sparse`` lists with more
+    empty places than are made, as (places, values)."""
 
     def __init__(self) -> None:
         self.root: Level = {}
@@ -30,13 +30,12 @@ class Nested:
 
     def put(self, name: str, path: Iterable[str | int], value: Ref) -> None:
         """Set the value at a path."""
-        self._gaps += _GAPS_EACH
-        *way, last = path
+        self._gaps += _GAPS_PER_VALUE
+        *parents, last = path
         level = self.root
-        kinds = [*map(type, way[1:]), type(last)]
-        for step, kind in zip(way, kinds):
+        for step, next_step in zip(parents, [*parents[1:], last]):
             inner = level.setdefault(step, {})
-            if not isinstance(inner, dict) or (inner and type(next(iter(inner))) is not kind):
+            if not isinstance(inner, dict) or (inner and type(next(iter(inner))) is not type(next_step)):
                 self.misfits.append(name)
                 return
             level = inner
@@ -45,21 +44,21 @@ class Nested:
         else:
             level[last] = value
 
-    def built(self, builder: Builder) -> Ref:
-        """The graph of it."""
-        return self._level(builder, self.root, top=True)
+    def build(self, builder: Builder) -> Ref:
+        """Build the graph of the object."""
+        return self._build_level(builder, self.root, top=True)
 
-    def _level(self, builder: Builder, level: Level, top: bool = False) -> Ref:
+    def _build_level(self, builder: Builder, level: Level, top: bool = False) -> Ref:
         refs = {
-            step: self._level(builder, value) if isinstance(value, dict) else value for step, value in level.items()
+            step: self._build_level(builder, value) if isinstance(value, dict) else value
+            for step, value in level.items()
         }
-        if top or not any(isinstance(step, int) for step in refs):
-            return builder.mapping((str(step), ref) for step, ref in refs.items())
-        by_number = {step: ref for step, ref in refs.items() if isinstance(step, int)}
-        most = max(by_number)
-        self._gaps -= most + 1 - len(by_number)
-        if self._gaps < 0:
-            self._gaps += most + 1 - len(by_number)
-            self.sparse.append((most + 1, len(by_number)))
-            return builder.mapping((str(step), ref) for step, ref in refs.items())
-        return builder.sequence(by_number[n] if n in by_number else builder.constant(None) for n in range(most + 1))
+        by_index = {step: ref for step, ref in refs.items() if isinstance(step, int)}
+        if not top and by_index:
+            size = max(by_index) + 1
+            gaps = size - len(by_index)
+            if gaps <= self._gaps:
+                self._gaps -= gaps
+                return builder.sequence(by_index[n] if n in by_index else builder.constant(None) for n in range(size))
+            self.sparse.append((size, len(by_index)))
+        return builder.mapping((str(step), ref) for step, ref in refs.items())

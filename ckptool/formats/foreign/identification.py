@@ -1,4 +1,4 @@
-"""Naming what is not a checkpoint that ckptool reads, and the next step."""
+"""Errors that name a file which is not a checkpoint ckptool reads, with the next step."""
 
 from __future__ import annotations
 
@@ -19,48 +19,52 @@ from ...files.tars import is_header
 from ...files.zips.reader import Archive
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Node
-from ..damaged import extent_of_zip
-from . import files as foreign_files
+from ..rescue import measure_cut_zip
+from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
+from .signatures import ForeignFormat
 
-#: Kinds of what stands in the place of a file that was never there: a pointer, a page, a link as text, nothing.
-NOT_THERE = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
+#: Kinds of what takes the place of a file that never arrived: a pointer, a web page, a link as text, nothing.
+PLACEHOLDERS = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
+_DOWNLOAD: Final = "download it again, logged in or from the link of the raw file"
 
 
 def explain(head: bytes, source: Source) -> UnreadableError:
-    """The error that says what a file is, from its first bytes."""
-    for test in (_empty, _marked, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
-        found = test(head, source)
-        if found is not None:
-            return found
-    return _not("unknown", "it is no checkpoint: its first bytes are those of no format that ckptool knows", source)
+    """Return the error that says what a file is; ``head`` are its first bytes."""
+    for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
+        error = test(head, source)
+        if error is not None:
+            return error
+    what = "it is not a checkpoint: its first bytes match no format that ckptool knows"
+    return _error("unknown", what, source)
 
 
-def stand_in(source: Source) -> UnreadableError | None:
-    """The error for a file that is only a pointer to another, or what a server said instead of it; None for others."""
+def explain_placeholder(source: Source) -> UnreadableError | None:
+    """Return the error for a file that is only a pointer to another, or a server's message; None for others."""
     head = source.read(0, 1024)
-    found = _empty(head, source) or _text(head, source)
-    said = found is not None and found.what.startswith("it is a JSON message") and b'"weight_map"' not in head
-    kinds = NOT_THERE | ({"json"} if said else set())
-    return found if found is not None and found.kind in kinds else None
+    error = _empty(head, source) or _text(head, source)
+    if error is None:
+        return None
+    message = error.what.startswith("it is a JSON message") and b'"weight_map"' not in head
+    return error if error.kind in PLACEHOLDERS or (message and error.kind == "json") else None
 
 
-def _not(kind: str, what: str, source: Source, next: str = "") -> NotACheckpointError:
+def _error(kind: str, what: str, source: Source, next: str = "") -> NotACheckpointError:
     return NotACheckpointError(what, kind=kind, path=source.name, next=next)
 
 
 def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
     if not head:
-        return _not("empty", "the file is empty", source, "write or download it again")
+        return _error("empty", "the file is empty", source, "write or download it again")
     if not head.strip(b"\0"):
         what = "it begins with zeros: its first blocks were never written, as after a crash or a broken download"
-        return _not("zeros", what, source, "get the file again")
+        return _error("zeros", what, source, "get the file again")
     return None
 
 
-def _marked(head: bytes, source: Source) -> NotACheckpointError | None:
-    """What a mark at its beginning names, even where the rest is text."""
-    found = foreign_files.marked(source)
-    return _foreign(found, source) if found else None
+def _magic(head: bytes, source: Source) -> NotACheckpointError | None:
+    """Name a file by its magic bytes, even where the rest is text."""
+    known = match_magic(source)
+    return _foreign(known, source) if known else None
 
 
 def _text(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -68,38 +72,40 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     if start.startswith(b"version https://git-lfs"):
         size = re.search(rb"\nsize (\d{1,18})", head)
         real = f" that stands for a file of {human_bytes(int(size.group(1)))}" if size else ""
-        return _not("git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull")
-    lowered = start[:64].lower()
-    if lowered.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
+        return _error("git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull")
+    if start[:64].lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
         title = re.search(rb"<(?:title|message)>\s*([^<]{1,80})", head, re.I)
-        named = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
-        what = f"it is a web page{named}, not a checkpoint: the download went wrong"
-        return _not("html", what, source, "download it again, logged in or from the link of the raw file")
-    if re.match(_JSON, start) and _is_text(head):
-        said = re.search(rb'"(?:error|message|detail|title|error_description)"\s*:\s*"((?:[^"\\]|\\.){1,80})', head)
-        if said:
-            text = said.group(1).decode("utf-8", "replace")
-            what = f"it is a JSON message of a server, {shown(text)}, not the checkpoint: the download went wrong"
-            return _not("json", what, source, "download it again, logged in or from the link of the raw file")
-        if b'"weight_map"' in head or b'"weight_map"' in source.read(max(source.size - 4096, 0), 4096):
-            shards = re.findall(rb'"([^"\\]{1,100}\.(?:safetensors|bin|h5))"', source.read(0, 1 << 16))
-            first = min(shards).decode("utf-8", "replace") if shards else ""
-            words = f", such as {shown(first)}" if first else ""
-            what = f"it is the index of weights in shards{words}: names, not weights"
-            return _not("index", what, source, "name its folder, or one of the shards")
-        what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
-        return _not("json", what, source, "look into it, then download the checkpoint itself")
-    if _is_text(head) and source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
+        titled = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
+        what = f"it is a web page{titled}, not a checkpoint: the download went wrong"
+        return _error("html", what, source, _DOWNLOAD)
+    if not _is_text(head):
+        return None
+    if re.match(_JSON, start):
+        return _json(head, source)
+    if source.size < 4096 and b"\n" not in head.strip() and b"/" in head:
         what = "it is a short text that looks like a path: a symbolic link that Git checked out as a file"
-        return _not("link-text", what, source, "name the file that it points to")
-    if _is_text(head):
-        first = head.strip().split(b"\n")[0][:60].decode("utf-8", "replace").strip()
-        return _not("text", f"it is text that begins {first!r}, not a checkpoint", source, "look into it")
-    return None
+        return _error("link-text", what, source, "name the file that it points to")
+    first = head.strip().split(b"\n")[0][:60].decode("utf-8", "replace").strip()
+    return _error("text", f"it is text that begins with {first!r}, not a checkpoint", source, "look into it")
 
 
-#: How JSON begins; a list of words in brackets, as vocabularies and settings have them, is none.
+#: The start of a JSON text; a list of bare words in brackets, as in vocabularies and settings, is not JSON.
 _JSON: Final = rb'\{\s*(?:"|\}|\Z)|\[\s*(?:["\[{\]]|-?\d[\d.eE+-]*\s*[,\]]|(?:true|false|null)\b|\Z)'
+
+
+def _json(head: bytes, source: Source) -> NotACheckpointError:
+    message = re.search(rb'"(?:error|message|detail|title|error_description)"\s*:\s*"((?:[^"\\]|\\.){1,80})', head)
+    if message:
+        text = message.group(1).decode("utf-8", "replace")
+        what = f"it is a JSON message of a server, {shown(text)}, not the checkpoint: the download went wrong"
+        return _error("json", what, source, _DOWNLOAD)
+    if b'"weight_map"' in head or b'"weight_map"' in source.read(max(source.size - 4096, 0), 4096):
+        shards = re.findall(rb'"([^"\\]{1,100}\.(?:safetensors|bin|h5))"', source.read(0, 1 << 16))
+        such_as = f", such as {shown(min(shards).decode('utf-8', 'replace'))}" if shards else ""
+        what = f"it is the index of weights in shards{such_as}: names, not weights"
+        return _error("index", what, source, "name its folder, or one of the shards")
+    what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
+    return _error("json", what, source, "look into it, then download the checkpoint itself")
 
 
 def _is_text(head: bytes) -> bool:
@@ -116,16 +122,7 @@ def _is_text(head: bytes) -> bool:
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     name = source.name
     if head[:2] == b"\x1f\x8b":
-        inner = _gzipped(head)
-        step = f"tar -xzf {quote(name)}" if inner == " of a tar" else _unpacked("gunzip -c", name, ".gz")
-        around = _around(source, "gzip", "a gzipped tar archive", step) if inner == " of a tar" else None
-        if around is not None:
-            return around
-        if inner and inner != " of a tar" and _gzip_size(source) <= LIMITS.member_bytes:
-            step = f"ckptool inspect {quote(f'{name}{MARK}{gzip_name(name)}')}"
-        else:
-            step += ", then name what it holds"
-        return _not("gzip", f"it is gzip data{inner}", source, step)
+        return _gzip(head, source)
     if head[:1] == b"\x78" and head[1:2] in b"\x01\x5e\x9c\xda" and len(head) > 2:
         return _zlib(head, source)
     for magic, kind, tool in (
@@ -136,166 +133,161 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         (b"Rar!", "rar", "unrar x"),
     ):
         if head.startswith(magic):
-            step = _unpacked(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
-            return _not(kind, f"it is {kind} data", source, f"{step}, then name what it holds")
+            step = _unpack_step(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
+            return _error(kind, f"it is {kind} data", source, f"{step}, then name what it holds")
     return None
 
 
-def _gzip_size(source: Source) -> int:
-    """The bytes that gzip data inflates to, as it ends with their number modulo 2**32."""
-    return int.from_bytes(source.read(max(0, source.size - 4), 4), "little")
-
-
-def _gzipped(head: bytes) -> str:
-    """What is in gzip data, by its first bytes, "" where that is not known."""
+def _gzip(head: bytes, source: Source) -> NotACheckpointError:
+    name = source.name
     try:
         plain = zlib.decompressobj(31).decompress(head, 512)
     except zlib.error:
-        return ""
-    if plain[:4] == b"PK\x03\x04":
-        return " of a zip checkpoint"
-    return " of a tar" if plain[257:262] == b"ustar" else " of a pickle" if plain[:1] == b"\x80" else ""
+        plain = b""
+    if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
+        step = f"tar -xzf {quote(name)}"
+        error = _archive_error(source, "gzip", "a gzipped tar archive", step)
+        return error or _error("gzip", "it is gzip data of a tar", source, f"{step}, then name what it holds")
+    content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
+    # gzip data ends with the number of bytes that it inflates to, modulo 2**32.
+    if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
+        step = f"ckptool inspect {quote(f'{name}{MARK}{gzip_name(name)}')}"
+    else:
+        step = f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds"
+    return _error("gzip", f"it is gzip data{content}", source, step)
 
 
 def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
-    """What zlib compressed without a header of gzip, as joblib does."""
+    """Name data that zlib compressed without a gzip header, as joblib does."""
     try:
         plain = zlib.decompressobj().decompress(head, 512)
     except zlib.error:
         return None
     if plain[:1] == b"\x80":
-        return _not(
-            "joblib",
-            "it is a pickle that zlib compressed, as joblib does",
-            source,
-            "joblib.load reads it, and runs what it names",
-        )
-    step = f"{_unpacked('zlib-flate -uncompress', source.name, '.zlib')}, then name what it holds"
-    return _not("zlib", "it is zlib data", source, step)
+        what = "it is a pickle that zlib compressed, as joblib does"
+        return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
+    step = f"{_unpack_step('zlib-flate -uncompress', source.name, '.zlib')}, then name what it holds"
+    return _error("zlib", "it is zlib data", source, step)
 
 
-def _unpacked(tool: str, name: str, suffix: str) -> str:
-    """The command that unpacks a file, whatever it is called."""
+def _unpack_step(tool: str, name: str, suffix: str) -> str:
+    """Return the command that unpacks a file, whatever its suffix."""
     plain = name.removesuffix(suffix) if name.endswith(suffix) else name + ".unpacked"
     return f"{tool} < {quote(name)} > {quote(plain)}"
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return _not("safetensors", "it is a safetensors file", source, f"ckptool inspect {quote(source.name)}")
-    found = foreign_files.named(head, source)
-    return _foreign(found, source) if found else None
+        return _error("safetensors", "it is a safetensors file", source, f"ckptool inspect {quote(source.name)}")
+    known = match_structure(head, source)
+    return _foreign(known, source) if known else None
 
 
-def _foreign(found: foreign_files.Named, source: Source) -> NotACheckpointError:
-    what, colon, detail = found.what.partition(": ")
-    return _not(found.kind, f"it is {what}, not a torch checkpoint{colon}{detail}", source, found.tool)
+def _foreign(known: ForeignFormat, source: Source) -> NotACheckpointError:
+    name, colon, detail = known.description.partition(": ")
+    return _error(known.kind, f"it is {name}, not a torch checkpoint{colon}{detail}", source, known.tool)
 
 
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
     if head[257:262] == b"ustar" or is_header(head[:512]):
         member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
         step = f"tar -xf {quote(source.name)}, then name the file inside"
-        return _around(source, "tar", "a tar archive", step) or _not(
-            "tar", f"it is a tar archive, first member {shown(member)}", source, step
-        )
+        error = _archive_error(source, "tar", "a tar archive", step)
+        return error or _error("tar", f"it is a tar archive, first member {shown(member)}", source, step)
     if head[:4] == b"PK\x05\x06":
-        return _not("empty-zip", "it is an empty zip archive", source)
+        return _error("empty-zip", "it is an empty zip archive", source)
     if head[:4] == b"PK\x07\x08":
-        return _not("zip", "it is one part of a split zip archive", source)
+        return _error("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
-        what = "it ends like a zip checkpoint, but other bytes stand in front of it, or its start is lost"
+        what = "it ends like a zip checkpoint, but other bytes precede it, or its start is lost"
         step = f"get a whole copy of the file, or {salvage_step(source.name)}"
         return MalformedError(what, path=source.name, next=step)
     return None
 
 
-#: Words in the names of files that stand beside the weights, and may be larger: a zip of Stable-Baselines3.
-_SMALL_CHANGE = re.compile(r"optim|variables|sched|random|rng|scaler|replay", re.I)
+#: Words in the names of files beside the weights that may be larger than these, as in a zip of Stable-Baselines3.
+_NOT_WEIGHTS = re.compile(r"optim|variables|sched|random|rng|scaler|replay", re.I)
 
 
-def _around(source: Source, kind: str, what: str, unpack: str) -> NotACheckpointError | None:
-    """The error for an archive with checkpoints in it, which have addresses; None for one without."""
+def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotACheckpointError | None:
+    """Return the error for an archive whose checkpoints can be addressed; None for one without any."""
     inside = checkpoints_in(source)
     if not inside:
         return None
     names = [f"{shown(item.name)} ({human_bytes(item.size)})" for item in inside]
-    held = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} called like checkpoints: {listed(names)}"
-    first = max(inside, key=lambda item: (not _SMALL_CHANGE.search(item.name), item.size))
+    files = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} named like checkpoints: {listed(names)}"
+    first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
     step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
-    if first.size > LIMITS.member_bytes and what != "a tar archive":
-        step = unpack  # it may have to be inflated, and that not in memory
-    return _not(kind, f"it is {what} that holds {held}", source, step)
+    if first.size > LIMITS.member_bytes and archive != "a tar archive":
+        step = unpack  # it may have to be inflated, which is not done in memory
+    return _error(kind, f"it is {archive} that holds {files}", source, step)
 
 
-#: How pickles of protocol 0, which are text, begin with a dict, a list, or a class that is called.
-_OLD: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n"
-#: Bytes of a pickle that are followed to say what is in it.
-_FOLLOWED: Final = 1 << 20
+#: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.
+_PROTOCOL_0: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n"
+#: Bytes of a pickle that are decoded to say what is in it.
+_DECODED: Final = 1 << 20
 
 
 def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
-    """A pickle of protocol 0, which is text."""
+    """Name a protocol 0 pickle, which is text."""
     return _pickle(head, source) if head[:1] in (b"(", b"c") and _is_text(head) else None
 
 
 def _pickle(head: bytes, source: Source) -> UnreadableError | None:
-    """A pickle without torch's format around it, whole or nearly."""
-    marked = head[:1] == b"\x80" and head[1:2] <= b"\x05"
-    if not marked and not head.startswith((b"(", b"]", b"}", b"c")):
+    """Name a pickle outside of torch's formats, whole or nearly."""
+    binary = head[:1] == b"\x80" and head[1:2] <= b"\x05"
+    if not binary and not head.startswith((b"(", b"]", b"}", b"c")):
         return None
+    whole = True
     try:
-        graph, end, _ = decode(source.read(0, min(source.size, _FOLLOWED)))
+        graph, end, _ = decode(source.read(0, min(source.size, _DECODED)))
+        nodes: Sequence[Node] = graph.nodes
+        if not binary and (len(nodes) < 2 or source.read(end, 64).strip()):
+            return None  # text that happens to begin like a pickle
     except PickleError as error:
         nodes = cast("Sequence[Node]", error.seen)
-        known = foreign_files.named_pickle(nodes, source)
-        long = source.size > _FOLLOWED and isinstance(error, TruncatedPickleError)
-        if known is not None:
-            return _pickled(known, source)
-        if long and (marked or re.match(_OLD, head)):
-            return _bare(nodes, source)
-        if not marked:
-            return None
-        what = "it begins like a bare pickle, not like a file of torch.save"
-        return _not("pickle", what, source, "python -m pickletools shows a pickle without running it")
-    if not marked and (len(graph.nodes) < 2 or source.read(end, 64).strip()):
-        return None  # text that happens to begin like a pickle
-    known = foreign_files.named_pickle(graph.nodes, source)
-    return _pickled(known, source) if known is not None else _bare(graph.nodes, source)
+        long = source.size > _DECODED and isinstance(error, TruncatedPickleError)
+        whole = long and (binary or re.match(_PROTOCOL_0, head) is not None)
+    known = foreign_pickle(nodes, source)
+    if known is not None:
+        step = known.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
+        return _error(known.kind, f"it is {known.description}", source, step)
+    if whole:
+        return _bare_pickle(nodes, source)
+    if not binary:
+        return None
+    what = "it begins like a bare pickle, not like a file of torch.save"
+    return _error("pickle", what, source, "python -m pickletools shows a pickle without running it")
 
 
-def _pickled(found: foreign_files.Named, source: Source) -> NotACheckpointError:
-    step = found.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
-    return _not(found.kind, f"it is {found.what}", source, step)
-
-
-#: What values of Python, tensors and arrays are made of: no classes that a reader must have.
+#: Names that Python values, tensors and arrays are made of: no classes that a reader needs to have installed.
 _PLAIN: Final = (
     r"torch(?:\.storage\._load_from_bytes|\._utils\.\w+|\.\w+Storage|\.Size|\.device|\.\w*\d+|\.bool)\Z"
     r"|numpy\.|_codecs\.|copy_?reg\.|collections\.|(?:__builtin__|builtins)\.(?!eval|exec|getattr|__import__)"
 )
 
 
-def _bare(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
-    """The error for a bare pickle: what is in it, as far as it was followed."""
+def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
+    """Return the error for a bare pickle, with what is in it as far as it was decoded."""
     names = list(dict.fromkeys(f"{node.module}.{node.name}" for node in nodes if isinstance(node, Global)))
     tensors = any(name.startswith(("torch.storage._load", "torch._utils._rebuild")) for name in names)
-    held = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)
+    data = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)
     objects = [name for name in names if not re.match(_PLAIN, name)]
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
-    what += f", with {listed(held)} in it" if held else ""
+    what += f", with {listed(data)} in it" if data else ""
     what += f": pickle.load would call {listed(objects, most=3)}" if objects else ""
     step = f"python -m pickletools {quote(source.name)} shows it without running it"
-    if held and not objects:
-        step += "; pickle.load reads it, and torch.save makes a checkpoint of it"
-    elif objects:
+    if objects:
         step += "; do not load it unless you trust who made it"
-    return _not("pickle", what, source, step)
+    elif data:
+        step += "; pickle.load reads it, and torch.save makes a checkpoint of it"
+    return _error("pickle", what, source, step)
 
 
-#: (records that must be there, kind, what it is)
-_ZIP_KINDS = (
+#: (records that must be there, kind, description)
+_PROGRAMS = (
     (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model"),
     (("constants.pkl",), "torchscript", "a TorchScript archive"),
     (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)"),
@@ -306,52 +298,50 @@ _ZIP_KINDS = (
 )
 
 
-def zip_kind(archive: Archive) -> NotACheckpointError | None:
-    """The error that names a zip archive which is no checkpoint; None when it may be one."""
+def explain_zip(archive: Archive) -> NotACheckpointError | None:
+    """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
     source = archive.source
-    for records, kind, what in _ZIP_KINDS:
+    for records, kind, description in _PROGRAMS:
         if all(archive.find(name) is not None for name in records):
             step = f"what to do with it: ckptool inspect {quote(source.name)}"
-            return _not(kind, f"it is {what}: a program, not only weights", source, step)
+            return _error(kind, f"it is {description}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None
+    known = foreign_archive(archive)
+    if known is not None:
+        return _foreign(known, source)
+    producer = archive_producer(archive)
+    name = f"{producer}, a zip archive" if producer else "a zip archive"
+    error = _archive_error(source, "zip", name, f"unzip {quote(source.name)}, then name the file inside")
+    if error is not None:
+        return error
     names = [record.name for record in archive.records]
-    other = foreign_files.named_archive(archive)
-    if other is not None:
-        return _foreign(other, source)
-    by = foreign_files.packed_by(archive)
-    what = f"{by}, a zip archive" if by else "a zip archive"
-    around = _around(source, "zip", what, f"unzip {quote(source.name)}, then name the file inside")
-    if around is not None:
-        return around
-    roots = [name for name in names if name.endswith("/data.pkl")]
-    if roots:
-        what = f"its {roots[0]!r} is not in the folder of its first record, where torch looks"
-        return _not("zip", what, source)
-    shown = ", ".join(repr(name) for name in names[:3])
-    return _not("zip", f"it is a zip archive without data.pkl (it holds {shown or 'nothing'})", source)
+    pickle = next((name for name in names if name.endswith("/data.pkl")), None)
+    if pickle is not None:
+        what = f"its {pickle!r} is not in the folder of its first record, where torch looks"
+        return _error("zip", what, source)
+    first = ", ".join(repr(name) for name in names[:3])
+    return _error("zip", f"it is a zip archive without data.pkl (it holds {first or 'nothing'})", source)
 
 
-def damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
-    """The error for a zip that has no usable directory."""
+def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableError:
+    """Return the error for a zip without a usable directory."""
     head = source.read(0, 512)
     name_size = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + name_size].decode("utf-8", "replace")
-    error.path = source.name
     rescue = salvage_step(source.name)
-    extent = extent_of_zip(source)
+    left = measure_cut_zip(source)
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
-        error.next = rescue if extent is not None else ""
+        error.path = source.name
+        error.next = rescue if left is not None else ""
         return error
-    if extent is None:
+    if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {shown(name)})"
-        what = (
-            f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory that a zip ends with"
-        )
+        what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
         return MalformedError(what, path=source.name, next="copy or download it again, whole")
-    all_there = ", what is missing or damaged is its end" if extent.whole == extent.tensors else ""
+    only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
     what = (
-        f"a torch checkpoint that is cut at {human_bytes(extent.there)} of about {human_bytes(extent.about)}:"
-        f" {extent.whole:,} of {counted(extent.tensors, 'tensor')} whole{all_there}"
+        f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
+        f" {left.whole:,} of {counted(left.tensors, 'tensor')} whole{only_end}"
     )
     return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")

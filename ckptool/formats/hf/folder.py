@@ -33,9 +33,9 @@ from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import Appending, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
-from ..foreign.identification import explain, stand_in
+from ..foreign.identification import explain, explain_placeholder
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import plain_texts
+from ..safetensors.sharding_info import whole_metadata
 from ..torch import legacy_reader, zip_reader
 from .files import Index, Weights, companions, index_name, is_checkpoint, is_index, read_index, side_files, weights_of
 
@@ -88,7 +88,7 @@ class HfFolder(Container):
                 error.path = folder
                 raise
             stack.callback(listing.close)
-            other = stand_in(listing)
+            other = explain_placeholder(listing)
             if other is not None:
                 what = f"its index, {weights.index_name}, is not there: {other.what.removeprefix('it is ')}"
                 raise MalformedError(what, path=folder, next=other.next)
@@ -107,7 +107,7 @@ class HfFolder(Container):
         self.byteorder = first.byteorder
         self.metadata: Mapping[str, str] = {
             name: text
-            for name, text in plain_texts(first.metadata).items()
+            for name, text in whole_metadata(first.metadata).items()
             if all(shard.container.metadata.get(name) == text for shard in self.shards)
         }
         self.others: Sequence[Graph] = (
@@ -352,7 +352,7 @@ def _shard(name: str, source: FileSource) -> Shard:
         container = zip_reader.read(source)
     elif legacy_reader.sniff(head, source):
         container = legacy_reader.read(source)
-    elif (other := stand_in(source)) is not None:
+    elif (other := explain_placeholder(source)) is not None:
         raise other
     elif not safetensors_reader.sniff(head, source):
         raise explain(head, source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
@@ -20,19 +20,22 @@ from ...files.zips.layout import rewritten
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
-from ..pickles_in import zip_pickles
+from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in
-from .script_code import devices_in
+from .script_modules import devices_in
 
 #: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
-_JSON: Final = 256 << 20
-#: Bytes of code that is searched for devices.
-_SOURCES: Final = 32 << 20
+_MAX_JSON: Final = 256 << 20
+#: Bytes of source code that are searched for devices.
+_MAX_SOURCES: Final = 32 << 20
 
 
 class ProgramArchive(Program):
-    """What its readers fill: ``builder`` takes the tensors, ``records_of`` the record of each storage by its key,
-    ``inner`` the archives within it, by what their keys begin with."""
+    """The container that the readers of programs fill.
+
+    ``builder`` takes the tensors; ``records_of`` the record of each storage by its key; ``inner`` the archives within
+    it, by the prefix of their keys.
+    """
 
     traits = Traits(written="program", named=True)
     kind = ""
@@ -54,47 +57,47 @@ class ProgramArchive(Program):
         self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
 
     def names(self) -> list[str]:
-        """The names of its records within its folder."""
+        """Return the names of its records within its folder."""
         return [name.removeprefix(f"{self.root}/") if self.root else name for name in self.archive.by_name]
 
-    def tell_devices(self, stays: str) -> None:
-        """Warn of devices that are not the processor; ``stays`` says what does not move them."""
+    def warn_of_devices(self, consequence: str) -> None:
+        """Warn of devices other than the CPU in its code; ``consequence`` says what does not move them."""
         away = [item for item in self.named_devices if item.device != "cpu"]
-        found = Counter[str]()
+        devices = Counter[str]()
         for item in away:
-            found[item.device] += item.number
-        if found:
-            places = listed([f"{device} ({counted(number, 'time')})" for device, number in found.items()], most=3)
+            devices[item.device] += item.number
+        if devices:
+            names = listed([f"{device} ({counted(number, 'time')})" for device, number in devices.items()], most=3)
             files = listed(list(dict.fromkeys(item.where for item in away)), most=3)
-            what = f"its program names devices: {places} in {files}; {stays}"
+            what = f"its program names devices: {names} in {files}; {consequence}"
             self.problems.append(Problem("code-devices", "warning", what))
 
-    def tell(self, what: str) -> None:
-        """Say that it is a program, and what it holds."""
+    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Add the problems that say that it is a program and what it holds, and the facts as JSON-ready data."""
+        self.described = {
+            "kind": self.kind,
+            "executable": True,
+            **facts,
+            "devices": {"code": [item._asdict() for item in self.named_devices]},
+        }
         self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
         if self.beside:
-            weights = "beside its weights it holds " if self.records_of or self.inner else "it holds "
-            words = weights + "; ".join(self.beside)
-            self.problems.append(Problem("program-parts", "note", words))
+            subject = "beside its weights it holds " if self.records_of or self.inner else "it holds "
+            self.problems.append(Problem("program-parts", "note", subject + "; ".join(self.beside)))
 
     def stored_size(self, key: str) -> int | None:
         record = self.records_of.get(key)
         if record is not None:
             return record.size
-        inner = self._inner(key)
-        return None if inner is None else inner[0].stored_size(inner[1])
+        name, _, rest = key.partition(":")
+        return self.inner[name].stored_size(rest) if name in self.inner else None
 
     def stored(self, key: str) -> StoredBytes:
         record = self.records_of.get(key)
         if record is not None:
             return stored_in(self.archive, record)
-        inner = self._inner(key)
-        return StoredBytes(None, 0) if inner is None else inner[0].stored(inner[1])
-
-    def _inner(self, key: str) -> tuple[Container, str] | None:
-        name, mark, rest = key.partition(":")
-        found = self.inner.get(name) if mark else None
-        return None if found is None else (found, rest)
+        name, _, rest = key.partition(":")
+        return self.inner[name].stored(rest) if name in self.inner else StoredBytes(None, 0)
 
     def records(self) -> Iterator[StoredRecord]:
         keys = {record.name: key for key, record in self.records_of.items()}
@@ -108,8 +111,8 @@ class ProgramArchive(Program):
         return [problem_of(oddity) for oddity in audit(self.archive).oddities if oddity.code not in known]
 
     def pickles(self) -> Iterator[FoundPickle]:
-        found = audit(self.archive)
-        return zip_pickles(self.archive, None, found.hidden, found.former)
+        audited = audit(self.archive)
+        return zip_pickles(self.archive, None, audited.hidden, audited.former)
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
@@ -120,19 +123,32 @@ class ProgramArchive(Program):
         raise RefusedError(f"{self.kind} is read here, and not written again", path=self.archive.source.name)
 
 
+def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3) -> list[str]:
+    """Return ``2 extra files (a and b)`` as the only element, with ``rest`` after the noun; no element for no names."""
+    return [f"{counted(len(names), noun)}{rest} ({listed(names, most=most)})"] if names else []
+
+
 def read_json(archive: Archive, record: Record) -> Any:
-    """The content of a JSON record; raises MalformedError for what is none, or nests without end."""
+    """Return the value of a JSON record; raises MalformedError for invalid JSON, or where it nests too deeply."""
     try:
-        return json.loads(archive.read(record, _JSON))
+        return json.loads(archive.read(record, _MAX_JSON))
     except (ValueError, RecursionError) as error:
-        what = "it is no JSON" if isinstance(error, ValueError) else "it nests too deeply"
+        what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
         raise MalformedError(f"{shown(record.name)}: {what}", path=archive.source.name, where=record.name) from error
 
 
-def source_devices(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
-    """The devices that files of code name, as far as ``_SOURCES`` bytes of them go."""
-    found: list[NamedDevice] = []
-    left = _SOURCES
+def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
+    """Return the sizes or strides in a JSON list; None where it is invalid."""
+    if not isinstance(values, list) or len(values) > LIMITS.dimensions:
+        return None
+    numbers = tuple(number for value in values if (number := parse(value)) is not None)
+    return numbers if len(numbers) == len(values) else None
+
+
+def devices_in_sources(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
+    """Return the devices that source files name, within the first ``_MAX_SOURCES`` bytes of them."""
+    devices: list[NamedDevice] = []
+    left = _MAX_SOURCES
     for name in names:
         record = archive.find(name)
         if record is None or record.size > left:
@@ -141,48 +157,46 @@ def source_devices(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
         try:
             text = archive.read(record, record.size).decode("utf-8", "replace")
         except MalformedError:
-            continue  # its checksum says so
-        found += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
-    return found
+            continue  # reported by its checksum
+        devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
+    return devices
 
 
-def nested(archive: Archive, record: Record) -> TorchZip:
-    """A record that is a whole file of torch.save itself; raises MalformedError for anything else."""
+def nested_file(archive: Archive, record: Record) -> TorchZip:
+    """Read a record that is a whole file of torch.save; raises MalformedError for anything else."""
     span = archive.payload(record)
-    inside: Source = SliceSource(archive.source, span.offset, span.size, record.name)
-    if record.method or inside.read(0, 4) != b"PK\x03\x04":
-        what = f"{shown(record.name)} is no file of torch.save, stored as it is"
+    content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
+    if record.method or content.read(0, 4) != b"PK\x03\x04":
+        what = f"{shown(record.name)} is not an uncompressed file of torch.save"
         raise MalformedError(what, path=archive.source.name, where=record.name)
-    inner = read_whole(inside)
-    found = inner.find("data.pkl")
-    if found is None:
+    inner = read_whole(content)
+    pickle = inner.find("data.pkl")
+    if pickle is None:
         raise MalformedError(f"{shown(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
-    return TorchZip(inner, found, inner.read(found, LIMITS.pickle_bytes))
+    return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
 
 
-def tags_of(graph: Graph) -> Counter[str]:
-    """How many storages of a graph have which tag."""
+def count_locations(graph: Graph) -> Counter[str]:
+    """Return how many storages of a graph have which location tag."""
     return Counter(storage.location for storage in TensorReader(graph).storages.values())
 
 
-def joined(builder: Builder, graph: Graph, named: Callable[[str], str] | None = None) -> Ref:
-    """Another graph at the end of an arena: its root there. ``named`` gives its storages other keys."""
+def append_graph(builder: Builder, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:
+    """Append another graph to an arena and return its new root. ``rename`` gives its storages other keys."""
     base = len(builder.nodes)
     places = range(base, base + len(graph.nodes))
     builder.nodes += [relocated(node, places) for node in graph.nodes]
     for ref in places:
         node = builder.nodes[ref]
         if type(node) is bytes:
-            # Protocol 2, in which the graph is, has no bytes: pickle writes a call in their place.
+            # The graph has protocol 2, which has no bytes: pickle writes a call in their place.
             text = builder.group([builder.add(node.decode("latin-1")), builder.constant("latin1")])
             builder.nodes[ref] = Call(REDUCE, builder.named("_codecs", "encode"), text)
-    done: set[Ref] = set()
-    for node in graph.nodes if named is not None else ():
-        pid = graph.nodes[node.pid] if type(node) is Persistent else None
-        if named is None or type(node) is not Persistent or type(pid) is not tuple or len(pid) < 3 or node.pid in done:
-            continue
-        done.add(node.pid)
-        whole = builder.nodes[base + node.pid]
-        assert type(whole) is tuple
-        builder.nodes[base + node.pid] = (*whole[:2], builder.add(named(str(graph.nodes[pid[2]]))), *whole[3:])
+    if rename is None:
+        return base + graph.root
+    pids = dict.fromkeys(node.pid for node in graph.nodes if type(node) is Persistent)
+    for ref in pids:
+        pid, copy = graph.nodes[ref], builder.nodes[base + ref]
+        if type(pid) is tuple and len(pid) >= 3 and type(copy) is tuple:
+            builder.nodes[base + ref] = (*copy[:2], builder.add(rename(str(graph.nodes[pid[2]]))), *copy[3:])
     return base + graph.root

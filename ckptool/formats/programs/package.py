@@ -1,4 +1,4 @@
-"""torch.package archives: many pickles over common storages, beside the source of modules that they need.
+"""torch.package archives: many pickles over common storages, beside the source of the modules that they need.
 
 Source: ``torch/package/package_exporter.py`` (``_persistent_id``, ``save_pickle``, ``close``).
 """
@@ -18,24 +18,23 @@ from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..torch.zip_reader import version_problem
-from .archive import ProgramArchive, joined, source_devices
-from .script_code import read_code
-from .script_modules import SCRIPT_NAMES, held_tensors, state_dict
+from .archive import ProgramArchive, append_graph, devices_in_sources, name_parts
+from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 _STORAGE: Final = ".data/"
 _SUFFIX: Final = ".storage"
-#: Where TorchScript modules are, that a pickle of it names.
+#: The folder of TorchScript modules that a pickle refers to.
 _SCRIPTS: Final = ".data/ts_code/"
 _SCRIPT: Final = re.compile(r"\.data/ts_code/\d{1,9}/data\.pkl")
-#: Bytes of the list of modules that are named, and of those that are printed.
-_LIST: Final = 4 << 20
-#: Bytes of all pickles together, and how many are followed.
-_MOST: Final = LIMITS.pickle_bytes
-_PICKLES: Final = 100_000
+#: Bytes of the list of external modules.
+_MAX_LIST: Final = 4 << 20
+#: Bytes of all pickles together, and how many are decoded.
+_MAX_BYTES: Final = LIMITS.pickle_bytes
+_MAX_PICKLES: Final = 100_000
 
 
 class TorchPackage(ProgramArchive):
-    """A torch.package archive: ``resources`` are the names of its pickles, the keys of the root."""
+    """A torch.package archive; the keys of its root are the names of its pickles."""
 
     format = "torch-package"
     kind = "a torch.package archive"
@@ -43,11 +42,12 @@ class TorchPackage(ProgramArchive):
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive)
+        #: The storages that the code of TorchScript programs uses.
         self._in_code: set[str] = set()
-        root = f"{archive.root}/" if archive.root else ""
         items: list[tuple[str, Ref]] = []
         sources, others = [], []
-        reduced = left = 0
+        reduced = total = 0
+        root = f"{archive.root}/" if archive.root else ""
         for record in archive.records:
             name = record.name.removeprefix(root)
             if name.startswith(_STORAGE):
@@ -57,134 +57,120 @@ class TorchPackage(ProgramArchive):
             if name.endswith(".py"):
                 sources.append(name)
                 continue
-            left += record.size
-            graph = self._pickled(record, name) if left <= _MOST and len(items) < _PICKLES else None
+            total += record.size
+            graph = self._decode(record, name) if total <= _MAX_BYTES and len(items) < _MAX_PICKLES else None
             if graph is None:
                 others.append(name)
                 continue
-            base = joined(self.builder, graph) - graph.root
-            for ref in _reduced(graph):
-                # No load but that of the package makes it; as a persistent id no other reader takes it.
+            base = append_graph(self.builder, graph) - graph.root
+            for ref in _reduced_objects(graph):
+                # Only the package's own load makes it; no other reader accepts it as a persistent id.
                 self.builder.nodes[base + ref] = None
                 reduced += 1
             items.append((name, base + graph.root))
-        programs = self._programs(items)
+        programs = self._add_programs(items)
         others = [name for name in others if name not in ("byteorder", "version")]
         self.graph = self.builder.graph(self.builder.mapping(items))
-        self.resources = [name for name, _ in items]
-        extern = self._extern()
-        self.named_devices = source_devices(archive, sources)
+        extern = self._extern_modules()
+        self.named_devices = devices_in_sources(archive, sources)
         version = (archive.text(".data/python_version") or b"").strip()[:20].decode("ascii", "replace")
         self.writer = "torch.package" + (f", Python {version}" if version else "")
-        held = f"{counted(len(programs), 'TorchScript program')} ({listed(programs, most=3)})"
         self.beside = [
-            *[held for _ in programs[:1]],
+            *name_parts("TorchScript program", programs),
             *([f"{counted(reduced, 'object')} that only its own code rebuilds, here None"] if reduced else []),
-            *[f"{counted(len(sources), 'file')} of Python source ({listed(sources, most=3)})" for _ in sources[:1]],
-            *[f"{counted(len(others), 'other file')} ({listed(others, most=3)})" for _ in others[:1]],
-            *[f"the names of modules outside ({listed(extern, most=4)})" for _ in extern[:1]],
+            *name_parts("file", sources, rest=" of Python source"),
+            *name_parts("other file", others),
+            *([f"the names of external modules ({listed(extern, most=4)})"] if extern else []),
         ]
-        self.described = {
-            "kind": self.kind,
-            "executable": True,
-            "pickles": self.resources,
-            "sources": len(sources),
-            "extern": extern,
-            "reduced": reduced,
-            "programs": programs,
-            "devices": {"code": [item._asdict() for item in self.named_devices]},
-        }
-        pickles = counted(len(items), "pickle")
         what = (
-            f"it is a torch.package archive of {pickles}, executable by nature: torch.package.PackageImporter reads it"
-            " and runs the code in it; torch.load does not"
+            f"it is a torch.package archive of {counted(len(items), 'pickle')}, executable by nature:"
+            " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
         )
-        self.tell(what)
-        unread = version_problem(archive)
-        if unread is not None:
-            self.problems.append(unread)
-        self.tell_devices("neither remap nor map_location changes code")
+        facts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
+        self.describe(what, {**facts, "reduced": reduced, "programs": programs})
+        problem = version_problem(archive)
+        if problem is not None:
+            self.problems.append(problem)
+        self.warn_of_devices("neither remap nor map_location changes code")
 
-    def _programs(self, items: list[tuple[str, Ref]]) -> list[str]:
-        """The TorchScript programs in it, each an entry more: the state dict of its module.
+    def _add_programs(self, items: list[tuple[str, Ref]]) -> list[str]:
+        """Add an entry for each TorchScript program, the state dict of its module, and return their names.
 
         Their storages are among those of the package (``torch/csrc/jit/python/script_init.cpp``, ``PackageExporter``).
         """
-        found = [name for name in self.names() if _SCRIPT.fullmatch(name)]
-        if not found:
+        programs = [name for name in self.names() if _SCRIPT.fullmatch(name)]
+        if not programs:
             return []
         self.own_names = SCRIPT_NAMES
         code = read_code(self.archive, f"{_SCRIPTS}code/")
-        for name in found:
+        for name in programs:
             record = self.archive.find(name)
             assert record is not None
-            graph = self._pickled(record, name)
+            graph = self._decode(record, name)
             if graph is None:
                 continue
             reader = TensorReader(graph)
             try:
-                held = held_tensors(graph, reader, code)
+                modules = module_tensors(graph, reader, code)
             except MalformedError as error:
-                what = f"{shown(name)} cannot be followed to its end: {error.what}"
-                self.problems.append(Problem("broken-part", "error", what, True, record.name))
+                self._add_broken_part(record, name, error.what)
                 continue
-            base = joined(self.builder, graph, _own_key) - graph.root
-            state = state_dict(self.builder.nodes, reader, held, base)
+            base = append_graph(self.builder, graph, _own_key) - graph.root
+            state = add_state_dict(self.builder.nodes, reader, modules.state, base)
             items.append((name.removesuffix("/data.pkl"), state))
-            self._in_code.update(self._constants(name.removesuffix("data.pkl") + "constants.pkl"))
-        return [name.removesuffix("/data.pkl") for name in found]
+            constants = name.removesuffix("data.pkl") + "constants.pkl"
+            record = self.archive.find(constants)
+            graph = None if record is None else self._decode(record, constants)
+            if graph is not None:
+                self._in_code.update(map(_own_key, TensorReader(graph).storages))
+        return [name.removesuffix("/data.pkl") for name in programs]
 
-    def _constants(self, name: str) -> set[str]:
-        """The keys of the storages that the code of a program holds."""
-        record = self.archive.find(name)
-        graph = None if record is None else self._pickled(record, name)
-        return set() if graph is None else {_own_key(key) for key in TensorReader(graph).storages}
-
-    def _pickled(self, record: Record, name: str) -> Graph | None:
-        """The graph of a resource; None for a file that is no pickle."""
+    def _decode(self, record: Record, name: str) -> Graph | None:
+        """Return the graph of a resource; None for a file that is not a pickle."""
         named = name.endswith(".pkl")
-        if not named and (record.method or self._begin(record)[:1] != b"\x80"):
-            return None
+        if not named:
+            span = self.archive.payload(record)
+            if record.method or span.source.read(span.offset, min(span.size, 1)) != b"\x80":
+                return None
         try:
             return decode(self.archive.read(record, LIMITS.pickle_bytes), where=name).graph
         except PickleError as error:
             if named:
-                what = f"{shown(name)} cannot be followed to its end: {error}"
-                self.problems.append(Problem("broken-part", "error", what, True, record.name))
+                self._add_broken_part(record, name, str(error))
             return None
 
-    def _begin(self, record: Record) -> bytes:
-        span = self.archive.payload(record)
-        return span.source.read(span.offset, min(span.size, 2))
+    def _add_broken_part(self, record: Record, name: str, why: str) -> None:
+        what = f"{shown(name)} cannot be decoded to its end: {why}"
+        self.problems.append(Problem("broken-part", "error", what, True, record.name))
 
-    def _extern(self) -> list[str]:
+    def _extern_modules(self) -> list[str]:
         record = self.archive.find(".data/extern_modules")
-        if record is None or record.size > _LIST:
+        if record is None or record.size > _MAX_LIST:
             return []
-        return self.archive.read(record, _LIST).decode("utf-8", "replace").split()
+        return self.archive.read(record, _MAX_LIST).decode("utf-8", "replace").split()
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
-        found = super().audit(keys)
+        problems = super().audit(keys)
         for key, record in self.records_of.items():
             if key not in keys and key not in self._in_code:
                 what = f"the record {shown(record.name)} is used by nothing"
-                found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
-        return found
+                problems.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+        return problems
 
 
 def _own_key(key: str) -> str:
-    """The key that the package has for a storage of a TorchScript program."""
+    """Return the package's key for a storage of a TorchScript program."""
     return key.removesuffix(_SUFFIX)
 
 
-def _reduced(graph: Graph) -> list[Ref]:
-    """Objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
-    found: list[Ref] = []
+def _reduced_objects(graph: Graph) -> list[Ref]:
+    """Return the objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
+    refs: list[Ref] = []
     for ref, node in enumerate(graph.nodes):
         pid = graph.nodes[node.pid] if type(node) is Persistent else ()
         if type(pid) is tuple and pid and graph.nodes[pid[0]] == "reduce_package":
-            found.append(ref)
-    return found
+            refs.append(ref)
+    return refs
 
 
 def read(archive: Archive) -> TorchPackage:

@@ -14,14 +14,13 @@ from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
-from ...base.limits import LIMITS
 from ...base.text import counted, listed, shown
 from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Ref
-from .archive import ProgramArchive, joined, nested, read_json, tags_of
+from .archive import ProgramArchive, append_graph, count_locations, integers, name_parts, nested_file, read_json
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 _DTYPES: Final = {
@@ -31,23 +30,23 @@ _DTYPES: Final = {
     **{34: "uint32", 35: "uint64"},
 }
 _STRIDED: Final = 7
-_CONFIG: Final = re.compile(r"data/weights/(.+)_weights_config\.json\Z")
+_WEIGHTS: Final = re.compile(r"data/weights/(.+)_weights_config\.json\Z")
 _LEGACY: Final = re.compile(r"data/weights/(.+)\.pt\Z")
-#: The weights of archives before torch 2.8; in torch 2.1 they were called .json and are the same.
+#: The weights of archives before torch 2.8; in torch 2.1 they were named .json and are the same.
 _OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
 _TORCH: Final = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
 _DEVICE: Final = re.compile(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
-_CONSTANTS: Final = re.compile(r"data/constants/.+_constants_config\.json\Z")
-#: What else is a file of torch.save in archives before torch 2.8.
+_CONSTANTS: Final = re.compile(r"data/constants/.*_constants_config\.json\Z")
+#: The other files of torch.save in archives before torch 2.8.
 _OTHER_OLD: Final = re.compile(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
-#: Constants that are no tensors: pickles by C++ and by Python.
+#: Constants that are not tensors: pickles by C++ and by Python.
 _OBJECT: Final = re.compile(r"data/constants/(?:custom|opaque)_obj_")
-#: Bytes of the program that are searched for devices, and at its end for the version.
-_MOST: Final = 64 << 20
+#: Bytes of the program that are searched for devices, and for the version.
+_MAX_PROGRAM: Final = 64 << 20
 
 
 class Pt2(ProgramArchive):
-    """A torch.export archive. Its models' state dicts are the graph: the root is the one of a single model."""
+    """A torch.export archive. Its models' state dicts are the graph: the root is that of a single model."""
 
     format = "pt2"
     kind = "a torch.export program"
@@ -58,20 +57,15 @@ class Pt2(ProgramArchive):
         super().__init__(archive)
         names = self.names()
         self.parameters = self.buffers = 0
-        models: dict[str, Ref] = {}
+        models = {match[1]: self._weights(match[0]) for match in map(_WEIGHTS.fullmatch, names) if match}
         for name in names:
-            found = _CONFIG.fullmatch(name)
-            if found is not None:
-                models[found[1]] = self._weights(name)
-        for name in names:
-            whole = _LEGACY.fullmatch(name)
-            old = name if name in _OLD else ""
-            if old or (whole is not None and whole[1] not in models):
-                models[whole[1] if whole is not None else "model"] = self._whole(name)
+            legacy = _LEGACY.fullmatch(name)
+            if name in _OLD or (legacy is not None and legacy[1] not in models):
+                models[legacy[1] if legacy is not None else "model"] = self._old_weights(name)
         root = next(iter(models.values())) if len(models) == 1 else self.builder.mapping(models.items())
         self.graph = self.builder.graph(root)
         programs = [name for name in names if name.startswith("models/") or name == "serialized_exported_program.json"]
-        constants = self._constants(names)
+        constants = [key for name in names if _CONSTANTS.fullmatch(name) for key in self._entries(name)]
         compiled = [name for name in names if name.startswith("data/aotinductor/")]
         inputs = [name for name in names if name.startswith("data/sample_inputs/") or "example_inputs" in name]
         objects = [name for name in names if _OBJECT.match(name)]
@@ -79,61 +73,50 @@ class Pt2(ProgramArchive):
         if compiled and not models and not programs:
             self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
         self.beside = [
-            *[f"the program ({listed(programs, most=3)})" for _ in programs[:1]],
-            *[f"{counted(len(constants), 'constant')} ({listed(constants, most=3)})" for _ in constants[:1]],
-            *[f"{counted(len(compiled), 'file')} of compiled code" for _ in compiled[:1]],
-            *["sample inputs" for _ in inputs[:1]],
-            *[f"{counted(len(objects), 'pickled object')} ({listed(objects, most=3)})" for _ in objects[:1]],
-            *[f"{counted(len(extra), 'extra file')} ({listed(extra, most=3)})" for _ in extra[:1]],
+            *([f"the program ({listed(programs, most=3)})"] if programs else []),
+            *name_parts("constant", constants),
+            *([f"{counted(len(compiled), 'file')} of compiled code"] if compiled else []),
+            *(["sample inputs"] if inputs else []),
+            *name_parts("pickled object", objects),
+            *name_parts("extra file", extra),
         ]
-        self._look_into(programs)
-        self._look_beside(names, inputs)
-        self.tell_devices("nothing moves them when it is loaded")
-        self.described = {
-            "kind": self.kind,
-            "executable": True,
-            "models": list(models),
-            "parameters": self.parameters,
-            "buffers": self.buffers,
-            "constants": constants,
-            "compiled_files": len(compiled),
-            "extra_files": extra,
-            "devices": {"code": [item._asdict() for item in self.named_devices]},
-        }
+        self._search_programs(programs)
+        self._add_fixed_devices(names, inputs)
+        self.warn_of_devices("nothing moves them when it is loaded")
         what = f"it is {self.kind}, executable by nature: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
         elif self.inner or inputs or objects:
-            # deserialize_torch_artifact in torch/_export/serde/serialize.py: what weights_only=True refuses, it
-            # loads without.
+            # What weights_only=True refuses, deserialize_torch_artifact in torch/_export/serde/serialize.py loads
+            # without it.
             what += ", and pickles within it run when it is loaded"
-        self.tell(what)
+        facts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers, "constants": constants}
+        self.describe(what, {**facts, "compiled_files": len(compiled), "extra_files": extra})
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
-        # Files of torch.save within it are as they must be.
+        # Files of torch.save within it are regular.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
 
-    # -- weights -----------------------------------------------------------------------------------------
-
     def _weights(self, name: str) -> Ref:
-        """The state dict that one configuration describes."""
+        """Build the state dict that one configuration describes."""
         items = []
         for key, meta in self._entries(name).items():
             path = meta.get("path_name")
             record = self.archive.find(f"data/weights/{path}")
             if type(path) is not str or record is None:
-                raise self._wrong(name, key, "its bytes are not in the archive")
+                raise self._damaged(name, key, "its bytes are not in the archive")
             if meta.get("is_param") is True:
                 self.parameters += 1
             else:
                 self.buffers += 1
             if meta.get("use_pickle") is True:
                 if path not in self.inner:
-                    self.inner[path] = nested(self.archive, record)
-                items.append((key, joined(self.builder, self.inner[path].graph, f"{path}:{{}}".format)))
+                    self.inner[path] = nested_file(self.archive, record)
+                ref = append_graph(self.builder, self.inner[path].graph, f"{path}:{{}}".format)
             else:
                 self.records_of[path] = record
-                items.append((key, self.builder.tensor(self._tensor(name, key, meta.get("tensor_meta"), path, record))))
+                ref = self.builder.tensor(self._tensor(name, key, meta.get("tensor_meta"), path, record))
+            items.append((key, ref))
         return self.builder.mapping(items)
 
     def _entries(self, name: str) -> dict[str, dict[str, Any]]:
@@ -146,89 +129,76 @@ class Pt2(ProgramArchive):
 
     def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
         if not isinstance(meta, dict):
-            raise self._wrong(name, key, "nothing describes it")
+            raise self._damaged(name, key, "nothing describes it")
         number = meta.get("dtype")
         dtype = BY_NAME.get(_DTYPES.get(number, "")) if type(number) is int else None
-        shape, strides, offset = _ints(meta.get("sizes")), _ints(meta.get("strides")), _int(meta.get("storage_offset"))
         if dtype is None or meta.get("layout", _STRIDED) != _STRIDED:
-            raise self._wrong(name, key, "its dtype or layout is none that is known")
+            raise self._damaged(name, key, "its dtype or layout is unknown")
+        shape, strides = integers(meta.get("sizes"), _int), integers(meta.get("strides"), _int)
+        offset = _int(meta.get("storage_offset"))
         if shape is None or strides is None or offset is None or len(shape) != len(strides):
-            raise self._wrong(name, key, "its sizes are no numbers")
+            raise self._damaged(name, key, "its sizes are not numbers")
         device = meta.get("device")
         location = _location(device) if isinstance(device, dict) else "cpu"
         return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
 
-    def _wrong(self, name: str, key: str, why: str) -> MalformedError:
+    def _damaged(self, name: str, key: str, why: str) -> MalformedError:
         what = f"{shown(name)} is damaged at {shown(key)}: {why}"
         return MalformedError(what, path=self.archive.source.name, where=name)
 
-    def _whole(self, name: str) -> Ref:
-        """The state dict of an archive before torch 2.8: a file of torch.save."""
+    def _old_weights(self, name: str) -> Ref:
+        """Build the state dict of an archive before torch 2.8: a file of torch.save."""
         record = self.archive.find(name)
         assert record is not None
-        self.inner[name] = inside = nested(self.archive, record)
-        self.byteorder = inside.byteorder
-        return joined(self.builder, inside.graph, f"{name}:{{}}".format)
+        self.inner[name] = file = nested_file(self.archive, record)
+        self.byteorder = file.byteorder
+        return append_graph(self.builder, file.graph, f"{name}:{{}}".format)
 
-    # -- the rest ----------------------------------------------------------------------------------------
-
-    def _constants(self, names: list[str]) -> list[str]:
-        found: list[str] = []
-        for name in names:
-            if name.startswith("data/constants/") and name.endswith("_constants_config.json"):
-                found += self._entries(name)
-        return found
-
-    def _look_beside(self, names: list[str], inputs: list[str]) -> None:
-        """The devices of constants, sample inputs and compiled code, which no edit reaches."""
+    def _add_fixed_devices(self, names: list[str], inputs: list[str]) -> None:
+        """Add the devices of constants, sample inputs and compiled code, which no edit reaches."""
         for name in names:
             if _CONSTANTS.fullmatch(name):
-                tags = Counter(
-                    _location(meta["tensor_meta"]["device"])
-                    for meta in self._entries(name).values()
-                    if isinstance(meta.get("tensor_meta"), dict) and isinstance(meta["tensor_meta"].get("device"), dict)
-                )
-                self._name(name, tags, "the list of constants")
+                metas = [meta.get("tensor_meta") for meta in self._entries(name).values()]
+                devices = [meta.get("device") for meta in metas if isinstance(meta, dict)]
+                locations = Counter(_location(device) for device in devices if isinstance(device, dict))
+                self._add_devices(name, locations, "the list of constants")
             elif name in inputs or _OTHER_OLD.fullmatch(name):
                 record = self.archive.find(name)
                 if record is not None and record.size:
-                    self._name(name, self._tags(record), "what is saved there")
+                    self._add_devices(name, self._locations(record), "what is saved there")
             elif name.startswith("data/aotinductor/") and name.endswith("_metadata.json"):
                 record = self.archive.find(name)
-                found = read_json(self.archive, record) if record is not None else None
-                device = found.get("AOTI_DEVICE_KEY") if isinstance(found, dict) else None
-                self._name(name, Counter([device] if type(device) is str else []), "the compiled code")
+                metadata = read_json(self.archive, record) if record is not None else None
+                key = metadata.get("AOTI_DEVICE_KEY") if isinstance(metadata, dict) else None
+                self._add_devices(name, Counter([key] if type(key) is str else []), "the compiled code")
 
-    def _tags(self, record: Record) -> Counter[str]:
+    def _locations(self, record: Record) -> Counter[str]:
         try:
-            return tags_of(nested(self.archive, record).graph)
+            return count_locations(nested_file(self.archive, record).graph)
         except (MalformedError, PickleError) as error:
             what = f"{shown(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
             self.problems.append(Problem("broken-part", "warning", what, False, record.name))
             return Counter()
 
-    def _name(self, where: str, devices: Counter[str], what: str) -> None:
+    def _add_devices(self, where: str, devices: Counter[str], what: str) -> None:
         self.named_devices += [NamedDevice(where, device, number, what) for device, number in sorted(devices.items())]
 
-    def _look_into(self, programs: list[str]) -> None:
-        """Which torch wrote it, and which devices the program names."""
+    def _search_programs(self, programs: list[str]) -> None:
+        """Find which torch wrote it, and which devices the program names."""
         torch = ""
         for name in programs:
             record = self.archive.find(name)
-            if record is None or record.size > _MOST:
+            if record is None or record.size > _MAX_PROGRAM:
                 continue
-            text = self.archive.read(record, _MOST)
+            text = self.archive.read(record, _MAX_PROGRAM)
             versions = _TORCH.findall(text)
             torch = versions[-1].decode() if versions else torch
-            devices = Counter(_DEVICE.findall(text))
-            for (kind, index), count in sorted(devices.items()):
+            for (kind, index), count in sorted(Counter(_DEVICE.findall(text)).items()):
                 device = kind.decode() if index == b"null" else f"{kind.decode()}:{int(index)}"
                 self.named_devices.append(NamedDevice(name, device, count, "the program"))
         version = (self.archive.text("archive_version") or self.archive.text("version") or b"").strip()[:20]
-        spelled = version.decode("ascii", "replace")
-        self.writer = (f"torch {torch}" if torch else "torch.export") + (
-            f" (archive version {spelled})" if spelled else ""
-        )
+        self.writer = f"torch {torch}" if torch else "torch.export"
+        self.writer += f" (archive version {version.decode('ascii', 'replace')})" if version else ""
 
 
 def _location(device: dict[str, Any]) -> str:
@@ -239,16 +209,9 @@ def _location(device: dict[str, Any]) -> str:
 
 
 def _int(value: Any) -> int | None:
-    """``{"as_int": 3}``, in older files 3."""
+    """Return the number of ``{"as_int": 3}``, or that of older files, a plain 3."""
     number = value.get("as_int") if isinstance(value, dict) else value
     return number if type(number) is int and 0 <= number < 1 << 62 else None
-
-
-def _ints(values: Any) -> tuple[int, ...] | None:
-    if not isinstance(values, list) or len(values) > LIMITS.dimensions:
-        return None
-    found = tuple(_int(value) for value in values)
-    return None if None in found else found  # type: ignore[return-value]
 
 
 def read(archive: Archive) -> Pt2:

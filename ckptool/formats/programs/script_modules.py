@@ -1,107 +1,231 @@
 """The modules of a TorchScript program, and the tensors that they hold by name.
 
-A module is an object whose class the code declares as one; what of it is a parameter or a buffer the code declares,
-too. Before torch 1.6 it did not tell buffers from other attributes: for later ones none is a buffer then
-(``import_source.cpp``, ``importClass``), and ``state_dict()`` has the parameters alone.
+A module is an object whose class the code declares as one; the code also declares which of its attributes are
+parameters and buffers. Before torch 1.6 it did not tell buffers from other attributes: later versions then have no
+buffers (``import_source.cpp``, ``importClass``), and ``state_dict()`` has the parameters alone.
+
+The code is searched as text; nothing of it is run, or parsed as Python. Source:
+``torch/csrc/jit/serialization/python_print.cpp`` writes it, ``import_source.cpp`` reads it.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...checkpoint.objects import callable_name, mapping
 from ...checkpoint.tensors import TensorReader
+from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Call, Dict, Graph, Node, Ref
 from ...pickles.opcodes import REDUCE
-from .script_code import ClassCode, Code
 
-#: How classes of a program begin, and what its own unpickler makes of lists; Python never resolves these.
+#: Bytes of code that are read, inflated: the code of real models has some hundred thousand.
+_MAX_CODE: Final = 32 << 20
+#: Files of code that are read: a module class has one each at the most.
+_MAX_FILES: Final = 200_000
+#: Classes that are recorded, and characters of the names of their parameters and buffers: a hostile file has millions
+#: of either. A module of 200,000 parameters has three million characters of names.
+_MAX_CLASSES: Final = 200_000
+_MAX_NAMES: Final = 16 << 20
+
+#: The lines that matter: a class begins a line, its declarations are indented by two.
+_LINE: Final = re.compile(
+    r"^(?:class (?P<head>.*)|  (?P<kind>__parameters__|__buffers__) = \[(?P<names>.*)\]"
+    r'|  (?:(?P<plain>[A-Za-z_]\w*) : |__annotations__\["(?P<odd>.*)"\] = )(?:Optional\[)?Tensor\]?'
+    r"|  def (?P<restores>__setstate__)\(.*)$",
+    re.MULTILINE,
+)
+_CLASS: Final = re.compile(r"([^\s(]+)\((\w+)\):")
+#: Names are not escaped: python_print.cpp writes them as they are.
+_QUOTED: Final = re.compile(r'"([^"]*)"')
+_DEVICE_TYPES: Final = "cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta"
+#: ``torch.device("cuda:0")``, and any other string that is a device; ``"cpu"`` alone may be anything. Torch keeps the
+#: index in eight bits.
+_DEVICE: Final = re.compile(
+    rf'torch\.device\("((?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"|"((?!cpu)(?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"'
+)
+
+#: The prefixes of a program's class names, and of its unpickler's lists; Python never resolves these.
 SCRIPT_NAMES: Final = ("__torch__.", "torch.jit._pickle.")
-
-#: Characters of all names together: 200,000 tensors under names of 100 take 20 million.
-_CHARACTERS: Final = 64_000_000
-#: Objects of C++, such as packed parameters of quantized layers.
+#: Characters of all names together: 200,000 tensors with names of 100 take 20 million.
+_MAX_CHARACTERS: Final = 64_000_000
+#: C++ objects, such as packed parameters of quantized layers.
 _NATIVE: Final = "__torch__.torch.classes."
 #: Modules that are visited: a shared one counts at every place.
-_MODULES: Final = 1_000_000
+_MAX_MODULES: Final = 1_000_000
 
 
-class Held(NamedTuple):
+class ScriptClass(NamedTuple):
+    """A class of the program: whether it is a module, the attributes that are parameters, buffers (None where its
+    writer did not say, before torch 1.6) and declared tensors, and whether code of its own restores its state."""
+
+    is_module: bool
+    parameters: frozenset[str]
+    buffers: frozenset[str] | None
+    tensors: frozenset[str]
+    restores: bool
+
+
+class ScriptCode(NamedTuple):
+    """The names of the files of code; the classes by qualified name; how often each file names a device, by (file,
+    device); and the files that are damaged, or too large to be read to their end."""
+
+    files: list[str]
+    classes: dict[str, ScriptClass]
+    devices: Counter[tuple[str, str]]
+    unread: list[str]
+
+
+def devices_in(text: str) -> Counter[str]:
+    """Return how often a text of code names which device."""
+    return Counter(match[1] or match[2] for match in _DEVICE.finditer(text))
+
+
+def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
+    """Read the records ``code/**.py`` of an archive, bounded in number and size."""
+    code = ScriptCode([], {}, Counter(), [])
+    start = f"{archive.root}/{folder}" if archive.root else folder
+    left, names = _MAX_CODE, _MAX_NAMES
+    for record in archive.records:
+        if not (record.name.startswith(start) and record.name.endswith(".py")):
+            continue
+        file = record.name[len(start) :]
+        code.files.append(file)
+        text = _code_text(archive, record, left) if len(code.files) <= _MAX_FILES else None
+        if text is None:
+            code.unread.append(file)
+            continue
+        left -= record.size
+        code.devices.update({(file, device): number for device, number in devices_in(text).items()})
+        module = file.removesuffix(".py").replace("/", ".")
+        for name, script_class in _classes(text):
+            attributes = (*script_class.parameters, *(script_class.buffers or ()), *script_class.tensors)
+            names -= sum(map(len, attributes))
+            if names < 0 or len(code.classes) >= _MAX_CLASSES:
+                code.unread.append(file)
+                break
+            code.classes[f"{module}.{name}"] = script_class
+    return code
+
+
+def _code_text(archive: Archive, record: Record, max_bytes: int) -> str | None:
+    try:
+        return archive.read(record, max_bytes).decode("utf-8", "replace")
+    except MalformedError:
+        return None
+
+
+def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
+    """Yield the classes of a file in its order."""
+    name = ""
+    declared: dict[str, frozenset[str]] = {}
+    tensors: set[str] = set()
+    is_module = restores = False
+
+    def script_class() -> ScriptClass:
+        parameters = declared.get("__parameters__", frozenset())
+        return ScriptClass(is_module, parameters, declared.get("__buffers__"), frozenset(tensors), restores)
+
+    for line in _LINE.finditer(text):
+        head = line["head"]
+        if head is not None:
+            if name:
+                yield name, script_class()
+            match = _CLASS.match(head)
+            name, is_module = (match[1], match[2] == "Module") if match else ("", False)
+            declared, tensors, restores = {}, set(), False
+        elif line["kind"]:
+            declared[line["kind"]] = frozenset(match[1] for match in _QUOTED.finditer(line["names"]))
+        elif line["restores"]:
+            restores = True
+        else:
+            tensors.add(line["plain"] or line["odd"])
+    if name:
+        yield name, script_class()
+
+
+class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
     ``state`` are those of the state dict in the order of ``state_dict()``, ``parameters`` whether each is a parameter;
-    ``plain`` are mere attributes, ``untold`` those of them in modules whose code does not tell buffers. ``hidden`` are
-    modules whose state only their code restores, ``guessed`` those whose code was not found.
+    ``plain`` are mere attributes, ``unclear`` those of them in modules whose code does not tell buffers. ``hidden`` are
+    modules whose state only their code restores, ``guessed`` those whose code is missing.
     """
 
     state: list[tuple[str, Ref]]
     parameters: list[bool]
     plain: list[tuple[str, Ref]]
-    untold: list[str]
+    unclear: list[str]
     hidden: list[str]
     guessed: list[str]
 
 
-def held_tensors(graph: Graph, reader: TensorReader, code: Code) -> Held:
-    """Walk the modules from the root, parents before children; raises MalformedError for what never ends."""
-    held = Held([], [], [], [], [], [])
+def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> ModuleTensors:
+    """Walk the modules from the root, parents before children; raises MalformedError for endless nesting."""
+    tensors = ModuleTensors([], [], [], [], [], [])
     work = [(graph.root, "")]
     characters = visited = 0
     while work:
         ref, prefix = work.pop()
         visited += 1
-        if visited > _MODULES or characters > _CHARACTERS or len(prefix) > LIMITS.path_chars:
-            raise MalformedError("its modules nest without end", where="data.pkl")
+        if visited > _MAX_MODULES or characters > _MAX_CHARACTERS or len(prefix) > LIMITS.path_chars:
+            raise MalformedError("its modules nest endlessly", where="data.pkl")
         node = graph.nodes[ref]
         if type(node) is not Call:
-            raise MalformedError("its root is no object of the program", where="data.pkl")
-        items = _state(graph, node)
-        where = prefix or "the whole program"
-        if items is None:
-            held.hidden.append(where.removesuffix("."))
+            raise MalformedError("its root is not an object of the program", where="data.pkl")
+        attributes = _attributes(graph, node)
+        where = (prefix or "the whole program").removesuffix(".")
+        if attributes is None:
+            tensors.hidden.append(where)
             continue
-        said = code.classes.get(callable_name(graph, node.func))
-        if said is None and (items or not prefix):
-            held.guessed.append(where.removesuffix("."))
-        below = []
+        script_class = code.classes.get(callable_name(graph, node.func))
+        if script_class is None and (attributes or not prefix):
+            tensors.guessed.append(where)
+        submodules = []
         buffers = []
-        for name, value in items:
-            if type(graph.nodes[value]) is not Call:
+        for name, value in attributes:
+            node = graph.nodes[value]
+            if type(node) is not Call:
                 continue
             full = prefix + name
             if reader.tensor(value) is not None:
                 characters += len(full)
-                kind = _kind(said, name)
-                if kind == "parameter":
-                    held.state.append((full, value))
-                    held.parameters.append(True)
-                elif kind == "buffer":
+                if script_class is None or name in script_class.parameters:
+                    tensors.state.append((full, value))
+                    tensors.parameters.append(True)
+                elif script_class.buffers is not None and name in script_class.buffers:
                     buffers.append((full, value))
                 else:
-                    held.plain.append((full, value))
-                    if said is not None and said.buffers is None and name in said.tensors:
-                        held.untold.append(full)
-            elif _is_module(graph, value, code):
-                below.append((value, f"{full}."))
-            elif _name(graph, value).startswith(_NATIVE):
-                held.hidden.append(full)
-        held.state.extend(buffers)
-        held.parameters.extend([False] * len(buffers))
-        work.extend(reversed(below))
-    return held
+                    tensors.plain.append((full, value))
+                    if script_class.buffers is None and name in script_class.tensors:
+                        tensors.unclear.append(full)
+                continue
+            class_name = callable_name(graph, node.func)
+            declared = code.classes.get(class_name)
+            native = class_name.startswith(_NATIVE)
+            if declared.is_module if declared is not None else class_name.startswith("__torch__.") and not native:
+                submodules.append((value, f"{full}."))
+            elif native:
+                tensors.hidden.append(full)
+        tensors.state.extend(buffers)
+        tensors.parameters.extend([False] * len(buffers))
+        work.extend(reversed(submodules))
+    return tensors
 
 
-def state_dict(nodes: list[Node], reader: TensorReader, held: Held, base: int = 0) -> Ref:
-    """A dict of the parameters and buffers, detached as ``state_dict()`` has them; behind the arena.
+def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]], base: int = 0) -> Ref:
+    """Append a dict of the parameters and buffers to an arena, detached as ``state_dict()`` has them.
 
     ``base`` is where the graph of ``reader`` begins in the arena.
     """
     pairs: list[Ref] = []
     detached: dict[Ref, Ref] = {}
-    no = -1
-    for name, own in held.state:
+    false = -1
+    for name, own in state:
         ref = base + own
         if ref not in detached:
             tensor = reader.tensor(own)
@@ -110,10 +234,10 @@ def state_dict(nodes: list[Node], reader: TensorReader, held: Held, base: int = 
             args = nodes[node.args] if type(node) is Call else ()
             if type(node) is Call and type(args) is tuple and tensor is not None and tensor.requires_grad:
                 at = 5 if tensor.kind == "quantized" else 4
-                if no < 0:
-                    no = len(nodes)
+                if false < 0:
+                    false = len(nodes)
                     nodes.append(False)
-                nodes.append((*args[:at], no, *args[at + 1 :]))
+                nodes.append((*args[:at], false, *args[at + 1 :]))
                 nodes.append(Call(REDUCE, node.func, len(nodes) - 1))
                 detached[ref] = len(nodes) - 1
         pairs += (len(nodes), detached[ref])
@@ -122,28 +246,9 @@ def state_dict(nodes: list[Node], reader: TensorReader, held: Held, base: int = 
     return len(nodes) - 1
 
 
-def _kind(said: ClassCode | None, name: str) -> str:
-    if said is None or name in said.parameters:
-        return "parameter"
-    return "buffer" if said.buffers is not None and name in said.buffers else ""
-
-
-def _name(graph: Graph, ref: Ref) -> str:
-    node = graph.nodes[ref]
-    return callable_name(graph, node.func) if type(node) is Call else ""
-
-
-def _is_module(graph: Graph, ref: Ref, code: Code) -> bool:
-    name = _name(graph, ref)
-    said = code.classes.get(name)
-    if said is None:
-        return name.startswith("__torch__.") and not name.startswith(_NATIVE)
-    return said.is_module
-
-
-def _state(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
-    """The attributes in the order of the class; None where the state is none of attributes."""
-    found: list[tuple[str, Ref]] = []
+def _attributes(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
+    """Return the attributes in the order of the class; None where the state does not consist of attributes."""
+    attributes: list[tuple[str, Ref]] = []
     for state in node.states:
         items = mapping(graph, state)
         if items is None:
@@ -152,5 +257,5 @@ def _state(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
             name = graph.nodes[key]
             if type(name) is not str:
                 return None
-            found.append((name, value))
-    return found
+            attributes.append((name, value))
+    return attributes

@@ -1,7 +1,7 @@
 """TorchScript archives of torch 1.0 to 1.3: modules and tensors in ``model.json``, bytes in ``tensors/N``.
 
 Source: ``caffe2/proto/torch.proto`` (ModelDef, ModuleDef, TensorDef) and ``torch/csrc/jit/export.cpp`` of torch 1.0, as
-protobuf spells messages in JSON: 64-bit numbers are texts, and what is zero or false may be missing.
+protobuf writes messages in JSON: 64-bit numbers are strings, and fields that are zero or false may be missing.
 """
 
 from __future__ import annotations
@@ -17,25 +17,14 @@ from ...checkpoint.objects import callable_name, elements, scalar
 from ...files.zips.reader import Archive
 from ...pickles.decode import decode
 from ...pickles.nodes import Call, Ref
-from .archive import ProgramArchive, read_json, source_devices
+from .archive import ProgramArchive, devices_in_sources, integers, read_json
 
-#: ``TensorProto.DataType`` of caffe2.
-_DTYPES: Final = {
-    "FLOAT": "float32",
-    "DOUBLE": "float64",
-    "FLOAT16": "float16",
-    "BFLOAT16": "bfloat16",
-    "INT64": "int64",
-    "INT32": "int32",
-    "INT16": "int16",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "BYTE": "uint8",
-    "BOOL": "bool",
-}
-#: Modules that are visited; those of JSON are a tree, so there cannot be more than it has bytes.
-_MODULES: Final = 1_000_000
-_CHARACTERS: Final = 64_000_000
+#: ``TensorProto.DataType`` of caffe2, where lowercasing does not give torch's name.
+_DTYPES: Final = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
+_SAME_DTYPES: Final = ("FLOAT16", "BFLOAT16", "INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL")
+#: Modules that are visited; those in JSON are a tree, so there cannot be more than it has bytes.
+_MAX_MODULES: Final = 1_000_000
+_MAX_CHARACTERS: Final = 64_000_000
 
 
 class JsonScript(ProgramArchive):
@@ -56,38 +45,29 @@ class JsonScript(ProgramArchive):
         if not isinstance(tensors, list) or not isinstance(module, dict):
             raise MalformedError("model.json describes no module", path=archive.source.name, where=record.name)
         self._tensors = tensors
-        self._made: dict[int, Ref] = {}
+        self._refs: dict[int, Ref] = {}
         self.parameters = 0
         self.graph = self.builder.graph(self.builder.mapping(self._items(module)))
         files = [name for name in self.names() if name.startswith("code/")]
-        code = len(files)
-        self.named_devices = source_devices(archive, files)
+        self.named_devices = devices_in_sources(archive, files)
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
-        self.beside = [f"the program ({counted(code, 'file')} of code)"]
-        self.described = {
-            "kind": self.kind,
-            "executable": True,
-            "code_files": code,
-            "parameters": self.parameters,
-            "tensors": len(tensors),
-            "devices": {"code": [item._asdict() for item in self.named_devices]},
-        }
+        self.beside = [f"the program ({counted(len(files), 'file')} of code)"]
         what = "it is a TorchScript archive of torch 1.0 to 1.3, executable by nature: no later torch loads it"
-        self.tell(what)
-        self.tell_devices("nothing moves them when it is loaded")
+        self.describe(what, {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)})
+        self.warn_of_devices("nothing moves them when it is loaded")
 
     def _items(self, main: dict[str, Any]) -> list[tuple[str, Ref]]:
         items: list[tuple[str, Ref]] = []
-        attributes = self._attributes()
+        attributes = self._tensor_attributes()
         work: list[tuple[dict[str, Any], str]] = [(main, "")]
         characters = visited = 0
         while work:
             module, prefix = work.pop()
             visited += 1
             characters += len(prefix)
-            if visited > _MODULES or characters > _CHARACTERS:
-                raise MalformedError("its modules nest without end", path=self.archive.source.name, where="model.json")
+            if visited > _MAX_MODULES or characters > _MAX_CHARACTERS:
+                raise MalformedError("its modules nest endlessly", path=self.archive.source.name, where="model.json")
             for parameter in _dicts(module.get("parameters")):
                 number = _int(parameter.get("tensorId", 0))
                 if number is not None:
@@ -98,53 +78,54 @@ class JsonScript(ProgramArchive):
                 if attribute.get("type") == "Tensor" and place in attributes:
                     items.append((prefix + str(attribute.get("name", "")), self._tensor(attributes[place])))
             inner = _dicts(module.get("submodules"))
-            work.extend((one, f"{prefix}{one.get('name', '')}.") for one in reversed(inner))
+            work.extend((child, f"{prefix}{child.get('name', '')}.") for child in reversed(inner))
         return items
 
-    def _attributes(self) -> dict[int, int]:
-        """The tensors among the attributes: number of the attribute -> number of the tensor."""
+    def _tensor_attributes(self) -> dict[int, int]:
+        """Return the tensors among the attributes: number of the attribute -> number of the tensor."""
         record = self.archive.find("attributes.pkl")
         if record is None:
             return {}
         try:
             graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
         except PickleError:
-            return {}  # it is among the pickles, and said to be broken there
-        found: dict[int, int] = {}
+            return {}  # reported with the other pickles
+        tensors: dict[int, int] = {}
         for number, ref in enumerate(elements(graph.nodes[graph.root])):
             node = graph.nodes[ref]
             if type(node) is Call and callable_name(graph, node.func) == "torch.jit._pickle.build_tensor_from_id":
                 args = graph.nodes[node.args]
                 value = scalar(graph, args[0]) if type(args) is tuple and args else None
                 if type(value) is int:
-                    found[number] = value
-        return found
+                    tensors[number] = value
+        return tensors
 
     def _tensor(self, number: int) -> Ref:
-        if number not in self._made:
-            self._made[number] = self.builder.tensor(self._described(number))
-        return self._made[number]
+        if number not in self._refs:
+            self._refs[number] = self.builder.tensor(self._plain_tensor(number))
+        return self._refs[number]
 
-    def _described(self, number: int) -> PlainTensor:
+    def _plain_tensor(self, number: int) -> PlainTensor:
         meta = self._tensors[number] if 0 <= number < len(self._tensors) else None
         if not isinstance(meta, dict):
-            raise self._wrong(number, "it is not described")
+            raise self._damaged(number, "it is not described")
         data = meta.get("data")
         key = data.get("key") if isinstance(data, dict) else None
         record = self.archive.find(key) if type(key) is str else None
         if type(key) is not str or record is None:
-            raise self._wrong(number, "its bytes are not in the archive")
-        dtype = BY_NAME.get(_DTYPES.get(str(meta.get("dataType", "")), ""))
-        shape, strides = _ints(meta.get("dims", [])), _ints(meta.get("strides", []))
+            raise self._damaged(number, "its bytes are not in the archive")
+        name = str(meta.get("dataType", ""))
+        dtype = BY_NAME.get(name.lower() if name in _SAME_DTYPES else _DTYPES.get(name, ""))
+        shape, strides = integers(meta.get("dims", []), _int), integers(meta.get("strides", []), _int)
         offset = _int(meta.get("offset", 0))
         if dtype is None or shape is None or strides is None or offset is None or len(shape) != len(strides):
-            raise self._wrong(number, "its dtype or its sizes make no sense")
+            raise self._damaged(number, "its dtype or its sizes are invalid")
         device = meta.get("device")
         self.records_of[key] = record
         location = device if type(device) is str else "cpu"
         return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
 
-    def _wrong(self, number: int, why: str) -> MalformedError:
+    def _damaged(self, number: int, why: str) -> MalformedError:
         what = f"model.json is damaged at tensor {shown(str(number))}: {why}"
         return MalformedError(what, path=self.archive.source.name, where="model.json")
 
@@ -154,17 +135,10 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _int(value: Any) -> int | None:
-    """A number, or a text of up to 18 digits."""
+    """Return a number, or that in a string of up to 18 digits; None for anything else."""
     if type(value) is str and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
     return value if type(value) is int and 0 <= value < 1 << 62 else None
-
-
-def _ints(values: Any) -> tuple[int, ...] | None:
-    if not isinstance(values, list) or len(values) > LIMITS.dimensions:
-        return None
-    found = [number for value in values if (number := _int(value)) is not None]
-    return tuple(found) if len(found) == len(values) else None
 
 
 def read(archive: Archive) -> JsonScript:

@@ -19,7 +19,7 @@ from ...pickles.nodes import Graph, Node, Ref, relocated
 from .. import repickled
 from ..promises import Promise
 from ..repickled import prove
-from .torchscript import Part, TorchScript
+from .torchscript import ScriptPickle, TorchScript
 
 #: What is done by an edit of the pickles alone; the program names everything else, too.
 _TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
@@ -118,7 +118,7 @@ def edited_pickles(checkpoint: Checkpoint) -> dict[str, Graph]:
 class _Places(dict[Ref, Ref]):
     """Where the nodes of the arena stand in one part: those of the part at their own numbers, new ones behind them."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ScriptPickle) -> None:
         super().__init__()
         self.part = part
         self.wanted: list[Ref] = []
@@ -134,7 +134,7 @@ class _Places(dict[Ref, Ref]):
         return place
 
 
-def _edited(graph: Graph, before: Graph, part: Part) -> Graph | None:
+def _edited(graph: Graph, before: Graph, part: ScriptPickle) -> Graph | None:
     """The graph of a part after the edit; None where nothing of it changed."""
     end = part.base + len(part.graph.nodes)
     changed = [ref for ref in range(part.base, end) if graph.nodes[ref] is not before.nodes[ref]]

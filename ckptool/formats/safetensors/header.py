@@ -1,10 +1,10 @@
-"""The header of a safetensors file: which tensors, of what dtype and shape, where.
+"""The header of a safetensors file: the names, dtypes, shapes and places of its tensors.
 
     u64 N | N bytes of JSON | the bytes of all tensors
 
 Source: the format as huggingface/safetensors describes it, and the parser of safetensors 0.8 where that is stricter.
-Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may stand there once
-only, while the library takes the last.
+Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may be there only
+once, while the library takes the last.
 """
 
 from __future__ import annotations
@@ -22,35 +22,33 @@ from ...base.limits import LIMITS
 from ...base.text import counted, salvage_step, shown
 from ...files.sources import Source
 
-# -- JSON in which a name stands once: the last of two would win silently, and another reader may take the first
 
-
-class DoubledError(ValueError):
+class DuplicateNameError(ValueError):
     """An object has a name twice; the name is the message."""
 
 
 def strict_json(text: str, parse_int: Callable[[str], Any] | None = None) -> Any:
-    """The value of a JSON text; ``parse_int`` makes something else of an integer.
+    """Return the value of a JSON text; ``parse_int`` replaces ``int``.
 
-    Raises DoubledError where an object has a name twice, ValueError for what is no JSON, NaN and Infinity included, and
-    RecursionError where it is nested too deep.
+    Raises DuplicateNameError where an object has a name twice (the last would win silently, and another reader may take
+    the first), ValueError for invalid JSON, NaN and Infinity included, and RecursionError where it nests too deeply.
     """
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_int=parse_int)
+    return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant, parse_int=parse_int)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen: set[str] = set()
-        raise DoubledError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
-    return found
+        raise DuplicateNameError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+    return value
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
-#: Bits of one element. The tensors of 4 and 6 bits are packed, and end on a byte.
+#: Bits of one element. Tensors of 4 and 6 bits are packed, and end on a byte boundary.
 BITS: Final = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -59,20 +57,20 @@ BITS: Final = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-#: Bytes of a header that the library reads.
-MOST_HEADER: Final = 100_000_000
+#: The most bytes of a header that the library reads.
+MAX_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
-_MOST_SIZE: Final = 1 << 64
-#: Objects and lists in each other that the library follows, the header itself among them.
-_DEEPEST: Final = 127
-#: "-0" as a whole number: to the library that is one with a fraction.
+_MAX_SIZE: Final = 1 << 64
+#: The depth of objects and lists to which the library reads, the header itself included.
+_MAX_DEPTH: Final = 127
+#: "-0" as an integer: the library reads it as a float.
 _MINUS_ZERO: Final = re.compile(r"-0(?![0-9.eE])")
 _HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
-class Entry(NamedTuple):
-    """A tensor: ``dtype`` as the format spells it, ``begin`` and ``end`` in bytes from the start of the file."""
+class TensorEntry(NamedTuple):
+    """A tensor: ``dtype`` as the format names it, ``begin`` and ``end`` in bytes from the start of the file."""
 
     name: str
     dtype: str
@@ -82,12 +80,12 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors in the order of the JSON, the texts beside them, and where the bytes begin.
+    """The tensors in the order of the JSON, the metadata, and where the bytes begin.
 
-    ``odd`` are remarks on what the library takes and its own writer never writes.
+    ``odd`` are remarks on what the library accepts and its own writer never writes.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     data: int
     odd: tuple[str, ...] = ()
@@ -96,20 +94,20 @@ class Header(NamedTuple):
 def read_header(source: Source, *, cut: bool = False) -> Header:
     """Read and check the header; raises MalformedError with the rule that the file breaks.
 
-    With ``cut`` the file may end before its last tensor, or go on behind it.
+    With ``cut`` the file may end before its last tensor, or go on after it.
     """
     if source.size < 8:
-        raise _broken(source, "it has fewer than the 8 bytes that say how long the header is")
+        raise _broken(source, "it has fewer than the 8 bytes of the header's length")
     size = int.from_bytes(source.read(0, 8), "little")
-    if size > MOST_HEADER:
-        raise _broken(source, f"the header is said to have {size:,} bytes, {MOST_HEADER:,} are the most")
+    if size > MAX_HEADER:
+        raise _broken(source, f"the header claims {size:,} bytes, {MAX_HEADER:,} are the most")
     if 8 + size > source.size:
-        raise _broken(source, f"the header is said to have {size:,} bytes, the file ends after {source.size - 8:,}")
+        raise _broken(source, f"the header claims {size:,} bytes, the file ends after {source.size - 8:,}")
     raw = source.read(8, size)
     fields = _parsed(source, raw)
     odd = [] if raw[:1] == b"{" else ["the header begins with blanks"]
     metadata = fields.pop(_METADATA, {})
-    if metadata is None:  # the library takes null for nothing, so do we
+    if metadata is None:  # the library accepts null
         metadata = {}
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         raise _broken(source, f"{_METADATA} must be an object whose values are all strings")
@@ -120,7 +118,7 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
 
 
 def _broken(source: Source, rule: str, where: str = "") -> MalformedError:
-    what = f"no valid safetensors file: {rule}"
+    what = f"not a valid safetensors file: {rule}"
     return MalformedError(what, path=source.name, where=where, next="it is damaged: get the file again")
 
 
@@ -132,22 +130,22 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
     try:
-        # Seldom, and it takes time.
-        fields = strict_json(text, parse_int=_whole if _MINUS_ZERO.search(text) else None)
-    except DoubledError as error:
-        raise _broken(source, f"the name {shown(str(error))} stands in the header twice") from None
+        # A parse_int is slow, and rarely needed.
+        fields = strict_json(text, parse_int=_integer if _MINUS_ZERO.search(text) else None)
+    except DuplicateNameError as error:
+        raise _broken(source, f"the name {shown(str(error))} is in the header twice") from None
     except (ValueError, RecursionError) as error:
-        raise _broken(source, f"the header is no JSON: {error}") from None
+        raise _broken(source, f"the header is not JSON: {error}") from None
     assert isinstance(fields, dict)
-    # Half of a character that JSON spells in two; only an escape can bring it into text that was UTF-8.
-    half = _HALF.search(text) and next((name for name in _texts(fields) if _SURROGATE.search(name)), None)
+    # Half of a surrogate pair; only an escape can bring it into text that was UTF-8.
+    half = _HALF.search(text) and next((name for name in _strings(fields) if _SURROGATE.search(name)), None)
     if half:
         raise _broken(source, f"the text {shown(half)} holds half of a character")
     return fields
 
 
-def _texts(fields: dict[str, Any]) -> Iterator[str]:
-    """Every text of the header, the names among them."""
+def _strings(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield every string of the header, including the names."""
     work: list[Any] = [fields]
     while work:
         value = work.pop()
@@ -159,11 +157,11 @@ def _texts(fields: dict[str, Any]) -> Iterator[str]:
             work += value
 
 
-def _whole(text: str) -> int | float:
+def _integer(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)
 
 
-def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
+def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
     def broken(rule: str) -> MalformedError:
         return _broken(source, f"tensor {shown(name)}: {rule}", name)
 
@@ -172,7 +170,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     missing = [field for field in ("dtype", "shape", "data_offsets") if field not in value]
     if missing:
         raise broken(f"{missing[0]} is missing")
-    if len(value) > 3:  # the library reads what it does not know, and lets it be
+    if len(value) > 3:  # the library parses unknown fields, and ignores them
         rule = _unreadable([value[field] for field in value.keys() - {"dtype", "shape", "data_offsets"}])
         if rule:
             raise broken(rule)
@@ -180,27 +178,27 @@ def _entry(source: Source, name: str, value: Any, data: int) -> Entry:
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {shown(str(dtype))} is unknown")
     if type(shape) is not list or not all(_is_size(size) for size in shape):
-        raise broken("its shape must be a list of integers from 0 on")
+        raise broken("its shape must be a list of integers of at least 0")
     if len(shape) > LIMITS.dimensions:
         raise broken(f"{len(shape):,} dimensions are more than any tensor has, {LIMITS.dimensions:,} are followed")
     if type(offsets) is not list or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise broken("its data_offsets must be two integers from 0 on")
+        raise broken("its data_offsets must be two integers of at least 0")
     begin, end = offsets
     if begin > end:
-        raise broken(f"its data_offsets are the wrong way round: {begin:,} and {end:,}")
+        raise broken(f"its data_offsets are reversed: {begin:,} and {end:,}")
     bits = prod(shape) * BITS[dtype]
-    # The library multiplies from the left, and a product that overflows is not saved by a zero behind it.
-    if max(accumulate(shape, mul), default=0) >= _MOST_SIZE or bits >= _MOST_SIZE:
-        raise broken("its shape has more elements than can be counted")
+    # The library multiplies from the left, and a zero after a product that overflows does not help.
+    if max(accumulate(shape, mul), default=0) >= _MAX_SIZE or bits >= _MAX_SIZE:
+        raise broken("its shape has too many elements")
     if bits % 8:
-        raise broken(f"{counted(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte")
+        raise broken(f"{counted(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte boundary")
     if bits // 8 != end - begin:
         raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
-    return Entry(name, dtype, tuple(shape), data + begin, data + end)
+    return TensorEntry(name, dtype, tuple(shape), data + begin, data + end)
 
 
 def _unreadable(values: list[Any]) -> str:
-    """Why the library cannot read one of these values at all, "" where it can."""
+    """Return why the library cannot parse one of these values, or ""."""
     depth = 2  # the header, and the entry
     while values:
         deeper: list[Any] = []
@@ -210,14 +208,14 @@ def _unreadable(values: list[Any]) -> str:
             elif isinstance(value, int | float) and not _in_range(value):
                 return "a number in it is out of range"
         depth += bool(deeper)
-        if depth > _DEEPEST:
-            return f"more than {_DEEPEST} objects and lists are in each other"
+        if depth > _MAX_DEPTH:
+            return f"objects and lists are nested more than {_MAX_DEPTH} deep"
         values = [part for value in deeper for part in (value.values() if isinstance(value, dict) else value)]
     return ""
 
 
 def _in_range(number: float) -> bool:
-    """Is it a finite one for who reads it with 64 bits?"""
+    """Return whether a number is finite as a 64-bit float."""
     try:
         return isfinite(number)
     except OverflowError:
@@ -225,11 +223,11 @@ def _in_range(number: float) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST_SIZE
+    return type(value) is int and 0 <= value < _MAX_SIZE
 
 
-def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int, cut: bool) -> None:
-    """The tensors must fill the file from the header to its end, without a hole and without sharing a byte."""
+def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, cut: bool) -> None:
+    """Raise MalformedError unless the tensors fill the file from the header to its end, without holes or overlaps."""
     at = data
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin > at:
@@ -244,4 +242,4 @@ def _check_tiling(source: Source, entries: tuple[Entry, ...], data: int, cut: bo
         error.next = f"download it again, or {salvage_step(source.name)}" if left else "download it again"
         raise error
     if at < source.size and not cut:
-        raise _broken(source, f"{counted(source.size - at, 'byte')} behind the last tensor")
+        raise _broken(source, f"{counted(source.size - at, 'byte')} after the last tensor")

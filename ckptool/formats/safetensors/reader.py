@@ -15,7 +15,7 @@ from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import Appending, Plan, Source, Span, merged
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
-from .header import MOST_HEADER, Entry, read_header
+from .header import MAX_HEADER, TensorEntry, read_header
 from .sharding_info import is_piece
 
 #: Elements of a torch dtype for each of the format, where they are not one.
@@ -100,7 +100,7 @@ class Safetensors(Container):
         raise RefusedError(what, path=self.source.name, next="write a new file with -o")
 
 
-def _in_file(entries: Sequence[Entry]) -> list[Entry]:
+def _in_file(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))
 
 
@@ -111,7 +111,7 @@ def sniff(head: bytes, source: Source) -> bool:
     if (
         len(head) > 8
         and text[:1] == b"{"
-        and size <= MOST_HEADER
+        and size <= MAX_HEADER
         and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
     ):
         return True

@@ -25,8 +25,8 @@ from ...values.interpretation import lazy_bits
 from ..losses import Loss, refuse_edited, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
-from .header import MOST_HEADER
-from .sharding_info import texts_of
+from .header import MAX_HEADER
+from .sharding_info import metadata_for
 
 Tied = Literal["", "keep-first", "clone"]
 
@@ -128,7 +128,7 @@ def file_plan(
 
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
     """The file of some tensors; see ``plan``."""
-    places = texts_of(metadata, [named.name for named in chosen.tensors], checkpoint.path)
+    places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
     pieces: list[Piece] = []
@@ -152,8 +152,8 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         )
         raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MOST_HEADER:
-        what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MOST_HEADER:,}"
+    if len(text) > MAX_HEADER:
+        what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"
         raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
     return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
 

@@ -29,7 +29,7 @@ from ...files.tars import is_header
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent
 from ...pickles.opcodes import NEXT_BUFFER
-from ..pickles_in import bare_pickles, nested_pickles, tar_pickles
+from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
 
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001

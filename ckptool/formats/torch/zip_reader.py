@@ -32,7 +32,7 @@ from ...files.zips.reader import Archive, Oddity, Record, folded, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
-from ..pickles_in import bare_pickles, nested_pickles, zip_pickles
+from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
 from ..zip_kinds import kind_of
 
 #: The records that torch.save writes beside the storages.
@@ -315,7 +315,7 @@ def read_whole(source: Source) -> Archive:
     except MalformedError as error:
         from ..foreign import identification
 
-        raise identification.damaged_zip(source, error) from error
+        raise identification.explain_damaged_zip(source, error) from error
 
 
 def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
@@ -325,6 +325,6 @@ def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
     if record is None or kind_of(archive) is not None:
         from ..foreign import identification
 
-        other = identification.zip_kind(archive)
+        other = identification.explain_zip(archive)
         raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)

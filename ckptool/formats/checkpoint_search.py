@@ -1,0 +1,241 @@
+"""Search of files, folders and globs for the files whose content claims to be a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from shlex import quote
+from typing import Final, NamedTuple
+
+from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
+from ..base.text import listed, shown
+from ..files.archives import checkpoints_in, is_address
+from ..files.sources import open_source
+from ..files.zips.reader import read_archive
+from . import FORMATS, folder_format
+from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
+from .foreign.identification import explain, explain_zip
+from .zip_kinds import kind_of
+
+#: Suffixes of checkpoints: a file of no known format with one of these is a checkpoint that went wrong.
+_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin", ".safetensors", ".ptl", ".pt2", ".mar")
+#: Whole files of other kinds, which may be named like a checkpoint and are not torch's.
+_OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
+#: Archives with files in them that may be checkpoints.
+_ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
+#: Of files named .bin, which may be anything, only these claim to be a checkpoint.
+_BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
+#: Files of a folder that are examined to say what is in it.
+_EXAMINED: Final = 200
+#: Files of other kinds that are named where there is no checkpoint.
+_NAMED: Final = 3
+
+
+class SkippedFile(NamedTuple):
+    """A file of a folder that is passed over, and why."""
+
+    path: str
+    why: str
+
+
+class Candidate(NamedTuple):
+    """A path to read; ``named`` whether the user named it, rather than a folder that it is in."""
+
+    path: str
+    named: bool
+
+
+def names_one_file(paths: Sequence[str]) -> bool:
+    """Return whether the paths are one file, or one folder that is one checkpoint: nothing to search."""
+    if len(paths) != 1:
+        return False
+    if os.path.isdir(paths[0]):
+        return folder_format(paths[0]) is not None
+    return is_address(paths[0]) or not _is_glob(paths[0])
+
+
+def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableError]:
+    """Yield the checkpoints of ``find_files``, without the skipped files."""
+    return (item for item in find_files(paths) if not isinstance(item, SkippedFile))
+
+
+def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | UnreadableError]:
+    """Yield the files behind the paths as they are found, in a stable order; an error for a path without a checkpoint.
+
+    A folder that is one checkpoint is yielded itself; any other is searched, except hidden folders and symbolic links
+    to folders. A path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file
+    is yielded whatever it is, and as often as it is named; another one once.
+    """
+    seen: set[str] = set()
+    for path in paths:
+        empty = True
+        try:
+            for item in _expand(path):
+                empty = empty and isinstance(item, SkippedFile)
+                if item.path == path or item.path not in seen:
+                    seen.add(item.path)
+                    yield item
+            if empty:
+                yield _no_checkpoint(path)
+        except UnreadableError as error:
+            yield error
+
+
+def _is_glob(path: str) -> bool:
+    return any(character in path for character in "*?[") and not os.path.lexists(path)
+
+
+def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
+    if os.path.isdir(path):
+        whole = _whole_folder(path, named=True)
+        yield from walk_folder(path) if whole is None else [whole]
+    elif _is_glob(path) and not is_address(path):
+        import glob
+
+        matches = sorted(glob.glob(path, recursive=True))
+        if not matches:
+            # Brackets are part of many a name of a file that is just not there.
+            what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
+            raise UnreadableError(what, path=path, next="name the folder to search all of it")
+        for match in matches:
+            yield from _expand(match)
+    else:
+        yield Candidate(path, True)
+
+
+def _whole_folder(folder: str, named: bool = False) -> Candidate | UnreadableError | None:
+    """Return a folder that is one checkpoint, the error for one that can only be named, or None for any other."""
+    from .foreign.training_folders import training_folder  # for folders alone
+
+    return Candidate(folder, named) if folder_format(folder) else training_folder(folder)
+
+
+def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
+    """Yield everything in a folder: checkpoints, files named like one, skipped files, and subfolders that cannot be
+    listed. A subfolder that is one checkpoint is not entered."""
+    closed: list[OSError] = []
+    for root, folders, files in os.walk(folder, onerror=closed.append):
+        visible = sorted(name for name in folders if not name.startswith("."))
+        whole = {name: item for name in visible if (item := _whole_folder(os.path.join(root, name))) is not None}
+        folders[:] = [name for name in visible if name not in whole]
+        yield from whole.values()
+        for name in sorted(files):
+            path = os.path.join(root, name)
+            why = why_skipped(path)
+            yield SkippedFile(path, why) if why else Candidate(path, False)
+    yield from (Candidate(str(error.filename), False) for error in closed)
+
+
+def _no_checkpoint(path: str) -> UnreadableError:
+    """Return the error for a folder without a checkpoint: what it is, or what it holds instead."""
+    error = explain_directory(path) if os.path.isdir(path) else None
+    if isinstance(error, NotACheckpointError):
+        return error
+    try:
+        names = sorted(os.listdir(path))[:_EXAMINED]
+    except OSError:
+        names = []
+    known = ((name, kind) for name in names if (kind := _foreign_kind(os.path.join(path, name))))
+    first = list(islice(known, _NAMED + 1))
+    if not first:
+        return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
+    words = [f"{shown(name)} is {kind}" for name, kind in first[:_NAMED]]
+    what = f"there is no torch checkpoint in this folder: {listed(words)}{', among others' * (len(first) > _NAMED)}"
+    return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, first[0][0]))}")
+
+
+def _foreign_kind(path: str) -> str:
+    """Return what a file or folder of another framework is, in a few words; "" for any other."""
+    if os.path.isdir(path):
+        try:
+            folder = foreign_folder(os.listdir(path))
+        except OSError:
+            return ""
+        return folder.description if folder is not None else ""
+    try:
+        source = open_source(path)
+    except UnreadableError:
+        return ""
+    try:
+        head = source.read(0, 1024)
+        archive = head[:4] == b"PK\x03\x04"
+        error = explain_zip(read_archive(source)) if archive else explain(head, source)
+    except UnreadableError:
+        return ""
+    finally:
+        source.close()
+    if error is None or getattr(error, "kind", "") not in _ARCHIVES | FOREIGN_KINDS:
+        return ""
+    return re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
+
+
+def why_skipped(path: str) -> str:
+    """Return why a file of a folder is passed over.
+
+    "" for a checkpoint by its content, whole or not, for an archive that holds some, and for a file that is named like
+    one and is not a whole file of another kind.
+    """
+    name = path.lower()
+    named = name.endswith(_SUFFIXES)
+    try:
+        source = open_source(path)
+    except UnreadableError as error:
+        # A dangling link, or a file without permission to read: a checkpoint that is not there.
+        claims = named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
+        return "" if claims else error.what
+    try:
+        head = source.read(0, 1024)
+        known = next((item for item in FORMATS if item.sniff(head, source)), None)
+        if known is None:
+            refusal = explain(head, source)
+            kind = getattr(refusal, "kind", "")
+            claims = named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS or name.endswith(".ptl"))
+            if claims or (kind in _ARCHIVES and checkpoints_in(source)):
+                return ""
+            return refusal.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
+        if known.name == "torch-zip":
+            archive = read_archive(source)
+            other = explain_zip(archive) if kind_of(archive) is None else None
+            claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
+            return "" if claims or other is None else other.what
+        return ""
+    except MalformedError:
+        return ""
+    except UnreadableError as error:
+        return "" if named else error.what
+    finally:
+        source.close()
+
+
+def explain_directory(path: str) -> UnreadableError:
+    """Return the error for a folder in place of a file: what kind of folder it is, and what to name instead."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
+    from .foreign.training_folders import training_folder
+
+    known = training_folder(path)
+    if known is not None:
+        return known
+    foreign = foreign_folder(names)
+    if foreign is not None:
+        what = f"it is {foreign.description}, not a torch checkpoint"
+        return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
+    files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
+    checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
+    if checkpoints:
+        what = f"it is a directory; it holds {listed(checkpoints)}"
+        return UnreadableError(
+            what, path=path, next=f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
+        )
+    # Its folders may be checkpoints, as in a diffusers pipeline.
+    folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
+    if not folders:
+        return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+    pipeline = "model_index.json" in names
+    what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, a checkpoint in each of its folders"
+    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: ckptool inspect {quote(path)}"
+    return UnreadableError(f"{what}: {listed(folders)}", path=path, next=step)

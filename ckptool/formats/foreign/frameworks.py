@@ -1,0 +1,322 @@
+"""Recognition of other frameworks' files, archives, pickles and folders that takes more than a signature."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+from ...base.errors import MalformedError
+from ...base.limits import LIMITS
+from ...base.text import counted, cut, listed, shown
+from ...files.sources import BytesSource, Source
+from ...files.zips.reader import Archive, Record, contents
+from ...pickles.nodes import Global, Node
+from .headers import npy_header_summary
+from .signatures import SIGNATURES, ForeignFormat
+
+_TF: Final = "tf.train.load_checkpoint reads it"
+#: The last eight bytes of a LevelDB table, in which TensorFlow keeps the names of variables.
+_LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
+
+
+def match_magic(source: Source) -> ForeignFormat | None:
+    """Return the format of a file with known magic bytes; to be asked before it is examined as text."""
+    return next((row.format_of(source) for row in SIGNATURES if row.magic and row.matches(source)), None)
+
+
+def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
+    """Return the format of a file that has no magic bytes and is neither an archive nor a pickle."""
+    size = len(_LEVELDB_MAGIC)
+    if source.size > size and source.read(source.size - size, size) == _LEVELDB_MAGIC:
+        # The first value of the table is the header of an index (``num_shards`` is its first field), or the list of
+        # slices in a checkpoint of TensorFlow's first format, which holds the weights as well.
+        if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
+            return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
+        return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
+    known = next((row.format_of(source) for row in SIGNATURES if not row.magic and row.matches(source)), None)
+    return known or _msgpack(head, source) or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
+
+
+#: Fields of a protobuf message that are read.
+_MAX_FIELDS: Final = 64
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class Field(NamedTuple):
+    """A protobuf field: its number; its value if it is a varint; the first bytes and the size of a byte string."""
+
+    number: int
+    value: int
+    head: bytes
+    size: int
+
+
+def fields(source: Source) -> list[Field]:
+    """Return the first outermost fields of a protobuf message; an empty list where the source is not one."""
+    message: list[Field] = []
+    at = 0
+    while at < source.size and len(message) < _MAX_FIELDS:
+        block = source.read(at, 20)
+        tag, used = _varint(block, 0)
+        if used < 0 or not 0 < tag >> 3 < 1 << 29:
+            return []
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            value, used = _varint(block, used)
+            if used < 0:
+                return []
+            message.append(Field(number, value, b"", 0))
+        elif wire == _BYTES:
+            size, used = _varint(block, used)
+            if used < 0 or at + used + size > source.size:
+                return []
+            message.append(Field(number, -1, source.read(at + used, min(size, 64)), size))
+            used += size
+        elif wire in (_FIXED32, _FIXED64):
+            message.append(Field(number, -1, b"", 0))
+            used += 4 if wire == _FIXED32 else 8
+        else:
+            return []
+        at += used
+    return message
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return (value, offset after it); the offset is -1 where there is none."""
+    value = 0
+    for count, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return value, at + count + 1
+    return 0, -1
+
+
+def _is_node_def(node: Field) -> bool:
+    """Return whether a field is a TensorFlow NodeDef, a name and an operation; a long one is cut after its start."""
+    size = node.head[1] if len(node.head) > 1 else 0
+    name, rest = node.head[2 : 2 + size], node.head[2 + size :]
+    if node.head[:1] != b"\x0a" or not name.isascii() or not name.decode("ascii").isprintable() or not name:
+        return False
+    return not rest or (rest[:1] == b"\x12" and rest[2:3].isalpha())
+
+
+def _protobuf_model(source: Source) -> ForeignFormat | None:
+    """Recognise a model in protobuf: ONNX, Core ML or TensorFlow."""
+    message = fields(source)
+    by_number: dict[int, Field] = {field.number: field for field in reversed(message)}
+    first, second, graph = by_number.get(1), by_number.get(2), by_number.get(7)
+    if first is None:
+        return None
+    if 0 < first.value < 100 and graph is not None and graph.size and max(by_number) < 64:
+        opset = next((number for field in message if field.number == 8 and (number := _opset(field.head))), 0)
+        producer = second.head.decode("utf-8", "replace") if second and second.size < 64 else ""
+        description = "an ONNX model" + (f", opset {opset}" if opset else "")
+        description += f", written by {shown(producer)}" if producer else ""
+        return ForeignFormat("onnx", description, "onnx.load reads it, onnxruntime runs it")
+    if 0 < first.value < 100 and second is not None and any(200 <= number <= 4000 for number in by_number):
+        return ForeignFormat("coreml", f"a Core ML model, specification {first.value}", "coremltools reads it")
+    if first.value == 1 and second is not None and (b"serve" in source.read(0, 4096) or source.name.endswith(".pb")):
+        description = "a TensorFlow SavedModel: its graph, without its variables"
+        return ForeignFormat("savedmodel", description, "tf.saved_model.load reads its folder")
+    if source.name.endswith(".meta") and first.size and second is not None:
+        description = "the graph of a TensorFlow checkpoint (.meta): without its variables"
+        return ForeignFormat("tensorflow", description, "tf.compat.v1.train.import_meta_graph reads it")
+    if first.size and _is_node_def(first):
+        return ForeignFormat("tensorflow", "a TensorFlow graph (.pb)", "tf.compat.v1.GraphDef reads it")
+    return None
+
+
+def _opset(data: bytes) -> int:
+    """Return the version in an OperatorSetIdProto of the default domain, 0 for another domain."""
+    message = fields(BytesSource(data))
+    if any(field.number == 1 and field.head.strip() not in (b"", b"ai.onnx") for field in message):
+        return 0
+    return next((field.value for field in message if field.number == 2), 0)
+
+
+def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
+    """Recognise a map whose first key is a printable string, as Flax and others write it."""
+    if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
+        return None
+    at = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
+    tag = head[at : at + 1]
+    if tag and 0xA1 <= tag[0] <= 0xBF:
+        size, begin = tag[0] & 31, at + 1
+    elif tag == b"\xd9" and len(head) > at + 1:
+        size, begin = head[at + 1], at + 2
+    else:
+        return None
+    key, value = head[begin : begin + size], head[begin + size : begin + size + 1]
+    if len(key) < size or not key.isascii() or not key.decode("ascii").isprintable() or not value:
+        return None
+    first = f"first key {shown(key.decode('ascii'))}"
+    # NumPy arrays are extensions of type 1 (flax/serialization.py).
+    arrays = re.search(rb"\xc7.\x01|\xc8..\x01|\xc9....\x01", source.read(0, 1 << 16), re.S)
+    if arrays or source.name.endswith(".msgpack"):
+        return ForeignFormat("flax", f"a Flax msgpack file, {first}", "flax.serialization.msgpack_restore reads it")
+    return ForeignFormat("msgpack", f"msgpack data, {first}", "the msgpack package reads it")
+
+
+#: Records that must be there, and the format that they indicate.
+_ARCHIVES: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
+    # keras/src/saving/saving_lib.py
+    (
+        ("config.json", "model.weights.h5"),
+        ForeignFormat("keras", "a Keras model (.keras)", "keras.models.load_model reads it"),
+    ),
+    # stable_baselines/common/save_util.py
+    (
+        ("data", "parameter_list", "parameters"),
+        ForeignFormat(
+            "stable-baselines",
+            "a model of Stable-Baselines 2 (TensorFlow)",
+            "stable_baselines of that version reads it; its record 'parameters' is a NumPy archive (npz)",
+        ),
+    ),
+    # devtools/etrecord/_etrecord.py of executorch
+    (
+        ("ETRECORD_V0",),
+        ForeignFormat(
+            "executorch", "an ExecuTorch ETRecord, for its profiler", "executorch.devtools.Inspector reads it"
+        ),
+    ),
+    # ModelSerializer.java of deeplearning4j
+    (
+        ("configuration.json", "coefficients.bin"),
+        ForeignFormat(
+            "deeplearning4j",
+            "a Deeplearning4j model",
+            "ModelSerializer.restoreMultiLayerNetwork of Deeplearning4j reads it",
+        ),
+    ),
+)
+
+
+def foreign_archive(archive: Archive) -> ForeignFormat | None:
+    """Return the format of a zip archive that is not one of torch's."""
+    records = {record.name: record for record in archive.records}
+    if records and all(name.endswith(".npy") for name in records):
+        arrays = [
+            f"{name.removesuffix('.npy')} {npy_header_summary(_head(archive, record)) or '(?)'}"
+            for name, record in list(records.items())[:4]
+        ]
+        count = counted(len(records), "array")
+        description = f"a NumPy archive (npz) of {count}: {listed(arrays, len(records), most=4)}"
+        return ForeignFormat("npz", description, "numpy.load reads it")
+    known = next((known for names, known in _ARCHIVES if all(name in records for name in names)), None)
+    if known is not None and known.kind == "keras":
+        version = re.search(rb'"keras_version"\s*:\s*"([\w.]{1,20})"', _head(archive, records.get("metadata.json")))
+        written_by = f", written by Keras {version.group(1).decode()}" if version else ""
+        return known._replace(description=known.description + written_by)
+    return known
+
+
+def archive_producer(archive: Archive) -> str:
+    """Return the library that packed checkpoints into an archive, with its version; "" where it is unknown."""
+    if "MAR-INF/MANIFEST.json" in archive.by_name:
+        return "an archive of TorchServe (.mar)"
+    record = archive.by_name.get("_stable_baselines3_version")
+    if record is None:
+        return ""
+    version = re.match(rb"[\w.+-]{1,30}", _head(archive, record))
+    return "a model of Stable-Baselines3" + (f" {version.group().decode('ascii')}" if version else "")
+
+
+def _head(archive: Archive, record: Record | None) -> bytes:
+    """Return the first bytes of a record, b"" where it cannot be read."""
+    if record is None or record.method not in (0, 8):
+        return b""
+    size = min(record.size, LIMITS.inflated_bytes)
+    try:
+        return next(iter(contents(archive.payload(record), size, record.method != 0, record.name)), b"")[:4096]
+    except MalformedError:
+        return b""
+
+
+#: The package of a class that a pickle names, and the format that it indicates.
+_PICKLES: Final[dict[str, ForeignFormat]] = {
+    # numpy_pickle.py of joblib
+    "joblib": ForeignFormat("joblib", "a file of joblib", "joblib.load reads it, and runs what it names"),
+    "sklearn": ForeignFormat(
+        "sklearn", "a pickled scikit-learn model", "joblib.load or pickle reads it, and runs what it names"
+    ),
+    **{
+        module: ForeignFormat("pickle", f"a pickled {name} model", "pickle reads it, and runs what it names")
+        for module, name in (("xgboost", "XGBoost"), ("lightgbm", "LightGBM"), ("catboost", "CatBoost"))
+    },
+    # python/paddle/framework/io.py
+    "paddle": ForeignFormat("paddle", "a parameter file of PaddlePaddle", "paddle.load reads it"),
+}
+#: The key that Paddle adds as the last one to every state dict (paddle/framework/io.py: _build_saved_state_dict).
+_PADDLE_KEY: Final = "StructuredToParameterName@@"
+#: Bytes at the end of a pickle that are searched for that key.
+_PADDLE_TAIL: Final = 1 << 18
+
+
+def foreign_pickle(nodes: Collection[Node], source: Source) -> ForeignFormat | None:
+    """Return the framework whose classes or keys a bare pickle names, as far as it was decoded."""
+    tail = source.read(max(source.size - _PADDLE_TAIL, 0), _PADDLE_TAIL)
+    if _PADDLE_KEY.encode() in tail or _PADDLE_KEY in [node for node in nodes if type(node) is str]:
+        return ForeignFormat("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")
+    names = [node for node in nodes if isinstance(node, Global)]
+    modules = {node.module.partition(".")[0] for node in names}
+    known = next((known for module, known in _PICKLES.items() if module in modules), None)
+    if known is None:
+        return None
+    model = next((f" ({cut(node.name, 60)})" for node in names if node.module.startswith("sklearn")), "")
+    return known._replace(description=known.description + model)
+
+
+_SAVED_MODEL: Final = ForeignFormat("savedmodel", "a TensorFlow SavedModel", "tf.saved_model.load reads it")
+_ORBAX: Final = ForeignFormat(
+    "orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"
+)
+#: Names that must be there, or with a backslash patterns of names, and the format that they indicate.
+_FOLDERS: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
+    (("saved_model.pb",), _SAVED_MODEL),
+    (("saved_model.pbtxt",), _SAVED_MODEL),
+    (
+        (r"\.index\Z", r"\Acheckpoint\Z|\.data-\d{5}-of-\d{5}\Z"),
+        ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints", _TF),
+    ),
+    (
+        ("checkpoint", r"\.meta\Z"),
+        ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF),
+    ),
+    (("_CHECKPOINT_METADATA",), _ORBAX),
+    (("_METADATA", "_sharding"), _ORBAX),
+    # mlflow/models/model.py
+    (
+        ("MLmodel",),
+        ForeignFormat(
+            "mlflow", "an MLflow model", "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data"
+        ),
+    ),
+    (
+        ("coremldata.bin",),
+        ForeignFormat(
+            "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
+        ),
+    ),
+    (("Manifest.json", "Data"), ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it")),
+)
+
+
+def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
+    """Return the format of a folder by the names of its entries."""
+
+    def is_there(name: str) -> bool:
+        return any(re.search(name, other) for other in names) if "\\" in name else name in names
+
+    return next((known for required, known in _FOLDERS if all(map(is_there, required))), None)
+
+
+#: The short names of all of them: such a file never claims to be a torch checkpoint.
+FOREIGN_KINDS: Final = frozenset(
+    (
+        *(row.kind for row in SIGNATURES),
+        *(known.kind for _, known in (*_ARCHIVES, *_FOLDERS, *_PICKLES.items())),
+        *("npz", "tensorflow-index", "flax", "msgpack"),
+    )
+) - {"pickle"}

@@ -1,0 +1,269 @@
+"""Rescue of what is left of a damaged checkpoint: the pickle, and the storages whose bytes are intact.
+
+A zip has the checksum of every record; where its directory is lost or wrong, the local headers and descriptors repeat
+it (``zips.recovery``). A legacy file is intact up to where it is cut, and has no checksums.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from ..base.errors import MalformedError, PickleError, UnreadableError
+from ..base.limits import LIMITS
+from ..base.text import human_bytes
+from ..checkpoint.container import Container, FoundPickle, StoredBytes, StoredRecord, Traits
+from ..checkpoint.survey import survey
+from ..checkpoint.tensors import Storage, TensorReader
+from ..files.sources import Appending, Plan, Source, Span
+from ..files.zips.reader import LOCAL, Archive, contents, folded, read_archive
+from ..files.zips.recovery import Walked, walk
+from ..pickles.decode import decode
+from ..pickles.nodes import Graph
+
+
+class CutZip(NamedTuple):
+    """The rest of a cut archive: its bytes, about how many it had, and how many tensors are whole."""
+
+    size: int
+    expected_size: int
+    whole: int
+    tensors: int
+
+
+_TRAITS: Final = Traits()
+
+
+class Rescued(Container):
+    """The rest of a damaged checkpoint: its intact storages; ``lost`` has the reason for others."""
+
+    writer = "torch 1.6 or later"
+
+    def __init__(
+        self,
+        source: Source,
+        root: str,
+        graph: Graph,
+        pickle: bytes,
+        byteorder: str,
+        format: str = "torch-zip",
+        traits: Traits = _TRAITS,
+    ) -> None:
+        self.source, self.root, self.graph, self._pickle = source, root, graph, pickle
+        self.byteorder, self.format, self.traits = byteorder, format, traits
+        self.problems = []
+        self.lost: dict[str, str] = {}
+        self._stored: dict[str, StoredBytes] = {}
+
+    @property
+    def pickle(self) -> bytes:
+        return self._pickle
+
+    def keep(self, key: str, stored: StoredBytes) -> None:
+        """Accept a storage as intact."""
+        self._stored[key] = stored
+
+    def stored_size(self, key: str) -> int | None:
+        return self._stored[key].size if key in self._stored else None
+
+    def stored(self, key: str) -> StoredBytes:
+        return self._stored.get(key, StoredBytes(None, 0))
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, stored in self._stored.items():
+            assert stored.span is not None
+            name = f"{self.root}/data/{key}"
+            yield StoredRecord(name, stored.span, stored.size, stored.crc, stored.compressed, key)
+
+    def pickles(self) -> Iterable[FoundPickle]:
+        return [FoundPickle("data.pkl", self.graph)]
+
+    def plan(self, pickle: bytes | None) -> Plan:
+        raise UnreadableError("the file is damaged and cannot be carried over as it is", path=self.source.name)
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+        raise UnreadableError("the file is damaged and is not edited in place", path=self.source.name)
+
+
+class _ZipScan:
+    """The records of a zip from its start on; once the pickle is read, it supplies the sizes."""
+
+    def __init__(self, source: Source) -> None:
+        self.sizes: dict[str, int] = {}
+        self.records: list[Walked] = []
+        self.pickles: list[Walked] = []
+        self.main: tuple[Walked, bytes, Graph] | None = None
+        self.storages: dict[str, Storage] = {}
+        self.reason = "there is no data.pkl in what is left"
+        for record in walk(source, self.sizes):
+            self.records.append(record)
+            if "data.pkl" in (record.name.lower(), record.name.lower().partition("/")[2]):
+                self.pickles.append(record)
+                if self.main is not None:
+                    continue
+                if record.whole:
+                    self.read_pickle(record)
+                else:
+                    self.reason = "it is cut within data.pkl, which describes the bytes"
+
+    @property
+    def folder(self) -> str:
+        """The common prefix of the record names: the folder with its slash, or nothing."""
+        return self.main[0].name[: -len("data.pkl")] if self.main else ""
+
+    def read_pickle(self, record: Walked) -> None:
+        """Read the pickle in a record, if its checksum agrees."""
+        try:
+            data = _content(record)
+            if record.crc and zlib.crc32(data) != record.crc:
+                self.reason = "data.pkl has another checksum than recorded: its names and shapes cannot be trusted"
+                return
+            graph = decode(data, where="data.pkl").graph
+        except PickleError as error:
+            self.reason = f"data.pkl cannot be read: {error}"
+            return
+        self.main = (record, data, graph)
+        self.storages = TensorReader(graph).storages
+        self.sizes.update({f"{self.folder}data/{key}": storage.nbytes for key, storage in self.storages.items()})
+
+    def byteorder(self) -> str:
+        """Return the text of the record 'byteorder', "little" where there is none.
+
+        Its name or its text may be damaged, but hardly both; and only one of the two words has three letters.
+        """
+        for record in self.records:
+            if not record.whole or record.size not in (3, 6) or record.method:
+                continue
+            text = record.span.source.read(record.span.offset, record.span.size)
+            if text in (b"big", b"little"):
+                return text.decode()
+            if record.name == f"{self.folder}byteorder":
+                return "big" if record.size == 3 else "little"
+        return "little"
+
+
+def measure_cut_zip(source: Source) -> CutZip | None:
+    """Return how much of a cut zip checkpoint is left, without reading its storages; None if its pickle is lost."""
+    scan = _ZipScan(source)
+    if scan.main is None:
+        return None
+    names = {record.name for record in scan.records if record.whole}
+    cut = {key for key in scan.storages if f"{scan.folder}data/{key}" not in names}
+    surveyed = survey(scan.main[2])
+    tensors = [{part.storage for part in surveyed.reader.parts(entry.tensor)} for entry in surveyed.tensors]
+    # Header, padding, descriptor and directory entry of a record take about 200 bytes.
+    overhead = 200 * (len(scan.storages) + 6) + len(scan.main[1])
+    expected = overhead + sum(storage.nbytes for storage in scan.storages.values())
+    return CutZip(source.size, max(expected, source.size), sum(not keys & cut for keys in tensors), len(tensors))
+
+
+def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) -> Rescued:
+    """Return every storage whose bytes are there and whose checksum agrees.
+
+    Nothing in the directory is trusted that a checksum does not confirm. Raises MalformedError when not even the pickle
+    is intact.
+    """
+    scan = _ZipScan(source)
+    try:
+        archive = read_archive(source)
+    except MalformedError:
+        archive = None
+    clear = archive is not None and not any(oddity.ambiguous for oddity in archive.oddities)
+    record = archive.find("data.pkl") if archive is not None and clear else None
+    current = _directory_records(archive).get(record.name) if archive is not None and record is not None else None
+    if current is not None and (scan.main is None or scan.main[0].header != current.header):
+        # An edit in place leaves the former pickle where it was: the directory tells which one counts.
+        scan.main = None
+        scan.read_pickle(current)
+    elif len({(pickle.crc, pickle.size) for pickle in scan.pickles}) > 1:
+        scan.main = None
+        scan.reason = "it has two pickles named data.pkl, and nothing tells which one counts"
+    if scan.main is None:
+        raise MalformedError(f"nothing can be saved: {scan.reason}", path=source.name, next="get another copy")
+    _, data, graph = scan.main
+    rescued = Rescued(source, scan.folder.rstrip("/"), graph, data, scan.byteorder())
+    # Torch finds records without regard to case.
+    names = {key: folded(f"{scan.folder}data/{key}") for key in scan.storages}
+    candidates = _candidates(scan.records, archive, set(names.values()))
+    seen = {folded(record.name) for record in scan.records}
+    for key, storage in scan.storages.items():
+        if storage.location == "meta" and not storage.nbytes:
+            continue
+        reason = "its record is cut or damaged" if names[key] in seen else "its bytes are not in the file"
+        for candidate in candidates.get(names[key], []):
+            reason = _flaw(candidate, storage, progress)
+            if not reason:
+                rescued.keep(key, StoredBytes(candidate.span, candidate.size, candidate.method != 0, candidate.crc))
+                break
+        else:
+            rescued.lost[key] = reason
+    return rescued
+
+
+def _directory_records(archive: Archive) -> dict[str, Walked]:
+    """Return the records as the directory lists them.
+
+    Of the local header only the two lengths that lead to the payload are used: a checksum must confirm them.
+    """
+    records = {}
+    source = archive.source
+    for record in archive.records:
+        raw = source.read(record.header, LOCAL.size)
+        begin = record.header + LOCAL.size
+        begin += int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+        if len(raw) == LOCAL.size and begin + record.compressed <= source.size:
+            span = Span(source, begin, record.compressed)
+            name = record.name
+            records[name] = Walked(name, record.header, span, record.size, record.crc, record.method, True)
+    return records
+
+
+def _candidates(walked: list[Walked], archive: Archive | None, wanted: Collection[str]) -> dict[str, list[Walked]]:
+    """Return the records that may hold each of the folded names ``wanted``, by local headers, then by the directory.
+
+    A name that two headers claim is dropped; where header and directory disagree, the name that is wanted counts.
+    """
+    names = {record.header: folded(record.name) for record in archive.records} if archive else {}
+    by_name: dict[str, list[Walked]] = {}
+    for record in walked:
+        name = folded(record.name)
+        other = names.get(record.header, name)
+        claims = {name, other} & set(wanted) if name != other else {name}
+        if record.whole and len(claims) == 1:
+            by_name.setdefault(claims.pop(), []).append(record)
+    by_name = {name: records for name, records in by_name.items() if len(records) == 1}
+    for record in _directory_records(archive).values() if archive else ():
+        # Without a checksum a record of the directory counts only where a local header confirms it.
+        if record.crc and folded(record.name) in wanted:
+            by_name.setdefault(folded(record.name), []).append(record)
+    return by_name
+
+
+def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | None) -> str:
+    """Return why a record cannot be this storage, or ""."""
+    if record.size != storage.nbytes:
+        return f"it has {human_bytes(record.size)} where the pickle says {human_bytes(storage.nbytes)}"
+    if not record.crc and record.size:
+        return ""
+    crc = 0
+    try:
+        for data in contents(record.span, record.size, record.method != 0, record.name):
+            crc = zlib.crc32(data, crc)
+            if progress:
+                progress(len(data))
+    except MalformedError as error:
+        return error.what
+    return "" if crc == record.crc else "its bytes do not agree with the checksum on record"
+
+
+def _content(record: Walked) -> bytes:
+    """Return the inflated content of a pickle's record."""
+    if max(record.span.size, record.size) > LIMITS.pickle_bytes:
+        raise PickleError(f"{record.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=record.name)
+    if record.method not in (0, 8):
+        raise PickleError(f"compression method {record.method}, which torch cannot read", where=record.name)
+    try:
+        return b"".join(contents(record.span, record.size, record.method != 0, record.name))
+    except MalformedError as error:
+        raise PickleError(error.what, where=record.name) from error
