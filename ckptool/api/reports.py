@@ -17,15 +17,22 @@ if TYPE_CHECKING:
     import torch
 
     from ..files.write.output import Written
+    from ..reports.comparing.diff import DiffReport
+    from ..reports.comparing.fingerprint import HashReport
+    from ..reports.comparing.lock import Lock
     from ..reports.expectations import Policy
+    from ..reports.inspection import InspectReport
+    from ..reports.keys import KeysReport
+    from ..reports.stats import StatsReport
+    from ..reports.validate import ValidateReport
 
 
 Path = str | os.PathLike[str]
 
 
-def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
+def inspect(path: Path, *, map_location: MapLocation = None) -> InspectReport:
     """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
-    from ..reports.inspect import inspection
+    from ..reports.inspection import inspection
 
     with open(path) as checkpoint:
         return inspection(checkpoint, map_location)
@@ -39,7 +46,7 @@ def keys(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     sort: Literal["file", "name", "bytes"] = "file",
-) -> dict[str, Any]:
+) -> KeysReport:
     """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
     from ..reports.keys import key_listing
 
@@ -56,7 +63,7 @@ def stats(
     exclude: Sequence[str] = (),
     sort: str = "file",
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
+) -> StatsReport:
     """What ``ckptool stats --format json`` prints, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 
     ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
@@ -80,15 +87,11 @@ def get(source: Path | Checkpoint, key: str) -> Any:
     object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
     needed. Raises TargetError when there is nothing at ``key``.
     """
-    from ..edits.lookup import lookup
-    from ..edits.plain_numpy import with_plain_numpy
-    from ..reports.get import value_of
+    from ..reports.get import find_value, value_of
 
     # Tensors read from the file later: it is closed when the last of them goes.
-    checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
-    assert checkpoint.survey  # raises for what is not followed
-    found = lookup(checkpoint, key)
-    return value_of(checkpoint, found.ref, found.path)
+    checkpoint, place = find_value(source if isinstance(source, Checkpoint) else open(source), key)
+    return value_of(checkpoint, place.ref, place.path)
 
 
 def validate(
@@ -97,7 +100,7 @@ def validate(
     *,
     quick: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
+) -> ValidateReport:
     """What ``ckptool validate --format json`` prints of one file, schema ``ckptool.validate/1``.
 
     ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
@@ -121,16 +124,16 @@ def diff(
     other_key: str | None = None,
     count: bool = True,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
+) -> DiffReport:
     """What ``ckptool diff --format json`` prints, schema ``ckptool.diff/1``: ``same`` is the answer.
 
     Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
-    are words of ``comparing.difference.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
     requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count`` it is
     not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
     word that there is not.
     """
-    from ..reports.comparing.diff_report import diff_report
+    from ..reports.comparing.diff import diff_report
 
     with open(a) as one, open(b) as other:
         return diff_report(
@@ -146,7 +149,7 @@ def diff(
         )
 
 
-def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
     """What ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
     With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
@@ -184,16 +187,16 @@ def hash(
     structure: bool = False,
     each: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
+) -> HashReport:
     """What ``ckptool hash --format json`` prints, schema ``ckptool.hash/1``.
 
     ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
     in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
     """
-    from ..reports.comparing.fingerprint import fingerprint_report
+    from ..reports.comparing.fingerprint import hash_report
 
     with open(path) as checkpoint:
-        return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+        return hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
 
 
 def match(
