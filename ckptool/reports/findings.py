@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import CkptoolError
@@ -80,12 +80,12 @@ def findings(
     """Return the findings, errors first. Devices that ``map_location`` takes care of are none."""
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
-    edits += _combined(checkpoint.path, edits)
+    edits += [*_combined(checkpoint.path, edits)]
     refused = any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
-        edits = _without_steps(edits)
-    found = [
+        edits = [finding._replace(next="") for finding in edits]
+    every = [
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
@@ -96,19 +96,15 @@ def findings(
         *_shard_file(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
-    if any(finding.code == "dangerous-call" for finding in found):
+    if any(finding.code == "dangerous-call" for finding in every):
         # Nor one that makes another file of the same kind.
-        found = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in found]
+        every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]
     program = program_of(checkpoint)
     if program is not None:
         commands = ("convert", "salvage", *program.edits)
-        found = [item if _allowed(item.next, commands) else item._replace(next="") for item in found]
-    found.sort(key=lambda finding: _LEVELS.index(finding.level))
-    return found[: LIMITS.listed]
-
-
-def _without_steps(found: Sequence[Finding]) -> list[Finding]:
-    return [finding._replace(next="") for finding in found]
+        every = [item if _allowed(item.next, commands) else item._replace(next="") for item in every]
+    every.sort(key=lambda finding: _LEVELS.index(finding.level))
+    return every[: LIMITS.listed]
 
 
 def _allowed(step: str, commands: Sequence[str]) -> bool:
@@ -116,23 +112,21 @@ def _allowed(step: str, commands: Sequence[str]) -> bool:
     return not step.startswith("ckptool ") or step.split()[1] in commands
 
 
-def _weights_elsewhere(checkpoint: Checkpoint) -> list[Finding]:
+def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find a model file of DeepSpeed without weights: with ZeRO stage 3 each rank saves its parts elsewhere."""
     inner = [entry.tensor for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
     deepspeed = any(entry.key == "ds_version" for entry in checkpoint.survey.entries)
-    if not deepspeed or not inner or any(0 not in tensor.shape for tensor in inner):
-        return []
-    message = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the files of the optimizer"
-    return [Finding("weights-elsewhere", "warning", message, _inspect_folder(checkpoint.path))]
+    if deepspeed and inner and all(0 in tensor.shape for tensor in inner):
+        message = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the optimizer's files"
+        yield Finding("weights-elsewhere", "warning", message, _inspect_folder(checkpoint.path))
 
 
-def _shard_file(path: str) -> list[Finding]:
+def _shard_file(path: str) -> Iterator[Finding]:
     """Find that the file is one shard of several."""
     shard = _SHARD.search(os.path.basename(path))
-    if shard is None or is_address(path) or int(shard[2]) < 2:
-        return []
-    message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
-    return [Finding("shard", "note", message, _inspect_folder(path))]
+    if shard is not None and not is_address(path) and int(shard[2]) > 1:
+        message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
+        yield Finding("shard", "note", message, _inspect_folder(path))
 
 
 def _inspect_folder(path: str) -> str:
@@ -143,7 +137,7 @@ def _inspect(path: str) -> str:
     return f"ckptool inspect {argument(path)}"
 
 
-def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> list[Finding]:
+def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
@@ -159,56 +153,54 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> list[Finding]:
         "unfinished-edit": undo_step(path),
         PROGRAM: convert_step(path) if checkpoint.survey.tensors else "",
     }
-    found = [
-        Finding(p.code, p.level, p.message, _inspect(p.where) if p.code == "inner-weights" else steps.get(p.code, ""))
-        for p in container.problems
-    ]
+    for problem in container.problems:
+        step = _inspect(problem.where) if problem.code == "inner-weights" else steps.get(problem.code, "")
+        yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}
     for flaw in (flaw for flaw in flaws if flaw.refused):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
-        found.append(Finding(code, "error", messages[0] + more, rescue))
+        yield Finding(code, "error", messages[0] + more, rescue)
     if container.byteorder == "big":
-        found.append(Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads"))
-    return found
+        yield Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
 
 
-def _unfollowed(checkpoint: Checkpoint) -> list[Finding]:
+def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find what the pickle means to torch that ckptool does not follow: every other command refuses it."""
-    messages = dict.fromkeys(checkpoint.survey.unfollowed.values())
-    return [Finding("not-followed", "error", f"{message}, which ckptool does not follow") for message in messages]
+    for message in dict.fromkeys(checkpoint.survey.unfollowed.values()):
+        yield Finding("not-followed", "error", f"{message}, which ckptool does not follow")
 
 
-def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> list[Finding]:
-    code = "weights-only"
+def _weights_only(checkpoint: Checkpoint, verdict: Verdict) -> Iterator[Finding]:
     calls = suspicious_calls(checkpoint.graph)
-    if calls:
-        message = f"torch.load(weights_only=False) would run {listed(calls, most=3)}"
-        step = "do not load it; delete it, or report it where it came from"
-        return [Finding("dangerous-call", "error", message, step)]
-    if not checkpoint.pickled:
-        step = rename_step(checkpoint.path, ".safetensors")
-        misnamed = [blocker.rule for blocker in verdict.blockers if blocker.rule.startswith(MISNAMED)]
-        return [Finding(code, "warning", rule, step) for rule in misnamed]
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     known = {problem.message for problem in checkpoint.container.problems}
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
-    if names:
+    code, call = "weights-only", "torch.load(weights_only=True)"
+    if calls:
+        step = "do not load it; delete it, or report it where it came from"
+        yield Finding(
+            "dangerous-call", "error", f"torch.load(weights_only=False) would run {listed(calls, most=3)}", step
+        )
+    elif not checkpoint.pickled:
+        for blocker in verdict.blockers:
+            if blocker.rule.startswith(MISNAMED):
+                yield Finding(code, "warning", blocker.rule, rename_step(checkpoint.path, ".safetensors"))
+    elif names:
         modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
         if modules:
-            message = f"torch.load(weights_only=True) takes {listed(names, most=2)} only when {modules[0]} is imported"
-            return [Finding(code, "warning", message, f"import {modules[0]} before torch.load")]
-        message = f"torch.load(weights_only=True) refuses it: {listed(names)} not on torch {verdict.torch}'s list"
+            message = f"{call} takes {listed(names, most=2)} only when {modules[0]} is imported"
+            yield Finding(code, "warning", message, f"import {modules[0]} before torch.load")
+            return
+        message = f"{call} refuses it: {listed(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             message += "; with weights_only=False their code runs"
-        return [Finding(code, "warning", message, sanitize_step(checkpoint))]
-    if rules and not any(problem.refused for problem in checkpoint.container.problems):
-        texts = rule_texts(rules, checkpoint.graph.style.protocol)
+        yield Finding(code, "warning", message, sanitize_step(checkpoint))
+    elif rules and not any(problem.refused for problem in checkpoint.container.problems):
+        message = f"{call} refuses it: {listed(rule_texts(rules, checkpoint.graph.style.protocol))}"
         mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
-        message = f"torch.load(weights_only=True) refuses it: {listed(texts)}"
-        return [Finding(code, "warning", message, sanitize_step(checkpoint) if mendable else "")]
-    return []
+        yield Finding(code, "warning", message, sanitize_step(checkpoint) if mendable else "")
 
 
 def _begins(name: str, start: str) -> bool:
@@ -224,33 +216,30 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
     return [f"its pickle uses {listed(opcodes)}", *others] if opcodes else others
 
 
-def _sharded_tensors(checkpoint: Checkpoint) -> list[Finding]:
+def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find that one rank saved it: whether its tensors are whole, and where whole ones come from."""
     shards = spread(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
-        return []
+        return
     step = command("sanitize", checkpoint.path, "--local-parts", word="plain")
     if shards.partial:
         share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-        message += ": the files of all ranks together are the checkpoint"
-        found = [Finding("shards", "warning", message, _WHOLE)]
+        yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", _WHOLE)
     else:
         message = f"{counted(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
-        found = [Finding("shards", "note", message, step)]
+        yield Finding("shards", "note", message, step)
     if "ShardedTensor" in shards.kinds:
         ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         group = f"a group of {counted(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
         step = f"torch.distributed.init_process_group(...), or {step}"
-        found.append(Finding("process-group", "warning", message, step))
-    return found
+        yield Finding("process-group", "warning", message, step)
 
 
-def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
+def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
     nodes = checkpoint.graph.nodes
-    found = []
     for state_dict in checkpoint.state_dicts:
         if state_dict.confidence != "high":
             continue
@@ -264,15 +253,14 @@ def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
             message = (
                 f"{counted(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be removed"
             )
-            found.append(Finding("prefix-collision", "warning", message, "remove one of each pair with drop"))
+            yield Finding("prefix-collision", "warning", message, "remove one of each pair with drop")
         elif prefix.keys:
-            found.append(_prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"})))
+            yield _prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"}))
         elif inner.keys() - {"module"}:
             segments = listed([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
             step = command("strip-module", checkpoint.path, "--wrappers", word="plain")
-            found.append(Finding("wrappers", "warning", message, step))
-    return found
+            yield Finding("wrappers", "warning", message, step)
 
 
 def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Finding:
@@ -282,14 +270,13 @@ def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Fi
     return Finding("prefix", "warning", message, command("strip-module", path, *options, word="plain"))
 
 
-def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> list[Finding]:
+def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
     path, devices = checkpoint.path, checkpoint.survey.devices
     tags = [share.name for share in account.devices]
-    found = []
     if isinstance(map_location, Mapping):
         unused = [device for device in map_location if device not in tags]
         if unused:
-            found.append(Finding("map-location", "warning", f"no storage is tagged {listed(unused)}"))
+            yield Finding("map-location", "warning", f"no storage is tagged {listed(unused)}")
     away = [
         tag for tag in tags if tag not in ("cpu", "meta", "") and lands_on(tag, map_location) not in ("cpu", "meta")
     ]
@@ -301,48 +288,41 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         maps = program is None or program.maps
         needs = f"{loader} needs map_location" if maps else f"{loader} fails, as it has no map_location"
         device = "that device" if len(away) == 1 else "these devices"
-        found.append(
-            Finding("device", "warning", f"tagged {listed(away)}: on a machine without {device}, {needs}", remap)
-        )
+        yield Finding("device", "warning", f"tagged {listed(away)}: on a machine without {device}, {needs}", remap)
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
         message = f"plain strings name a device: {listed(strings)}; remap leaves them, with --strings it changes them"
-        found.append(Finding("device-strings", "note", message))
+        yield Finding("device-strings", "note", message)
     if objects:
         message = f"torch.device objects: {listed(objects)}; map_location does not reach them, remap does"
-        found.append(Finding("device-objects", "note", message, "" if away else remap))
-    return found
+        yield Finding("device-objects", "note", message, "" if away else remap)
 
 
-def _combined(path: str, edits: Sequence[Finding]) -> list[Finding]:
+def _combined(path: str, edits: Sequence[Finding]) -> Iterator[Finding]:
     """Find one command for the prefix and the device, where both are to be edited."""
     names = [finding for finding in edits if finding.code in ("prefix", "wrappers")]
-    if not names or not any(finding.code == "device" and finding.next for finding in edits):
-        return []
-    option = "--wrappers" if any("--wrappers" in finding.next for finding in names) else "--strip-module"
-    step = command("edit", path, option, "--to", "cpu", word="plain.cpu")
-    return [Finding("together", "note", "names and devices in one pass", step)]
+    if names and any(finding.code == "device" and finding.next for finding in edits):
+        option = "--wrappers" if any("--wrappers" in finding.next for finding in names) else "--strip-module"
+        step = command("edit", path, option, "--to", "cpu", word="plain.cpu")
+        yield Finding("together", "note", "names and devices in one pass", step)
 
 
-def _state_dicts(checkpoint: Checkpoint) -> list[Finding]:
-    found = []
+def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     survey = checkpoint.survey
     for state_dict in survey.state_dicts:
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
             step = f"name it by --key {shlex.quote(state_dict.path)}"
-            found.append(Finding("low-confidence", "note", message, step))
+            yield Finding("low-confidence", "note", message, step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
-        found.append(Finding("module", "warning", message))  # weights-only has the way out
+        yield Finding("module", "warning", message)  # weights-only has the way out
     if not survey.tensors and program_of(checkpoint) is None:
-        found.append(Finding("no-tensors", "note", "there is no tensor in it"))
-    return found
+        yield Finding("no-tensors", "note", "there is no tensor in it")
 
 
-def _bytes(checkpoint: Checkpoint, account: Account) -> list[Finding]:
-    found = []
+def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
     if account.unused_bytes:
         path, used, size = account.wasteful[0]
         more = f" and {counted(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
@@ -355,11 +335,10 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> list[Finding]:
         )
         editable = not any(problem.code in _NO_EDITS for problem in checkpoint.container.problems)
         step = command("slim", checkpoint.path, word="slim") if editable else ""
-        found.append(Finding("unused-bytes", "note", message, step))
+        yield Finding("unused-bytes", "note", message, step)
     if account.shared_storages:
         count = counted(account.shared_storages, "storage")
-        found.append(Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)"))
-    return found
+        yield Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
 
 
 def sanitize_step(checkpoint: Checkpoint) -> str:

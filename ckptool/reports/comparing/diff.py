@@ -16,7 +16,7 @@ from ...files.sources import FileSource
 from ...values.elements import dtype_of
 from ...values.interpretation import Reading, lazy_bits
 from ..json_values import json_value
-from .graphs import GraphComparison, TensorPair, Unpaired, compare_graphs
+from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import BitDifference, Closeness, closeness, compare_bits, has_numbers, has_values, mark_of
 
@@ -104,15 +104,6 @@ class EntryDifference(TypedDict):
     path: str
     a: EntryValue
     b: EntryValue
-
-
-class OrderDifference(TypedDict):
-    """A mapping whose keys are in another order: the first position where they part, and the two keys there."""
-
-    path: str
-    place: int
-    a: str
-    b: str
 
 
 class DiffReport(TypedDict):
@@ -225,9 +216,7 @@ def diff_report(
             "entries": [
                 {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
             ],
-            "order": []
-            if "order" in words
-            else [{"path": item.path, "place": item.place, "a": item.a, "b": item.b} for item in graphs.order],
+            "order": [] if "order" in words else graphs.order,
             "hint": _hint(left, right, words) if all(graphs.unpaired) else "",
             "stat": "",
             "verdict": "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
@@ -58,7 +58,7 @@ class TensorPair(NamedTuple):
     mismatches: list[Mismatch]
 
 
-class Reordering(NamedTuple):
+class OrderDifference(TypedDict):
     """A mapping whose keys are in another order: the first position where they part, and the two keys there."""
 
     path: str
@@ -77,7 +77,7 @@ class GraphComparison(NamedTuple):
     places: list[tuple[str, int]]
     unpaired: tuple[list[Unpaired], list[Unpaired]]
     mismatches: list[Mismatch]
-    order: list[Reordering]
+    order: list[OrderDifference]
     passed_over: list[int]
 
 
@@ -329,8 +329,9 @@ class _GraphWalk:
     def order(self, ours: Mapping[str, Ref], theirs: Mapping[str, Ref], path: str, owner: int) -> None:
         one, other = [s for s in ours if s in theirs], [s for s in theirs if s in ours]
         if one != other and owner < 0:
-            place = next(number for number, (a, b) in enumerate(zip(one, other)) if a != b)
-            self.result.order.append(Reordering(path, place, join_path("", one[place]), join_path("", other[place])))
+            place = next(number for number, (left, right) in enumerate(zip(one, other)) if left != right)
+            a, b = join_path("", one[place]), join_path("", other[place])
+            self.result.order.append({"path": path, "place": place, "a": a, "b": b})
 
 
 def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:

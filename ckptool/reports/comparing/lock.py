@@ -20,7 +20,7 @@ from ...base.text import argument, counted
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import Entry
-from ..checks import FAIL, NOT_POSSIBLE, PASS, Check, Note
+from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
@@ -212,23 +212,18 @@ def lock_checks(
         actual = lock_of(checkpoint, content=bool(hashes) and not quick, progress=progress)
     except MalformedError as problem:
         error, actual = problem, lock_of(checkpoint)
-    checks = [_check("lock", [*_structure_notes(lock, actual)], f"as locked: {counted(len(locked), 'value')}")]
+    checks = [
+        judge("lock", "expectations", [*_structure_notes(lock, actual)], f"as locked: {counted(len(locked), 'value')}")
+    ]
     if not hashes:
         return checks
     if error is not None:
         note = Note("lock-content", "error", f"the content cannot be read: {error.what}")
-        return [*checks, _check("lock-content", [note], "")]
+        return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
     good = f"as locked: the content of {counted(hashes, 'tensor')}"
-    return [*checks, _check("lock-content", [*_content_notes(lock, actual)], good)]
-
-
-def _check(name: str, notes: list[Note], good: str) -> Check:
-    if not notes:
-        return Check(name, "expectations", PASS, good)
-    more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
-    return Check(name, "expectations", FAIL, notes[0].message + more, tuple(notes))
+    return [*checks, judge("lock-content", "expectations", [*_content_notes(lock, actual)], good)]
 
 
 def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
@@ -257,15 +252,15 @@ def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Note]:
         for name, value in old.items():
             if name in new:
                 yield from _value_notes(_label(path, name), name, value, new[name])
-    for key, kind in lock["entries"].items():
+    for key, name in lock["entries"].items():
         now = actual["entries"].get(key)
         if now is None:
             yield Note("lock-entry", "error", f"the entry {key!r} is missing", key)
-        elif now != kind:
-            yield Note("lock-entry", "error", f"the entry {key!r} is {now}, locked {kind}", key)
-    for key, kind in actual["entries"].items():
+        elif now != name:
+            yield Note("lock-entry", "error", f"the entry {key!r} is {now}, locked {name}", key)
+    for key, name in actual["entries"].items():
         if key not in lock["entries"]:
-            yield Note("lock-entry", "error", f"the entry {key!r} is new: {kind}", key)
+            yield Note("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
 
 
 def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Note]:

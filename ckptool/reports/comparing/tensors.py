@@ -399,7 +399,7 @@ def closeness(a: tuple[Checkpoint, Tensor], b: tuple[Checkpoint, Tensor], rtol: 
         elements += len(ours) // one.itemsize
         if one.name == other.name and ours == theirs:
             continue
-        found = distances((bytearray(ours), one.name), (bytearray(theirs), other.name), rtol, atol)
-        far, nonfinite, total = far + found[0], nonfinite + found[1], total + found[4]
-        max_abs, max_rel = max(max_abs, found[2]), max(max_rel, found[3])
+        distance = distances((bytearray(ours), one.name), (bytearray(theirs), other.name), rtol, atol)
+        far, nonfinite, total = far + distance[0], nonfinite + distance[1], total + distance[4]
+        max_abs, max_rel = max(max_abs, distance[2]), max(max_rel, distance[3])
     return Closeness(far, nonfinite, max_abs, max_rel, total / max(elements - nonfinite, 1))
