@@ -186,7 +186,8 @@ class _Values:
             except ValueError:
                 keys.append(one.name)
                 texts.append(number)
-        taken = {key for number, key in enumerate(keys) if number not in set(texts)} if texts else set()
+        as_text = set(texts)
+        taken = {key for number, key in enumerate(keys) if number not in as_text} if texts else set()
         for number in texts:
             while keys[number] in taken:
                 keys[number] += "'"
