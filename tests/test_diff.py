@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, TargetError
 from ckptool.cli.main import run
-from ckptool.reports.comparing.difference import IGNORABLE
+from ckptool.reports.comparing.diff import IGNORABLE
 from ckptool.values.elements import elements
 
 LISTS = ("container", "only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order")

@@ -19,7 +19,7 @@ import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, RefusedError, TargetError, UnreadableError
 from ckptool.cli.main import run
 from ckptool.formats.hf.writer import Item, parse_size, split
-from ckptool.reports.inspect import inspection
+from ckptool.reports.inspection import inspection
 from ckptool.reports.validate import validation_report
 
 hub = pytest.importorskip("huggingface_hub")

@@ -15,7 +15,7 @@ import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError
 from ckptool.formats import FORMATS
 from ckptool.formats.zip_kinds import ZIPS
-from ckptool.reports.inspect import inspection
+from ckptool.reports.inspection import inspection
 
 #: The zip has lost its directory: there is nothing to inspect before salvage.
 NO_DIRECTORY = {"truncated.pth", "zip_leading.pth"}

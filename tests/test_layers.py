@@ -307,11 +307,11 @@ def test_modules_can_be_read_in_one_go() -> None:
     [
         ("ckptool.base.errors", "from ..files import sources", True),
         ("ckptool.pickles.decode", "def f():\n    from ..checkpoint.checkpoint import Checkpoint", True),
-        ("ckptool.edits.keys", "from ..reports.keys import listing", True),
+        ("ckptool.edits.keys", "from ..reports.keys import keys_report", True),
         ("ckptool.checkpoint.survey", "import ckptool.formats", True),
         ("ckptool.reports.findings", "from .. import saving", True),
         (
-            "ckptool.reports.inspect",
+            "ckptool.reports.inspection",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..cli import render",
             True,
         ),

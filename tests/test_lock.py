@@ -149,7 +149,7 @@ def test_content_is_compared_where_it_is_locked(tmp_path: Path) -> None:
     ckptool.write_lock(path, full, content=True)
     other = saved(tmp_path / "b", net(a_w=torch.zeros(2, 3), a_b=torch.tensor([0.0, 1.0])))
     assert said(other, plain) == [] and said(path, full) == []
-    assert said(other, full) == ["net: a.b has another content"]
+    assert said(other, full) == ["net: a.b has other content"]
     quick = checked(other, full, quick=True)
     assert (quick["lock"]["status"], quick["lock-content"]["status"]) == ("pass", "not possible")
     broken = checked(FIXTURES / "zip_missing_storage.pth", full)

@@ -22,7 +22,7 @@ from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedErro
 from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource
 from ckptool.formats import read_container
-from ckptool.reports.inspect import inspection
+from ckptool.reports.inspection import inspection
 from ckptool.reports.validate import validation_report
 
 

@@ -36,7 +36,7 @@ from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, shardi
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
-from ckptool.reports.inspect import inspection
+from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import key_listing
 from ckptool.reports.tree import tree_of
 from ckptool.safety.calls import suspicious_calls

@@ -1,4 +1,4 @@
-"""From paths to reports: what the commands print as JSON."""
+"""From paths to reports: the JSON of the commands, typed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ if TYPE_CHECKING:
     import torch
 
     from ..files.write.output import Written
+    from ..reports.comparing.diff import DiffReport
+    from ..reports.comparing.fingerprint import HashReport
+    from ..reports.comparing.lock import Lock
     from ..reports.expectations import Policy
+    from ..reports.inspection import InspectReport
+    from ..reports.keys import KeysReport
+    from ..reports.stats import StatsReport
+    from ..reports.validate import ValidateReport
 
 
 Path = str | os.PathLike[str]
 
 
-def inspect(path: Path, *, map_location: MapLocation = None) -> dict[str, Any]:
-    """What ``ckptool inspect --format json`` prints, schema ``ckptool.inspect/1``."""
-    from ..reports.inspect import inspection
+def inspect(path: Path, *, map_location: MapLocation = None) -> InspectReport:
+    """Return the JSON of ``ckptool inspect``, schema ``ckptool.inspect/1``."""
+    from ..reports.inspection import inspection
 
     with open(path) as checkpoint:
         return inspection(checkpoint, map_location)
@@ -39,8 +46,8 @@ def keys(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     sort: Literal["file", "name", "bytes"] = "file",
-) -> dict[str, Any]:
-    """What ``ckptool keys --format json`` prints, schema ``ckptool.keys/1``."""
+) -> KeysReport:
+    """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``."""
     from ..reports.keys import key_listing
 
     with open(path) as checkpoint:
@@ -56,8 +63,8 @@ def stats(
     exclude: Sequence[str] = (),
     sort: str = "file",
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """What ``ckptool stats --format json`` prints, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
+) -> StatsReport:
+    """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 
     ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
     "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
@@ -66,29 +73,25 @@ def stats(
     from ..reports.stats import SORTS, statistics_of
 
     if sort not in SORTS:
-        raise TargetError(f"nothing can be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
+        raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with open(path) as checkpoint:
         return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)
 
 
 def get(source: Path | Checkpoint, key: str) -> Any:
-    """What stands at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
+    """Return the value at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
 
     Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
     location, and ``tolist()``, ``tobytes()``, ``numbers()``, ``numpy.asarray(value)``, which read from the file. An
     object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
-    needed. Raises TargetError when there is nothing at ``key``.
+    needed. Raises TargetError where there is nothing at ``key``.
     """
-    from ..edits.lookup import lookup
-    from ..edits.sanitize.numpy_values import with_plain_numpy
-    from ..reports.get import value_of
+    from ..reports.get import find_value, value_of
 
     # Tensors read from the file later: it is closed when the last of them goes.
-    checkpoint = with_plain_numpy(source if isinstance(source, Checkpoint) else open(source))
-    assert checkpoint.survey  # raises for what is not followed
-    found = lookup(checkpoint, key)
-    return value_of(checkpoint, found.ref, found.path)
+    checkpoint, place = find_value(source if isinstance(source, Checkpoint) else open(source), key)
+    return value_of(checkpoint, place.ref, place.path)
 
 
 def validate(
@@ -97,11 +100,11 @@ def validate(
     *,
     quick: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """What ``ckptool validate --format json`` prints of one file, schema ``ckptool.validate/1``.
+) -> ValidateReport:
+    """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
 
-    ``policy`` is what is expected, as a Policy or by the names that a policy file has. ``quick`` leaves out the
-    checksums. Raises TargetError for a policy that makes no sense; what is wrong with the file is in the report.
+    ``policy`` says what is expected, as a Policy or with the keys of a policy file. ``quick`` leaves out the
+    checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
     """
     from ..reports.expectations import Policy, policy_of
     from ..reports.validate import validation_report
@@ -121,16 +124,16 @@ def diff(
     other_key: str | None = None,
     count: bool = True,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """What ``ckptool diff --format json`` prints, schema ``ckptool.diff/1``: ``same`` is the answer.
+) -> DiffReport:
+    """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
 
     Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
-    are words of ``comparing.difference.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
-    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count`` it is
-    not counted how many elements differ. Raises UnreadableError for what is no checkpoint, TargetError for a key or
-    word that there is not.
+    are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count``
+    differing elements are not counted. Raises UnreadableError for a file that is not a checkpoint, TargetError for an
+    unknown key or word.
     """
-    from ..reports.comparing.diff_report import diff_report
+    from ..reports.comparing.diff import diff_report
 
     with open(a) as one, open(b) as other:
         return diff_report(
@@ -146,10 +149,10 @@ def diff(
         )
 
 
-def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """What ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+def lock(path: Path, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+    """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
-    With ``content`` a hash of each tensor's values, too. ``validate(path, {"lock": FILE})`` compares with it.
+    ``content`` adds a hash of each tensor's values. ``validate(path, {"lock": FILE})`` compares with it.
     """
     from ..reports.comparing.lock import lock_of
 
@@ -165,7 +168,7 @@ def write_lock(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Write the lock of a checkpoint to a file, whole or not at all; parameters and errors as for lock and save."""
+    """Write the lock of a checkpoint to a file, atomically; parameters and errors are those of lock and save."""
     from ..files.sources import Plan
     from ..files.write.output import check_output, write_plan
     from ..reports.comparing.lock import lock_of, lock_text
@@ -184,16 +187,17 @@ def hash(
     structure: bool = False,
     each: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """What ``ckptool hash --format json`` prints, schema ``ckptool.hash/1``.
+) -> HashReport:
+    """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
 
-    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values. What goes
-    in stands in ``comparing.fingerprint``. With ``structure`` no values are read; ``each`` adds a hash of each tensor.
+    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
+    ``comparing.fingerprint`` says what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
+    tensor.
     """
-    from ..reports.comparing.fingerprint import fingerprint_report
+    from ..reports.comparing.fingerprint import hash_report
 
     with open(path) as checkpoint:
-        return fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+        return hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
 
 
 def match(
@@ -206,7 +210,7 @@ def match(
     anywhere: bool = False,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """What ``ckptool match --format json`` prints, schema ``ckptool.match/1``: what would load, and the shortest edit.
+    """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
     callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from shlex import split
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .retyping import retyped
 from .streams import progress_bar
+
+if TYPE_CHECKING:
+    from ..reports.comparing.diff import DiffReport
 
 #: Lines of one list for people; the rest is counted.
 _SHOWN = 20
@@ -77,7 +80,7 @@ def diff(
     by atol + rtol * |b|, as for torch.allclose, but NaN equals NaN; this needs torch where bits differ. Exit 0: the
     same; 1: they differ; 3: one cannot be read.
     """
-    from ..reports.comparing.diff_report import diff_report
+    from ..reports.comparing.diff import diff_report
 
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
@@ -113,16 +116,15 @@ def diff(
     return 0 if report["same"] else 1
 
 
-def _lines(report: dict[str, Any]) -> list[str]:
+def _lines(report: DiffReport) -> list[str]:
     """The verdict, then what differs, by kind."""
     lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
         lines.append(clean(f"-> names agree: {_again(*split(report['hint']))}"))
-    for side in ("a", "b"):
-        rows = [f"  {label(item['path'])}  {_content(item)}" for item in report[f"only_in_{side}"]]
-        lines += _listed(f"only in {side.upper()}", rows)
+    for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
+        lines += _listed(f"only in {side}", [f"  {label(item['path'])}  {_content(item)}" for item in items])
     lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
     lines += _listed("program", [clean(f"  {item['what']}: {_change(item)}") for item in report["program"]])
     lines += _listed("changed", list(_changes(report["changed"])))
@@ -148,23 +150,23 @@ def _again(*more: str) -> str:
     return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
 
 
-def _way(report: dict[str, Any]) -> list[str]:
+def _way(report: DiffReport) -> list[str]:
     """Where the same tensors stand in another format or order: how to leave that aside."""
-    kinds = ("only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "program")
-    aside = [name for name, field in (("container", "container"), ("order", "order")) if report[field]]
-    if not aside or any(report[kind] for kind in kinds):
+    aside = [name for name in ("container", "order") if report[name]]
+    rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
+    if not aside or any((*rest, report["entries"], report["program"])):
         return []
     return ["", clean(f"-> the rest is the same: {_again('--ignore', ','.join(aside))}")]
 
 
-def _same(report: dict[str, Any]) -> str:
+def _same(report: DiffReport) -> str:
     """What was found to be the same."""
     sums = report["tensors"]
     close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
     return f"{counted(sums['in_both'], 'tensor')}{close}"
 
 
-def _changes(items: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each property that differs; one for all tensors in which it differs in the same way."""
     alike: dict[str, list[str]] = {}
     for item in items:
@@ -191,7 +193,7 @@ def label(path: str) -> str:
     return path or "."
 
 
-def _content(item: dict[str, Any]) -> str:
+def _content(item: Mapping[str, Any]) -> str:
     if "shape" in item:
         return f"{item['dtype']} {_shape(item['shape'])}, {item['device']}"
     if item["tensors"]:
@@ -199,11 +201,11 @@ def _content(item: dict[str, Any]) -> str:
     return _entry(item)
 
 
-def _what(item: dict[str, Any]) -> str:
+def _what(item: Mapping[str, Any]) -> str:
     return str(item["what"]).removeprefix(".")
 
 
-def _change(item: dict[str, Any]) -> str:
+def _change(item: Mapping[str, Any]) -> str:
     if item["what"] == "shape":
         return f"{_shape(item['a'])} -> {_shape(item['b'])}"
     if item["what"] in ("layout", "dtype", "stride", "device", "class", "format", "byte order"):
@@ -215,7 +217,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _entry(leaf: dict[str, Any]) -> str:
+def _entry(leaf: Mapping[str, Any]) -> str:
     """A value with its type where that does not show."""
     if leaf.get("value") is None:
         return str(leaf["type"])
@@ -228,7 +230,7 @@ def _short(value: object) -> str:
     return cut(repr(value))
 
 
-def _values(title: str, items: Sequence[dict[str, Any]]) -> list[str]:
+def _values(title: str, items: Sequence[Mapping[str, Any]]) -> list[str]:
     if not items:
         return []
     near = "max_abs" in items[0]
@@ -248,7 +250,7 @@ def _indented(*texts: str) -> list[str]:
     return ["  " + line for text in texts for line in text.split("\n")]
 
 
-def _row(item: dict[str, Any], near: bool) -> list[str]:
+def _row(item: Mapping[str, Any], near: bool) -> list[str]:
     first = f"[{', '.join(map(str, item['first']))}]" if item["first"] else ""
     name = label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
     cells = [cut(name), item["dtype"], _shape(item["shape"]), first]

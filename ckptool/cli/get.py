@@ -7,11 +7,10 @@ import click
 from .. import api
 from ..base.text import human_bytes
 from ..checkpoint.checkpoint import file_mode
-from ..edits.lookup import lookup
-from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.write.output import check_output, write_plan
 from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
+from ..reports.get import find_value
 from ..values.npy import array_of, npy_plan
 from .options import one_path
 from .render import clean, emit, emit_pieces, say, say_problems
@@ -52,9 +51,7 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
         raise click.UsageError("--force is for --npy.")
     with api.open(path) as opened:
         say_problems(opened)
-        checkpoint = with_plain_numpy(opened)
-        assert checkpoint.survey  # raises for what is not followed
-        found = lookup(checkpoint, key)
+        checkpoint, found = find_value(opened, key)
         if npy is not None:
             check_output(npy, checkpoint.sources, force=force)
             array = array_of(checkpoint, found.ref, found.path)

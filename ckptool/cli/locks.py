@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from .compare import label
 from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
 from .render import clean, emit, emit_json, emit_lines, failure, say_error, say_problems
 from .streams import progress_bar
+
+if TYPE_CHECKING:
+    from ..reports.comparing.fingerprint import TensorHash
 
 LOCK_EPILOG = """\b
 Examples:
@@ -83,15 +86,15 @@ def hash_command(
     another device or in another order of keys. With --key names count from that state dict on: so a bare state
     dict (--key .) and the same one in a training checkpoint (--key state_dict) agree.
     """
-    from ..reports.comparing.fingerprint import fingerprint_report
+    from ..reports.comparing.fingerprint import hash_report
 
-    reports: list[dict[str, Any]] = []
+    reports: list[Mapping[str, Any]] = []
     codes = []
     for path in paths:
         try:
             with api.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
                 say_problems(checkpoint)
-                report = fingerprint_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+                report = hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
@@ -100,7 +103,7 @@ def hash_command(
         codes.append(0)
         reports.append(report)
         if style == "table" and each:
-            emit_lines([clean(_each(item, structure)) for item in report["each"]])
+            emit_lines([clean(_each(item)) for item in report["each"]])
         elif style == "table":
             emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
     if style != "table":
@@ -108,9 +111,9 @@ def hash_command(
     return worst(codes)
 
 
-def _each(item: dict[str, Any], structure: bool) -> str:
+def _each(item: TensorHash) -> str:
     shape = "x".join(map(str, item["shape"])) or "scalar"
-    return f"{'' if structure else item['hash'] + '  '}{item['dtype']} {shape}  {label(item['path'])}"
+    return f"{item['hash'] + '  ' if item['hash'] else ''}{item['dtype']} {shape}  {label(item['path'])}"
 
 
 def _bar(path: str, wanted: bool) -> AbstractContextManager[Callable[[int], None] | None]:

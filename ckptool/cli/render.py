@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -144,7 +144,7 @@ def to_json(value: Any, indent: int | None = 2) -> str:
     return _safe_json(json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True))
 
 
-def emit_json(reports: Sequence[dict[str, Any]], style: str, several: bool) -> None:
+def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -> None:
     """One report as an object, several as a list; with ``jsonl`` an object a line."""
     if style == "jsonl":
         for report in reports:

@@ -17,7 +17,7 @@ from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.text import counted, cut, human_bytes
 from ..formats.checkpoint_search import find_checkpoints, names_one_file
-from ..reports.keys import listed_entries, listing
+from ..reports.keys import keys_report, select_entries
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, paths, worst
@@ -113,7 +113,7 @@ def inspect(
 
 
 def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Told:
-    from ..reports.inspect import inspection
+    from ..reports.inspection import inspection
     from .summary import overview_row, summary
 
     code = 0
@@ -123,7 +123,7 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
             if depth:
                 from ..reports.tree import tree_of
 
-                report["tree"] = [line._asdict() for line in tree_of(checkpoint, depth)]
+                report["tree"] = [line.report for line in tree_of(checkpoint, depth)]
         if load:
             from ..reports.loading import load_report
 
@@ -291,12 +291,12 @@ def _read(
     parts, rest = None, 0
     with api.open(path) as checkpoint:
         survey = checkpoint.survey
-        entries = listed_entries(checkpoint, **how)
+        entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
     if how["globs"] and not entries:
         remarks.append(f"ckptool: {path}: no key matches")
     if style in ("json", "jsonl"):
-        text = report_text(listing(checkpoint, entries), style)
+        text = report_text(keys_report(checkpoint, entries), style)
     elif names:
         text = "\n".join(labels(entries))
     elif style == "table":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import click
@@ -10,8 +11,8 @@ from .. import api
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.text import counted, listed, salvage_step
-from ..reports.keys import listed_entries
-from ..reports.stats import SORTS, bytes_to_read, statistics_of
+from ..reports.keys import select_entries
+from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
 from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
 from .streams import progress_bar, watched
@@ -58,7 +59,7 @@ def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> 
     The bytes are streamed: memory does not grow with the file. Needs torch for the arithmetic, never to load.
     """
     several = len(paths) > 1
-    reports: list[dict[str, Any]] = []
+    reports: list[Mapping[str, Any]] = []
     rows: list[tuple[str, ...]] = []
     codes = []
     for number, path in enumerate(paths):
@@ -96,11 +97,11 @@ def _report(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     sort: str,
-) -> dict[str, Any]:
+) -> StatsReport:
     globs = Globs(include, exclude)
     with api.open(path) as checkpoint:
         say_problems(checkpoint)
-        total = bytes_to_read(listed_entries(checkpoint, key, everything, globs)) if bar else 0
+        total = bytes_to_read(select_entries(checkpoint, key, everything, globs)) if bar else 0
         with progress_bar(total, "measuring", bar) as moving:
             return statistics_of(
                 checkpoint,
@@ -112,7 +113,7 @@ def _report(
             )
 
 
-def _code(path: str, report: dict[str, Any]) -> int:
+def _code(path: str, report: StatsReport) -> int:
     """What is missing is said, and makes the whole unreadable: its other rows are told all the same."""
     missing = report["summary"]["missing"]
     if not missing:
@@ -126,20 +127,21 @@ _NUMBERS: Final = ("min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
 _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "reason")
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A line for machines: always the same columns, numbers in full."""
     shape = "x".join(map(str, row["shape"])) or "scalar"
     told = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
     return row["state_dict"] or "", row["key"], row["path"], row["dtype"], shape, *told, row["reason"] or ""
 
 
-def _sections(report: dict[str, Any]) -> str:
+def _sections(report: StatsReport) -> str:
     """A table for each state dict, and one for what is outside."""
-    groups: dict[str | None, list[dict[str, Any]]] = {}
+    groups: dict[str | None, list[Mapping[str, Any]]] = {}
     for row in report["tensors"]:
         groups.setdefault(row["state_dict"], []).append(row)
     # Columns that would hold nothing but 0 are left to the summary.
-    bad = [(name, label) for name, label in (("nans", "NaN"), ("infs", "Inf")) if report["summary"][name]]
+    summary: Mapping[str, Any] = report["summary"]
+    bad = [(name, label) for name, label in (("nans", "NaN"), ("infs", "Inf")) if summary[name]]
     marks = _BLOCKS if draws("".join(_BLOCKS)) else _ASCII
     names = _shown(report)
     parts = []
@@ -153,20 +155,20 @@ def _sections(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _shown(report: dict[str, Any]) -> dict[str, str]:
+def _shown(report: StatsReport) -> dict[str, str]:
     """What a path is called: by its key, where there is one state dict."""
     rows = report["tensors"]
     one = len({row["state_dict"] for row in rows}) == 1
     return {row["path"]: (row["key"] if one else row["path"]) or "." for row in rows}
 
 
-def _dtype(row: dict[str, Any]) -> str:
+def _dtype(row: Mapping[str, Any]) -> str:
     if "sharding" in row:
         return f"{row['dtype']} ({row['sharding']} part)"
     return row["dtype"] if row["kind"] in PLAIN_KINDS else f"{row['dtype']} ({row['kind']})"
 
 
-def _line(row: dict[str, Any], counts: list[str]) -> list[str]:
+def _line(row: Mapping[str, Any], counts: list[str]) -> list[str]:
     shape = "x".join(map(str, row["shape"])) or "scalar"
     numbers = [_short(row[name]) for name in ("min", "max", "mean", "std", "norm")]
     return [shape, *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
@@ -181,7 +183,7 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _chart(row: dict[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
+def _chart(row: Mapping[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
     """The histogram, one character a bin; in words what has none."""
     levels, left, right = marks
     if row["reason"] is not None:
@@ -197,9 +199,10 @@ def _chart(row: dict[str, Any], marks: tuple[str, str, str], names: dict[str, st
     return left + "".join(levels[-(-count * len(levels) // most) - 1] if count else " " for count in counts) + right
 
 
-def _summary(report: dict[str, Any], everything: bool) -> list[str]:
+def _summary(report: StatsReport, everything: bool) -> list[str]:
     """What there is in all, and what to look at."""
-    summary, names = report["summary"], _shown(report)
+    summary: Mapping[str, Any] = report["summary"]
+    names = _shown(report)
     rest = report["in_file"] - report["listed"]
     if not summary["tensors"]:
         return [f"no tensors; {rest:,} more in the file: --all" if rest and not everything else "no tensors"]

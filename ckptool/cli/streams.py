@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ def progress_bar(
         yield bar.update
 
 
-def report_text(report: dict[str, Any], style: str) -> str:
+def report_text(report: Mapping[str, Any], style: str) -> str:
     """A report as JSON: one line for ``jsonl``, else indented."""
     return to_json(report, None if style == "jsonl" else 2)
 

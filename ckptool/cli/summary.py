@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..base.text import counted, cut, human_bytes, human_count, listed
 from .render import clean, pairs, table
+
+if TYPE_CHECKING:
+    from ..reports.inspection import DeviceReport, EntryReport, FindingReport, InspectReport, StateDictReport
+    from ..reports.loading import LoadReport
+    from ..reports.tree import BranchReport
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
@@ -13,7 +18,7 @@ OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "f
 _TOLD = frozenset(("prefix", "device", "together", "map-location"))
 
 
-def summary(report: dict[str, Any]) -> str:
+def summary(report: InspectReport) -> str:
     """The report of ``inspect`` as text."""
     head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}"
     head += f", written by {clean(report['writer'])}"
@@ -27,7 +32,7 @@ def summary(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def overview_row(report: dict[str, Any]) -> tuple[str, ...]:
+def overview_row(report: InspectReport) -> tuple[str, ...]:
     """The report of ``inspect`` in one line: the columns of ``OVERVIEW``. ``keys`` and prefixes are those of the state
     dicts that are ones for certain; of the findings it has the codes, worst first, of
     those that are no mere notes and that no column tells."""
@@ -53,7 +58,7 @@ def overview_row(report: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def layout_words(report: dict[str, Any]) -> str:
+def layout_words(report: InspectReport) -> str:
     """The layout in words: "wrapped dict; state dict under 'state_dict', 62 tensors, prefix 'module.' on all keys"."""
     kind, container = report["layout"]["kind"], report["layout"]["container"]
     sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
@@ -75,7 +80,7 @@ def layout_words(report: dict[str, Any]) -> str:
     return f"{start}; {len(sure)} state dicts: {each}{more}"
 
 
-def _state_dict_words(item: dict[str, Any]) -> str:
+def _state_dict_words(item: StateDictReport) -> str:
     prefix = item["prefix"]
     if prefix["status"] == "none":
         words = "no prefix"
@@ -91,7 +96,7 @@ def _state_dict_words(item: dict[str, Any]) -> str:
     return f"{counted(item['tensors'], 'tensor')}, {words}"
 
 
-def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(report: InspectReport) -> list[tuple[str, str]]:
     facts = [("layout", layout_words(report))]
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
@@ -125,7 +130,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _device(item: dict[str, Any]) -> str:
+def _device(item: DeviceReport) -> str:
     lands = f" -> {item['lands_on']}" if "lands_on" in item else ""
     others = item.get("other_bytes", 0)
     rest = f", and {human_bytes(others)} in none of them" if others else ""
@@ -133,11 +138,11 @@ def _device(item: dict[str, Any]) -> str:
     return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {size}{rest})"
 
 
-def _loads(report: dict[str, Any]) -> str:
+def _loads(report: InspectReport) -> str:
     return "each file" if report["loads"] == "each file" else "it"
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(report: InspectReport) -> str:
     verdict = report["weights_only"]
     if verdict["loads"]:
         return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
@@ -148,7 +153,7 @@ def _verdict(report: dict[str, Any]) -> str:
     return f"weights_only=True of torch {verdict['torch']} refuses it: {listed(reasons, most=4)}"
 
 
-def _loaded(load: dict[str, Any]) -> str:
+def _loaded(load: LoadReport) -> str:
     if load["ok"]:
         places = ", ".join(f"{counted(count, 'tensor')} on {device}" for device, count in load["devices"].items())
         places = places or "no tensors"
@@ -156,7 +161,7 @@ def _loaded(load: dict[str, Any]) -> str:
     return f"no: {load['error']}"
 
 
-def _entries(report: dict[str, Any]) -> str:
+def _entries(report: InspectReport) -> str:
     rows = []
     for entry in report["entries"]:
         size = human_bytes(entry["bytes"]) if entry["bytes"] else ""
@@ -164,7 +169,7 @@ def _entries(report: dict[str, Any]) -> str:
     return table(("entry", "type", "value", "bytes"), rows, right=(3,))
 
 
-def _value(entry: dict[str, Any], report: dict[str, Any]) -> str:
+def _value(entry: EntryReport, report: InspectReport) -> str:
     if "value" in entry:
         value = entry["value"]
         return repr(value) if isinstance(value, str) else str(value)
@@ -184,11 +189,11 @@ def _value(entry: dict[str, Any], report: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _tree_line(line: dict[str, Any]) -> str:
+def _tree_line(line: BranchReport) -> str:
     value = f" {cut(line['value'], 80)}" if line["value"] else ""
     return clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
 
 
-def _finding(finding: dict[str, Any]) -> str:
+def _finding(finding: FindingReport) -> str:
     text = f"{finding['level']}: {clean(finding['message'])}"
     return f"{text}\n  -> {clean(finding['next'])}" if finding["next"] else text

@@ -15,9 +15,9 @@ import click
 from ..base.errors import CkptoolError, TargetError, UnreadableError
 from ..base.text import counted, listed
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
-from ..reports.beside import look
+from ..reports.companions import check_companion
 from ..reports.expectations import Policy, policy_of
-from ..reports.validate import check_policy, unreadable_report, validation_report
+from ..reports.validate import ValidateReport, check_policy, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
 from .options import paths, worst
@@ -111,7 +111,7 @@ def validate(
     how = _How(style, verbose or len(first) < 2, verbose, quiet)
     work = partial(_validated, how=how, policy=policy, quick=quick)
     reports = Reports(style, not one)
-    whole: list[dict[str, Any]] = []
+    whole: list[ValidateReport] = []
     with closing(_told(work, chain(first, files), jobs, how, bar)) as told:
         for item in told:
             tally.add(item)
@@ -141,10 +141,10 @@ def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | Un
         if not isinstance(item, SkippedFile):
             yield item.path
             continue
-        seen = look(item.path, item.path, torch)
+        seen = check_companion(item.path, item.path, torch)
         if any(note.code == "dangerous-call" for note in seen.notes):
             yield item.path
-        elif seen.pickles or not seen.looked:
+        elif seen.pickles or not seen.looked_at:
             tally.partial += any(pickle.graph is None for pickle in seen.pickles)
             tally.others.append(item.path)
 
@@ -165,17 +165,17 @@ class _Told(NamedTuple):
     status: str
     complete: bool
     error: UnreadableError | None
-    report: dict[str, Any] | None
+    report: ValidateReport | None
 
 
 def _validated(path: str, *, how: _How, policy: Policy, quick: bool, progress: Any = None) -> _Told:
     return _worded(validation_report(path, policy, quick=quick, progress=progress), how)
 
 
-def _worded(report: dict[str, Any], how: _How) -> _Told:
+def _worded(report: ValidateReport, how: _How) -> _Told:
     error, text = None, ""
     if report["status"] == "unreadable":
-        error = UnreadableError(report["error"], path=report["path"], next=report["next"])
+        error = UnreadableError(report["error"] or "", path=report["path"], next=report["next"])
     if how.style in ("json", "jsonl"):
         text = report_text(report, how.style)
     elif how.style == "github":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from .. import __version__
 from ..base.text import cut, human_bytes
 from .render import clean, table, to_json
+
+if TYPE_CHECKING:
+    from ..reports.validate import CheckReport, GlobalReport, ValidateReport
 
 #: Notes of one check that are printed one by one for people.
 _SHOWN: Final = 20
@@ -18,13 +21,13 @@ _WIDE: Final = 160
 _BAD: Final = ("fail", "warning")
 
 
-def _head(report: dict[str, Any]) -> str:
+def _head(report: ValidateReport) -> str:
     words = [report["format"] or "", human_bytes(report["bytes"]) if report["bytes"] is not None else ""]
     facts = ", ".join(filter(None, words))
     return f"{clean(report['path'])}: {report['status'].upper()}" + (f" ({facts})" if facts else "")
 
 
-def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
+def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
     """A table of the checks, the single finds of those that have several, and how much was looked at."""
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
@@ -47,41 +50,41 @@ def table_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     return [*lines, "", _coverage(report), *_strict(report), *_next(report)]
 
 
-def _is_told(check: dict[str, Any]) -> bool:
+def _is_told(check: CheckReport) -> bool:
     """Is there something to say of it: it is bad, or could not be made for reasons that are named one by one?"""
     return check["status"] in _BAD or (check["status"] == "not possible" and bool(check["notes"]))
 
 
-def _next(report: dict[str, Any]) -> list[str]:
+def _next(report: ValidateReport) -> list[str]:
     """What to do about it; of a file that is no checkpoint stderr tells."""
     return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] != "unreadable" else []
 
 
-def _strict(report: dict[str, Any]) -> list[str]:
+def _strict(report: ValidateReport) -> list[str]:
     """Why a file without a failure is not valid."""
     if not report["strict"] or report["failures"] or report["valid"]:
         return []
     return ["--strict: warnings, and checks that could not be made, are failures"]
 
 
-def _spelled(item: dict[str, Any]) -> str:
+def _spelled(item: GlobalReport) -> str:
     """Where it is named, and how, where Python 3 spells it otherwise."""
     spelled = f"{item['module']}.{item['name']}"
     return item["pickle"] if spelled == item["mapped"] else f"{item['pickle']}, as {item['module']} {item['name']}"
 
 
-def _coverage(report: dict[str, Any]) -> str:
+def _coverage(report: ValidateReport) -> str:
     if report["coverage"] == "complete":
         return "coverage COMPLETE: every check was made"
     return f"coverage PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 
-def _partial(report: dict[str, Any]) -> str:
+def _partial(report: ValidateReport) -> str:
     """What was left unchecked, behind the verdict."""
     return "" if report["coverage"] == "complete" else f", PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 
-def short_lines(report: dict[str, Any]) -> list[str]:
+def short_lines(report: ValidateReport) -> list[str]:
     """One line, and one for each check that did not pass."""
     if report["status"] == "unreadable":
         return [_head(report)]
@@ -94,7 +97,7 @@ def short_lines(report: dict[str, Any]) -> list[str]:
 # -- for machines -------------------------------------------------------------------------------------
 
 
-def _finds(report: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
+def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
     """(check, level, message, offset) of everything that failed or warns."""
     for check in report["checks"]:
         if check["status"] in _BAD and check["group"] == "expectations":
@@ -107,7 +110,7 @@ def _finds(report: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
             yield check["name"], "warning", f"not checked: {check['message']}", -1
 
 
-def github_lines(report: dict[str, Any]) -> list[str]:
+def github_lines(report: ValidateReport) -> list[str]:
     """Workflow commands, one an annotation."""
     found = [
         f"::{'error' if level == 'error' or report['strict'] else 'warning'}"
@@ -133,7 +136,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def junit(reports: Sequence[dict[str, Any]]) -> str:
+def junit(reports: Sequence[ValidateReport]) -> str:
     """A test suite a file, a test case a check; what could not be checked is skipped."""
     from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -166,11 +169,11 @@ def junit(reports: Sequence[dict[str, Any]]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + tostring(root, encoding="unicode")
 
 
-def _fails(check: dict[str, Any], strict: bool) -> bool:
+def _fails(check: CheckReport, strict: bool) -> bool:
     return check["status"] == "fail" or (strict and check["status"] != "pass")
 
 
-def sarif(reports: Sequence[dict[str, Any]]) -> str:
+def sarif(reports: Sequence[ValidateReport]) -> str:
     """SARIF 2.1.0: a rule a check, a result a find."""
     rules: dict[str, dict[str, Any]] = {}
     results = []

@@ -1,1 +1,1 @@
-"""From a checkpoint to data: what each command prints as JSON."""
+"""The reports of commands: from a checkpoint to typed JSON."""

@@ -1,10 +1,10 @@
-"""An entry as strict JSON, written piece by piece: tensors as lists in lists, whatever else there is as it can be told.
+"""The value at a path as strict JSON, in pieces.
 
 ========================  ==========================================================================
-number, text, bool, None  as JSON has them; "nan", "inf" and "-inf" for floats that JSON does not have
+number, str, bool, None   as JSON has them; "nan", "inf" and "-inf" for floats that JSON does not have
 complex number            [real, imaginary]
 bytes                     {"base64": "..."}
-dict                      an object; keys that are no texts as Python writes them
+dict                      an object; keys that are not strings are as Python prints them
 list, tuple, set          a list
 tensor                    a list in lists, as ``tolist()`` gives it
 quantized tensor          {"int_repr": [...], "scale": ..., "zero_point": ...}, or with "scales", "zero_points", "axis"
@@ -13,7 +13,7 @@ tensor without values     {"tensor": kind, "dtype": ..., "shape": [...], "reason
 another object            {"class": "...", "attributes": {...}}
 class or function         {"global": "module.name"}
 storage without a tensor  {"storage": "..."}
-what is in itself         {"ref": path}; also what was written before and is long, or nested beyond 200 levels
+an object within itself   {"ref": path}; also a long one written before, or one nested beyond 200 levels
 ========================  ==========================================================================
 """
 
@@ -27,7 +27,6 @@ from math import isfinite, prod
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import RefusedError
-from ..base.limits import LIMITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import plain_parts
 from ..checkpoint.paths import bounded, joined
@@ -37,19 +36,20 @@ from ..values.interpretation import Reading, excessive_repeats, numbers_in
 from ..values.numeric import Number, json_number
 from ..values.python_values import ContainerValue, ScalarValue, python_value
 from ..values.tensor_text import interpret_for_display, shown_parts
+from .json_values import huge_text, is_huge
 
 #: Levels of objects in objects; readers of JSON stop at about a thousand.
-_DEPTH: Final = 200
-#: Characters of something that may be written again where it stands again.
-_AGAIN: Final = 1_000
-#: Kinds of keys and values that need no more than one line.
+_MAX_DEPTH: Final = 200
+#: Characters of an object beyond which it is not written again where it is met again.
+_LONG: Final = 1_000
+#: Types of values that need no more than one line.
 _SIMPLE: Final = frozenset((str, int, bool, type(None)))
-#: Lists without anything in them that a shape may ask for.
-_EMPTY: Final = 1_000_000
+#: Empty lists that a shape may ask for.
+_MAX_EMPTY: Final = 1_000_000
 
 
 class _Open(NamedTuple):
-    """Something that is being written: what is left of it, how it ends, and where it began."""
+    """An object that is being written: its members still to come, its end, and where it began."""
 
     members: Iterator[tuple[str, Ref, str]]
     end: str
@@ -59,9 +59,9 @@ class _Open(NamedTuple):
 
 
 def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
-    """The JSON of what ``ref`` stands for, at the path ``path``. Memory: a piece of a tensor.
+    """Yield the JSON of the value at ``ref``, whose path is ``path``. Takes the memory of a piece of a tensor.
 
-    Raises MalformedError where bytes are missing, RefusedError for a tensor without end.
+    Raises MalformedError where bytes are missing, RefusedError for a tensor that repeats its elements endlessly.
     """
     return _Writer(checkpoint).pieces(ref, path)
 
@@ -100,7 +100,7 @@ class _Writer:
 
     def _value(self, ref: Ref, path: str) -> Iterator[str]:
         known = self.places.get(ref)
-        if known is not None and (ref in self.inside or known[1] > _AGAIN):
+        if known is not None and (ref in self.inside or known[1] > _LONG):
             yield _text({"ref": known[0]})
             return
         node = self.checkpoint.graph.nodes[ref]
@@ -121,19 +121,19 @@ class _Writer:
             self.places[ref] = (path, self.written - begin)
         elif not found.members and found.kind != "object":
             yield "{}" if found.kind == "mapping" else "[]"
-        elif len(self.stack) >= _DEPTH:
+        elif len(self.stack) >= _MAX_DEPTH:
             yield _text({"ref": path})
         else:
             yield from self._opened(ref, found, path)
 
     def _plain(self, ref: Ref) -> str:
-        """A dict of texts and numbers alone at one go: there may be hundreds of thousands; "" for anything else."""
+        """Return a dict of strings and numbers alone as a whole, as there may be many; "" for anything else."""
         parts = plain_parts(self.checkpoint.graph, ref)
         if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
             return ""
         held = dict(zip(parts[::2], parts[1::2]))
         if len(held) * 2 < len(parts):
-            return ""  # a key that is written twice
+            return ""  # a key is there twice
         indent = "\n" + "  " * len(self.stack)
         rows = [f"{indent}  {_text(key)}: {_text(_leaf(ScalarValue('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
         return "{" + ",".join(rows) + indent + "}"
@@ -147,7 +147,7 @@ class _Writer:
             leaves = (python_value(self.checkpoint, one.ref) for one in members)
             texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, ScalarValue))
             begin, size = "[", 2
-            while piece := list(islice(texts, _AGAIN)):
+            while piece := list(islice(texts, _LONG)):
                 text = begin + ", ".join(piece)
                 size += len(text)
                 yield text
@@ -169,8 +169,6 @@ class _Writer:
         for name, step, ref, _ in found.members:
             yield comma if found.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
             comma = ",\n"
-
-    # -- tensors ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, ref: Ref, tensor: Tensor, path: str) -> Iterator[str]:
         facts: dict[str, Any] = {"tensor": tensor.kind, "dtype": tensor.dtype, "shape": list(tensor.shape)}
@@ -196,8 +194,7 @@ class _Writer:
         scales, zero_points, axis = how.affine
         values: dict[str, Any] = {"scale": _float(scales[0]), "zero_point": _float(zero_points[0])}
         if axis >= 0:
-            listed = ([_float(value) for value in part] for part in (scales, zero_points))
-            values = {**dict(zip(("scales", "zero_points"), listed)), "axis": axis}
+            values = {"scales": list(map(_float, scales)), "zero_points": list(map(_float, zero_points)), "axis": axis}
         yield ", " + _text(values)[1:]
 
 
@@ -205,15 +202,15 @@ _END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
 
 
 def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
-    """The numbers of a tensor as lists in lists."""
+    """Yield the numbers of a tensor as lists in lists."""
     shape = how.tensor.shape
     endless = excessive_repeats(shape, how.tensor.stride)
     if endless:
-        raise RefusedError(f"a tensor without end: {endless}", path=checkpoint.path)
+        raise RefusedError(f"the tensor is too large to print: {endless}", path=checkpoint.path)
     if 0 in shape:
         outer = shape[: shape.index(0)]
         text = "[]"
-        for size in reversed(outer if prod(outer) <= _EMPTY else ()):
+        for size in reversed(outer if prod(outer) <= _MAX_EMPTY else ()):
             text = "[" + ", ".join([text] * size) + "]"
         yield text
         return
@@ -221,7 +218,7 @@ def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
         yield _text(json_number(next(numbers_in(checkpoint, how))[0]))
         return
     width = shape[-1]
-    # How many rows a list of each outer dimension holds: brackets open where it begins, and close where it ends.
+    # The rows in a list of each outer dimension: brackets open where it begins, and close where it ends.
     rows = [prod(shape[axis:-1]) for axis in range(len(shape) - 1)]
     row = at = 0
     for numbers in numbers_in(checkpoint, how):
@@ -254,10 +251,10 @@ def _leaf(leaf: ScalarValue) -> object:
         return {"base64": b64encode(value).decode()}
     if leaf.kind in ("name", "storage"):
         return {"global" if leaf.kind == "name" else "storage": value}
-    if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
-        return f"an integer of {value.bit_length():,} bits"
+    if isinstance(value, int) and is_huge(value):
+        return huge_text(value)
     return value if isinstance(value, str) else json_number(value)
 
 
-#: One encoder: ``json.dumps`` makes one for each value, and there may be a million of them.
+#: One encoder for all values: ``json.dumps`` makes one for each, and there may be a million.
 _text: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

@@ -1,4 +1,4 @@
-"""What a release expects of a checkpoint: layout, prefix, devices, dtypes, keys, size."""
+"""The policy of a release, from options or a policy file, and the checks of a checkpoint's metadata against it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check, Note
 
-# -- What a release expects, as data: from options, or from a policy file
-
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 class Policy(NamedTuple):
-    """What is expected; an empty field expects nothing.
+    """What is expected of a checkpoint; an empty field expects nothing.
 
-    ``layout`` "bare" or "wrapped"; ``prefix`` "none" or a prefix that every key must have; ``device`` and ``dtype``
-    are what every storage, and every floating-point tensor of the state dicts, must be one of (``cuda:*`` is any
-    cuda device); ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` bounds the file.
+    ``layout`` is "bare" or "wrapped"; ``prefix`` is "none" or a prefix that every key must have; ``device`` lists the
+    devices allowed for storages (``cuda:*`` is any cuda device), ``dtype`` the dtypes allowed for floating-point
+    tensors of the state dicts; ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` limits the file.
     ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with.
     ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
     """
@@ -49,22 +47,22 @@ class Policy(NamedTuple):
     strict: bool = False
 
 
-_TEXTS: Final = ("layout", "prefix", "map_location", "torch", "lock")
+_STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid")
 _FLAGS: Final = ("weights_only", "finite", "load", "strict")
 
 
 def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
-    """A policy from named values, dashes or underscores alike; raises TargetError for what makes no sense."""
-    found: dict[str, Any] = {}
+    """Return the policy from named values, with dashes or underscores; raise TargetError for an invalid one."""
+    fields: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in Policy._fields:
             known = ", ".join(field.replace("_", "-") for field in Policy._fields)
-            raise TargetError(f"{key!r} is nothing that can be expected", path=path, next=f"there are: {known}")
-        found[name] = _value(name, key, value, path)
-    policy = Policy(**found)
-    # As torch.__version__ says it: 2.13.0+cpu.
+            raise TargetError(f"unknown policy key {key!r}", path=path, next=f"known keys: {known}")
+        fields[name] = _value(name, key, value, path)
+    policy = Policy(**fields)
+    # Also accept torch.__version__, such as 2.13.0+cpu.
     policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
     if policy.layout not in ("", "bare", "wrapped"):
         raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
@@ -74,9 +72,9 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             step = "write float32, bfloat16, float8_e4m3fn ..."
             raise TargetError(f"{dtype!r} is not a dtype", path=path, next=step)
     for device in policy.device:
-        joined = re.fullmatch(r"([a-z]+)(\d+)", device)
-        if joined and is_device(joined[1]):
-            step = f"write '{joined[1]}:{joined[2]}'"
+        no_colon = re.fullmatch(r"([a-z]+)(\d+)", device)
+        if no_colon and is_device(no_colon[1]):
+            step = f"write '{no_colon[1]}:{no_colon[2]}'"
             raise TargetError(f"{device!r} is not a device", path=path, next=step)
     return policy
 
@@ -84,7 +82,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
 def _value(name: str, key: str, value: Any, path: str) -> Any:
     if name in _FLAGS and isinstance(value, bool):
         return value
-    if name in _TEXTS and isinstance(value, str):
+    if name in _STRINGS and isinstance(value, str):
         return value
     if name in _LISTS:
         texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
@@ -92,23 +90,23 @@ def _value(name: str, key: str, value: Any, path: str) -> Any:
             return texts
     if name == "max_bytes" and isinstance(value, int | str) and not isinstance(value, bool):
         return parse_bytes(str(value))
-    kind = "true or false" if name in _FLAGS else "a text" if name in _TEXTS else "a list of texts"
-    raise TargetError(f"{key} = {value!r} is not {kind}", path=path)
+    expected = "true or false" if name in _FLAGS else "a string" if name in _STRINGS else "a list of strings"
+    raise TargetError(f"{key} = {value!r} is not {expected}", path=path)
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raises TargetError."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
-    if not found or found[2].lower() not in _UNITS:
-        raise TargetError(f"{text!r} is no number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    """Parse a number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raise TargetError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
+    if not match or match[2].lower() not in _UNITS:
+        raise TargetError(f"{text!r} is not a number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
-    """A check for each thing that the policy expects of the metadata."""
+    """Yield a check for each expectation about the metadata."""
     if policy.layout:
-        kind, _ = layout_of(checkpoint)
-        yield _check("layout", f"the layout is {policy.layout}", kind != policy.layout, f"it is {kind}")
+        layout, _ = layout_of(checkpoint)
+        yield _check("layout", f"the layout is {policy.layout}", layout != policy.layout, f"it is {layout}")
     if policy.prefix:
         yield _prefix(checkpoint, policy.prefix)
     if policy.device:
@@ -125,8 +123,8 @@ def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction
         yield _check("max-bytes", good, size > policy.max_bytes, f"the file has {human_bytes(size)} ({size:,} bytes)")
     if policy.weights_only:
         reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
-        alone = "" if checkpoint.traits.loads != "converted" else "as one file: "
-        good = f"{alone}torch.load(weights_only=True) of torch {verdict.torch} takes it"
+        as_file = "as one file: " if checkpoint.traits.loads == "converted" else ""
+        good = f"{as_file}torch.load(weights_only=True) of torch {verdict.torch} takes it"
         yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {listed(reasons)}")
 
 
@@ -138,30 +136,30 @@ def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Note] =
 
 
 def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
-    found = [item for item in checkpoint.state_dicts if item.confidence == "high"]
-    if not found:
+    state_dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"]
+    if not state_dicts:
         return _check("prefix", f"prefix {wanted!r} on every key", True, "there is no state dict in it")
     nodes = checkpoint.graph.nodes
     notes = []
-    for item in found:
+    for item in state_dicts:
         names = [str(nodes[key]) for key, _ in item.items]
         where = f" in {item.path!r}" if item.path else ""
         if wanted == "none":
             prefix = prefix_of(names)
             wrong = prefix.keys
-            what = f"prefix {prefix.name!r} on {prefix.keys:,} of {prefix.total:,} keys{where}"
+            message = f"prefix {prefix.name!r} on {prefix.keys:,} of {prefix.total:,} keys{where}"
         else:
             head = wanted.rstrip(".") + "."
             wrong = sum(not name.startswith(head) for name in names)
-            what = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
+            message = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
         if wrong:
-            notes.append(Note("prefix", "error", what, item.path))
+            notes.append(Note("prefix", "error", message, item.path))
     good = "no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key"
     return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
 
 
 def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
-    # "cuda" is any cuda device; a tag of a real file always has a number.
+    # "cuda" is any cuda device: tags in files always have a number.
     globs = Globs([*wanted, *(f"{tag}:*" for tag in wanted if tag.isalpha())])
     storages = checkpoint.survey.reader.storages.values()
     counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
@@ -174,20 +172,20 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
 
 def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     names = {BY_NAME[name].name for name in wanted}
-    entries = _entries(checkpoint)
+    entries = [entry for entry in checkpoint.survey.tensors if entry.state_dict >= 0] or checkpoint.survey.tensors
     floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
-    # Counters and indices are integers in every model; only who names integer types expects them everywhere.
-    looked_at = floating if any(BY_NAME[name].floating for name in names) else entries
-    wrong = [entry for entry in looked_at if entry.tensor.dtype not in names]
+    # Counters and indices are integers in every model: only a policy of integer dtypes alone is about them.
+    checked = floating if any(BY_NAME[name].floating for name in names) else entries
+    wrong = [entry for entry in checked if entry.tensor.dtype not in names]
     notes = [Note("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = listed([note.message for note in notes])
     return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}", bool(notes), bad, notes)
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
-    named = list(_names(checkpoint))
+    keys = list(_names(checkpoint))
     patterns = [(glob, Globs([glob])) for glob in globs]
-    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in named)]
+    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in keys)]
     notes = [Note("require", "error", f"no key matches {glob!r}") for glob in missing]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("require", f"keys that match {listed([repr(glob) for glob in globs])}", bool(notes), bad, notes)
@@ -195,14 +193,14 @@ def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
 
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
     pattern = Globs(globs)
-    found = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
-    notes = [Note("forbid", "error", f"{path} is there", path) for path in found]
+    paths = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
+    notes = [Note("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {listed([repr(glob) for glob in globs])}"
-    return _check("forbid", good, bool(notes), f"there are {listed(found)}", notes)
+    return _check("forbid", good, bool(notes), f"there are {listed(paths)}", notes)
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
-    """What globs of keys look at: the keys and paths of tensors, and the names of the top-level entries."""
+    """Yield what globs match: the keys and paths of tensors, and the names of the top-level entries."""
     for entry in checkpoint.survey.tensors:
         yield _label(entry), entry.key, entry.path
     for top in checkpoint.survey.entries:
@@ -210,9 +208,5 @@ def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 
 def _label(entry: TensorEntry) -> str:
-    """The key of a tensor in a bare state dict, else its path."""
+    """Return the key of a tensor in a bare state dict, else its path."""
     return entry.key if entry.path.startswith('["') and entry.state_dict >= 0 else entry.path
-
-
-def _entries(checkpoint: Checkpoint) -> list[TensorEntry]:
-    return checkpoint.survey.tensors_in() or checkpoint.survey.tensors

@@ -1,4 +1,4 @@
-"""``get`` for programs: what stands at a place as Python values; tensors read their numbers when they are asked."""
+"""The value at a path as Python values. Tensors read their numbers on demand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ..base.errors import RefusedError
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import joined
 from ..checkpoint.tensors import Tensor
+from ..edits.lookup import Located, lookup
+from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..pickles.nodes import Ref
 from ..values.elements import elements
 from ..values.interpretation import numbers_in
@@ -19,16 +21,16 @@ from ..values.tensor_text import interpret_for_display
 
 
 class TensorValue:
-    """A tensor of a checkpoint. Nothing is read before it is asked for; the file stays open as long as it lives.
+    """A tensor of a checkpoint. Its numbers are read on demand; the file stays open as long as it lives.
 
-    ``numpy.asarray(value)`` and ``torch.from_numpy(numpy.asarray(value))`` work without ckptool knowing of either;
-    bfloat16 and float8 become float32 there, which holds every value of them.
+    ``numpy.asarray(value)`` and ``torch.from_numpy(numpy.asarray(value))`` work, although ckptool imports neither;
+    bfloat16 and float8 become float32 there, which has all their values.
     """
 
     def __init__(self, checkpoint: Checkpoint, ref: Ref, tensor: Tensor, path: str) -> None:
         self._checkpoint = checkpoint
         self._ref = ref
-        #: What the pickle says of it: strides, storage, class.
+        #: Its description in the pickle: strides, storage, class.
         self.tensor = tensor
         self.path = path
         self.dtype = tensor.dtype
@@ -45,25 +47,24 @@ class TensorValue:
         return self.tensor.numel
 
     def numbers(self) -> Iterator[Number]:
-        """Its elements as Python numbers, in row-major order, streamed; of a quantized tensor the integers.
+        """Yield its elements as Python numbers, in row-major order; those of a quantized tensor are its integers.
 
         Raises RefusedError where it has none, MalformedError where the bytes are missing.
         """
-        how = interpret_for_display(self._checkpoint, self._ref)
+        how, name = interpret_for_display(self._checkpoint, self._ref), self.path or "the tensor"
         if isinstance(how, str):
-            raise RefusedError(f"{self.path or 'the tensor'}: {how}", path=self._checkpoint.path)
+            raise RefusedError(f"{name}: {how}", path=self._checkpoint.path)
         if how.of in ("values", "part"):
-            what = f"{self.path or 'the tensor'} is made of other tensors ({self.tensor.kind})"
-            raise RefusedError(what, path=self._checkpoint.path)
+            raise RefusedError(f"{name} is made of other tensors ({self.tensor.kind})", path=self._checkpoint.path)
         for piece in numbers_in(self._checkpoint, how):
             yield from piece
 
     def tolist(self) -> Any:
-        """Lists in lists, or the number of a scalar, as torch's ``tolist()`` gives them."""
+        """Return lists in lists, or the number of a scalar, as torch's ``tolist()`` does."""
         return _nested(self.numbers(), self.shape)
 
     def tobytes(self) -> bytes:
-        """Its elements as they are stored, but in row-major order and little-endian."""
+        """Return its elements as they are stored, but in row-major order and little-endian."""
         return b"".join(elements(self._checkpoint, self.tensor))
 
     @property
@@ -74,9 +75,9 @@ class TensorValue:
 
 
 class ObjectValue:
-    """An object of another class than Python's own: ``cls`` is its name, ``attributes`` what it holds.
+    """An object of a class that is not built in: the name of the class, and the attributes.
 
-    What it holds as a mapping or a list has names such as "[key]", the arguments it was made with "(0)".
+    Its members as a mapping or list have names such as "[key]", the arguments of its constructor such as "(0)".
     """
 
     def __init__(self, cls: str, attributes: dict[str, Any]) -> None:
@@ -87,57 +88,67 @@ class ObjectValue:
         return f"<ObjectValue {self.cls} {len(self.attributes)} attributes>"
 
 
-def value_of(checkpoint: Checkpoint, ref: Ref, path: str) -> Any:
-    """What ``ref`` stands for: dicts, lists, tuples, sets and scalars as they are, a tensor as a TensorValue.
+def find_value(checkpoint: Checkpoint, key: str) -> tuple[Checkpoint, Located]:
+    """Return the checkpoint with NumPy's values made plain, and the place in it that ``key`` leads to.
 
-    Another object is an ObjectValue, a class or function its name. What is one object stays one; keys that need a
-    module, such as dtypes, become texts, each another one.
+    Raises UnreadableError where the pickle means something to torch that ckptool does not follow, TargetError where
+    there is nothing at ``key``.
+    """
+    checkpoint = with_plain_numpy(checkpoint)
+    _ = checkpoint.survey  # raises for what is not followed
+    return checkpoint, lookup(checkpoint, key)
+
+
+def value_of(checkpoint: Checkpoint, ref: Ref, path: str) -> Any:
+    """Return the value at ``ref``: dicts, lists, tuples, sets and scalars as they are, a tensor as a TensorValue.
+
+    Another object is an ObjectValue, a class or function its name. Shared objects stay shared; keys that need a
+    module, such as dtypes, become distinct strings.
     """
     return _Values(checkpoint).value(ref, path)
 
 
-_LATER: Final = object()
+_PENDING: Final = object()
 
 
 class _Values:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.made: dict[Ref, Any] = {}
-        #: Containers that exist and are still empty.
+        self.values: dict[Ref, Any] = {}
+        #: Containers that are still empty.
         self.empty: list[tuple[Any, ContainerValue, str]] = []
 
     def value(self, ref: Ref, path: str) -> Any:
-        found = self._ready(ref, path)
+        value = self._ready(ref, path)
         while self.empty:
-            target, inside, where = self.empty.pop()
-            self._fill(target, inside, where)
-        return found
+            self._fill(*self.empty.pop())
+        return value
 
     def _ready(self, ref: Ref, path: str) -> Any:
-        """The value, or a container that will be filled; tuples are built from the innermost."""
+        """Return the value, or a container still to be filled; tuples are built from the innermost."""
         work = [(ref, path)]
         while work:
             here, where = work[-1]
-            if here in self.made and self.made[here] is not _LATER:
+            if here in self.values and self.values[here] is not _PENDING:
                 work.pop()
                 continue
             inside = python_value(self.checkpoint, here)
             if not isinstance(inside, ContainerValue) or inside.cls not in ("tuple", "frozenset"):
-                self.made[here] = self._made(here, inside, where)
+                self.values[here] = self._convert(here, inside, where)
                 work.pop()
                 continue
-            missing = [(one.ref, joined(where, one.step)) for one in inside.members if one.ref not in self.made]
-            if missing and self.made.get(here) is not _LATER:
-                self.made[here] = _LATER
+            missing = [(one.ref, joined(where, one.step)) for one in inside.members if one.ref not in self.values]
+            if missing and self.values.get(here) is not _PENDING:
+                self.values[here] = _PENDING
                 work += missing
                 continue
-            # A tuple that is among its own elements cannot be: a hostile pickle gets None there.
-            values = [None if self.made.get(one.ref) is _LATER else self.made[one.ref] for one in inside.members]
-            self.made[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
+            # A tuple cannot be among its own elements: a hostile pickle gets None there.
+            values = [None if self.values.get(one.ref) is _PENDING else self.values[one.ref] for one in inside.members]
+            self.values[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
             work.pop()
-        return self.made[ref]
+        return self.values[ref]
 
-    def _made(self, ref: Ref, found: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
+    def _convert(self, ref: Ref, found: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
         if isinstance(found, ScalarValue):
             return found.value
         if isinstance(found, Tensor):
@@ -165,7 +176,7 @@ class _Values:
                 target.append(value)
 
     def _keys(self, found: ContainerValue) -> list[Any]:
-        """The keys of a mapping, none equal to another: those that Python has without a module as they are."""
+        """Return the keys of a mapping, all distinct; those that need a module are strings."""
         graph = self.checkpoint.graph
         keys: list[Any] = []
         texts: list[int] = []
@@ -175,7 +186,8 @@ class _Values:
             except ValueError:
                 keys.append(one.name)
                 texts.append(number)
-        taken = {key for number, key in enumerate(keys) if number not in set(texts)} if texts else set()
+        as_text = set(texts)
+        taken = {key for number, key in enumerate(keys) if number not in as_text} if texts else set()
         for number in texts:
             while keys[number] in taken:
                 keys[number] += "'"
@@ -183,8 +195,8 @@ class _Values:
         return keys
 
 
-def _hashed(values: list[Any], kind: type[set[Any]] | type[frozenset[Any]]) -> Any:
-    """A set of what can be in one; the rest as its text."""
+def _hashed(values: list[Any], cls: type[set[Any]] | type[frozenset[Any]]) -> Any:
+    """Return a set of the values; those that cannot be in one as their ``repr``."""
     kept = []
     for value in values:
         try:
@@ -193,7 +205,7 @@ def _hashed(values: list[Any], kind: type[set[Any]] | type[frozenset[Any]]) -> A
             kept.append(repr(value))
         else:
             kept.append(value)
-    return kind(kept)
+    return cls(kept)
 
 
 def _nested(values: Iterator[Number], shape: tuple[int, ...]) -> Any:

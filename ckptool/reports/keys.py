@@ -1,10 +1,10 @@
-"""What ``keys`` tells: the tensors of state dicts, or all in the file. The keys of the report are a contract."""
+"""The report of ``keys``: the tensors of state dicts, or all in the file. Its keys are a contract (``schema``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from shlex import quote
-from typing import Any
+from typing import Any, TypedDict
 
 from ..base.errors import TargetError
 from ..base.globs import Globs
@@ -14,6 +14,65 @@ from ..checkpoint.sharding import Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 
 
+class PartReport(TypedDict):
+    """A part of a sharded tensor in the file: ``offsets`` are None for several blocks, ``ranges`` are for each
+    dimension the [begin, end] of its stretches, None where they are not known."""
+
+    shape: list[int]
+    offsets: list[int] | None
+    ranges: list[list[list[int]]] | None
+
+
+class ShardingFields(TypedDict, total=False):
+    """The fields of a tensor that is spread over ranks.
+
+    ``sharding`` is DTensor or ShardedTensor; ``local_shape`` is None for several parts or none; ``placements`` are by
+    dimension of the mesh, for a ShardedTensor "Chunk(dim)" or "Enumerable"; ``mesh`` is device, names, shape and
+    number of ranks; ``rank`` is None where it is not known.
+    """
+
+    sharding: str
+    local_shape: list[int] | None
+    placements: list[str]
+    mesh: dict[str, Any]
+    rank: int | None
+    parts: list[PartReport]
+
+
+_Dense = TypedDict(
+    "_Dense",
+    {
+        "state_dict": "str | None",
+        "key": str,
+        "path": str,
+        "kind": str,
+        "dtype": str,
+        "shape": "list[int]",
+        "stride": "list[int]",
+        "offset": int,
+        "location": str,
+        "bytes": int,
+        "storage": "str | None",
+        "requires_grad": bool,
+        "class": "str | None",
+    },
+)
+
+
+class TensorReport(_Dense, ShardingFields):
+    """One tensor at its place. Of a sharded one ``shape`` is that of all ranks together, ``bytes`` are those here."""
+
+
+class KeysReport(TypedDict):
+    """``ckptool.keys/1``."""
+
+    schema: str
+    path: str
+    listed: int
+    in_file: int
+    tensors: list[TensorReport]
+
+
 def key_listing(
     checkpoint: Checkpoint,
     *,
@@ -21,40 +80,27 @@ def key_listing(
     everything: bool = False,
     globs: Globs = Globs(),
     sort: str = "file",
-) -> dict[str, Any]:
-    """The report of ``keys``, schema ``ckptool.keys/1``.
-
-    The tensors of the state dicts found with high confidence, or of the one at ``key``; with ``everything`` all in
-    the file, or all below the path ``key``. Where there is no state dict it is all in any case. ``sort`` is
-    "file", "name" or "bytes" (largest first).
-    """
-    chosen = listed_entries(checkpoint, key, everything, globs, sort)
-    return listing(checkpoint, chosen)
+) -> KeysReport:
+    """Return the report of ``keys``; the parameters are those of ``select_entries``."""
+    return keys_report(checkpoint, select_entries(checkpoint, key, everything, globs, sort))
 
 
-def listing(checkpoint: Checkpoint, chosen: Sequence[TensorEntry]) -> dict[str, Any]:
-    """The report of ``keys`` on these tensors."""
+def keys_report(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> KeysReport:
+    """Return the report of ``keys`` on these tensors."""
     survey = checkpoint.survey
     return {
         "schema": "ckptool.keys/1",
         "path": checkpoint.path,
-        "listed": len(chosen),
+        "listed": len(entries),
         "in_file": len(survey.tensors) + survey.unlisted,
-        "tensors": [described(survey, entry) for entry in chosen],
+        "tensors": [tensor_report(survey, entry) for entry in entries],
     }
 
 
-def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
-    """One tensor at its place, as ``keys`` lists it.
-
-    A tensor that is spread over ranks has more: "sharding" (DTensor or ShardedTensor), "local_shape" (null for several
-    parts or none), "placements" (by dimension of the mesh; for a ShardedTensor "Chunk(dim)" or "Enumerable"), "mesh"
-    (device, names, shape, number of ranks), "rank" (null for unknown) and "parts" in the file: "shape", "offsets" (null
-    for several blocks) and "ranges", for each dimension the [begin, end] of its stretches (null for unknown). ``shape``
-    is that of all ranks together, ``bytes`` are those in the file.
-    """
+def tensor_report(survey: Survey, entry: TensorEntry) -> TensorReport:
+    """Return one tensor as ``keys`` lists it."""
     tensor = entry.tensor
-    part = sharding(survey.reader, entry.ref, tensor)
+    shard = sharding(survey.reader, entry.ref, tensor)
     return {
         "state_dict": survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else None,
         "key": entry.key,
@@ -69,36 +115,43 @@ def described(survey: Survey, entry: TensorEntry) -> dict[str, Any]:
         "storage": tensor.storage or None,
         "requires_grad": tensor.requires_grad,
         "class": tensor.cls or None,
-    } | (_spread(part, tensor.shape) if part else {})
+        **_sharding_fields(shard, tensor.shape),
+    }
 
 
-def _spread(found: Sharding, whole: tuple[int, ...]) -> dict[str, Any]:
-    """What is told of a tensor that is spread over ranks."""
-    parts = []
-    for part in found.parts:
-        offsets = part.offsets(whole)
+def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> ShardingFields:
+    if shard is None:
+        return {}
+    parts: list[PartReport] = []
+    for part in shard.parts:
+        offsets = part.offsets(shape)
         ranges = None if part.ranges is None else [[list(stretch) for stretch in each] for each in part.ranges]
-        offsets_told = None if offsets is None else list(offsets)
-        parts.append({"shape": list(part.shape), "offsets": offsets_told, "ranges": ranges})
+        parts.append(
+            {"shape": list(part.shape), "offsets": None if offsets is None else list(offsets), "ranges": ranges}
+        )
     return {
-        "sharding": found.kind,
-        "local_shape": None if found.local_shape is None else list(found.local_shape),
-        "placements": list(found.placements),
-        "mesh": found.mesh.report,
-        "rank": found.rank if found.rank >= 0 else None,
+        "sharding": shard.kind,
+        "local_shape": None if shard.local_shape is None else list(shard.local_shape),
+        "placements": list(shard.placements),
+        "mesh": shard.mesh.report,
+        "rank": shard.rank if shard.rank >= 0 else None,
         "parts": parts,
     }
 
 
-def listed_entries(
+def select_entries(
     checkpoint: Checkpoint,
     key: str | None = None,
     everything: bool = False,
     globs: Globs = Globs(),
     sort: str = "file",
 ) -> list[TensorEntry]:
-    """The tensors that ``key_listing`` speaks of, in its order."""
-    entries = _listed(checkpoint, checkpoint.survey, key, everything)
+    """Return the tensors of the state dicts found with high confidence, or of the one at ``key``.
+
+    With ``everything`` all in the file, or all below the path ``key``; where there is no state dict, all in any case.
+    ``sort`` is "file", "name" or "bytes" (largest first). Raises TargetError where there is nothing at ``key``.
+    """
+    entries = _selected(checkpoint, key, everything)
     if globs:
         entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
     if sort == "name":
@@ -108,16 +161,18 @@ def listed_entries(
     return entries
 
 
-def _listed(checkpoint: Checkpoint, survey: Survey, key: str | None, everything: bool) -> list[TensorEntry]:
+def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:
+    survey = checkpoint.survey
     if everything and key is not None:
-        found = resolve(checkpoint, key)
-        inside = survey.inside(found.ref)
-        below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == found.ref]
+        top = resolve(checkpoint, key)
+        inside = survey.inside(top.ref)
+        below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
         if not below:
-            what = f"no tensor below {key!r}"
-            raise TargetError(what, path=checkpoint.path, next=f"ckptool keys {quote(checkpoint.path)} --all")
+            step = f"ckptool keys {quote(checkpoint.path)} --all"
+            raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
         return below
-    if everything:
+    chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()
+    if not chosen:
         return survey.tensors
-    chosen = [item.path for item in selected(checkpoint, key)]
-    return survey.tensors_in(chosen) if chosen else survey.tensors
+    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
+    return [entry for entry in survey.tensors if entry.state_dict in numbers]

@@ -1,9 +1,9 @@
-"""Really loading a checkpoint, and explaining torch's answer."""
+"""Loading a checkpoint for real, and explaining torch's answer."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final, TypedDict
 
 from ..base.errors import UnreadableError
 from ..base.map_location import MapLocation
@@ -12,21 +12,29 @@ from ..files.sources import FileSource
 from ..formats.hf.files import is_index
 from ..formats.opening import in_several_files, open_checkpoint
 
-#: (what torch says, what it means)
-_MEANINGS = (
+#: (a part of torch's message, what it means)
+_MEANINGS: Final = (
     ("Attempting to deserialize object on", "a tag names a device that this machine lacks: give --map-location cpu"),
     ("don't know how to restore data location", "a tag names a device that this torch does not know"),
-    ("Invalid device string", "a tag is no device: ckptool remap --to cpu mends the file"),
+    ("Invalid device string", "a tag is not a device: ckptool remap --to cpu mends the file"),
     ("Unsupported global", "the file names a class that torch does not load by default"),
     ("Unsupported operand", "the pickle uses an instruction that weights_only refuses (protocol 4 or 5?)"),
     ("Weights only load failed", "the file holds more than tensors and plain values"),
 )
 
 
-def load_whole(path: str, map_location: MapLocation) -> Any:
-    """What torch.load gives for a file, and for a folder of Hugging Face what it gives for each file, as one dict.
+class LoadReport(TypedDict):
+    """The result of torch.load: the number of tensors by device, or torch's error and what it means."""
 
-    Raises UnreadableError with what torch says.
+    ok: bool
+    error: str | None
+    devices: dict[str, int]
+
+
+def load_whole(path: str, map_location: MapLocation) -> Any:
+    """Return what torch.load returns for a file; for a folder of Hugging Face the files' objects as one dict.
+
+    Raises UnreadableError with torch's message.
     """
     from ..values.torch.loads import load_object
 
@@ -35,25 +43,23 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
     with open_checkpoint(path) as checkpoint:
         if checkpoint.traits.loads == "converted":
             output = suggested_output(path, extension=".pth")
-            step = f"make one of it: ckptool convert {argument(path)} -o {argument(output)}"
+            step = f"convert it to one: ckptool convert {argument(path)} -o {argument(output)}"
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for file in files:
         if not is_index(file):
-            found |= load_object(file, map_location)
-    return found
+            loaded |= load_object(file, map_location)
+    return loaded
 
 
-def load_report(path: str, map_location: MapLocation) -> dict[str, Any]:
-    """``ok``, the number of tensors by ``devices``, or torch's ``error`` and what it means."""
+def load_report(path: str, map_location: MapLocation) -> LoadReport:
+    """Load a file and report on it."""
     from ..values.torch.loads import tensors_in
 
     try:
         loaded = load_whole(path, map_location)
     except UnreadableError as error:
         meaning = next((meaning for text, meaning in _MEANINGS if text in error.what), "")
-        said = f"{error.what} ({meaning})" if meaning else error.what
-        return {"ok": False, "error": said, "devices": {}}
-    devices = Counter(str(tensor.device) for tensor in tensors_in(loaded))
-    return {"ok": True, "error": None, "devices": dict(devices)}
+        return {"ok": False, "error": f"{error.what} ({meaning})" if meaning else error.what, "devices": {}}
+    return {"ok": True, "error": None, "devices": dict(Counter(str(tensor.device) for tensor in tensors_in(loaded)))}

@@ -1,10 +1,10 @@
-"""What ``stats`` tells: every tensor in numbers. Needs torch."""
+"""The report of ``stats``: every tensor in numbers. Needs torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import inf, prod
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 from ..base.errors import MalformedError
 from ..base.globs import Globs
@@ -16,7 +16,7 @@ from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import STEP, ElementRule, Measured, measure
-from .keys import described, listed_entries
+from .keys import TensorReport, select_entries, tensor_report
 
 #: Bins of a histogram: as many characters has the chart in the table.
 _BINS: Final = 10
@@ -24,6 +24,67 @@ _BINS: Final = 10
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
 
 Progress = Callable[[int], None]
+
+
+class Histogram(TypedDict):
+    """Counts of the finite elements between successive edges."""
+
+    counts: list[int]
+    edges: list[object]
+
+
+class _Statistics(TypedDict):
+    of: str | None
+    finite: int | None
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: object
+    norm: object
+    zeros: int | None
+    nans: int | None
+    infs: int | None
+    histogram: Histogram | None
+    reason: str | None
+
+
+class TensorStatistics(TensorReport, _Statistics):
+    """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram are over the
+    finite elements; None is a number that cannot be told.
+
+    ``of`` says which numbers were measured, ``reason`` why there are none. Each view of a storage is measured once:
+    ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
+    """
+
+    numel: int
+    same_as: str | None
+
+
+class StatsSummary(TypedDict):
+    """Totals over the rows, each tensor once, and the paths of the tensors to look at."""
+
+    tensors: int
+    distinct: int
+    elements: int
+    zeros: int
+    nans: int
+    infs: int
+    with_nan: list[str]
+    with_inf: list[str]
+    all_zero: list[str]
+    without_numbers: list[str]
+    missing: list[str]
+
+
+class StatsReport(TypedDict):
+    """``ckptool.stats/1``."""
+
+    schema: str
+    path: str
+    listed: int
+    in_file: int
+    summary: StatsSummary
+    tensors: list[TensorStatistics]
 
 
 def statistics_of(
@@ -34,51 +95,47 @@ def statistics_of(
     globs: Globs = Globs(),
     sort: str = "file",
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """The report of ``stats``, schema ``ckptool.stats/1``.
+) -> StatsReport:
+    """Return the report of ``stats`` on the tensors that ``select_entries`` selects.
 
-    Tensors are chosen as ``key_listing`` does. min, max, mean, std (of a sample), norm (L2) and the histogram are
-    about the finite elements, zeros, nans and infs are counted beside; null is what cannot be told, and ``reason``
-    says why for a tensor without numbers. What is one view of one storage is computed once: ``same_as`` is the path
-    of the first. ``progress`` is called with numbers of bytes. Raises TargetError as ``key_listing`` does,
-    UnreadableError where torch is not installed.
+    ``progress`` is called with numbers of bytes. Raises TargetError as ``select_entries`` does, UnreadableError where
+    torch is not installed.
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
-    chosen = listed_entries(checkpoint, key, everything, globs)
-    known: dict[object, tuple[str, dict[str, Any]]] = {}
-    rows = []
+    known: dict[object, tuple[str, _Statistics]] = {}
+    rows: list[TensorStatistics] = []
     missing = []
-    for entry in chosen:
+    for entry in select_entries(checkpoint, key, everything, globs):
         first = known.get(entry.ref)
         if first is None:
             how = interpret(checkpoint, entry.ref)
-            first = known.get(_mark(how))
+            first = known.get(_view(how))
             if first is None:
-                fields = _row(checkpoint, how, progress)
-                first = known[entry.ref] = known[_mark(how)] = entry.path, fields
-        if first[1]["of"] is not None and first[1]["reason"] is not None:
+                statistics = _statistics(checkpoint, how, progress)
+                first = known[entry.ref] = known[_view(how)] = entry.path, statistics
+        path, statistics = first
+        if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
-        same = None if first[0] == entry.path else first[0]
-        rows.append({**described(survey, entry), "numel": _numel(checkpoint, entry), **first[1], "same_as": same})
+        same = None if path == entry.path else path
+        rows.append({**tensor_report(survey, entry), "numel": _numel(checkpoint, entry), **statistics, "same_as": same})
     return {
         "schema": "ckptool.stats/1",
         "path": checkpoint.path,
         "listed": len(rows),
         "in_file": len(survey.tensors),
-        "summary": {**_summary(rows), "missing": missing},
+        "summary": _summary(rows, missing),
         "tensors": _sorted(rows, sort, everything),
     }
 
 
 def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
-    """The elements that are in the file: of a tensor that is spread over ranks those of its parts."""
-    found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
-    return entry.tensor.numel if found is None else sum(prod(part.shape) for part in found.parts)
+    shard = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
+    return entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
 
 
-def _mark(how: Reading | str) -> object:
-    """What two places have in common that show the same numbers."""
+def _view(how: Reading | str) -> object:
+    """Return what two places with the same numbers have in common."""
     if isinstance(how, str):
         return object()
     tensor = how.tensor
@@ -86,19 +143,42 @@ def _mark(how: Reading | str) -> object:
     return view, how.of, how.negated, how.affine
 
 
-def _row(checkpoint: Checkpoint, how: Reading | str, progress: Progress | None) -> dict[str, Any]:
+def _statistics(checkpoint: Checkpoint, how: Reading | str, progress: Progress | None) -> _Statistics:
     if isinstance(how, str):
-        return _fields(None, None, how)
+        return _no_statistics(None, how)
     try:
         measured = _measured(checkpoint, how, progress)
     except MalformedError as error:
-        return _fields(None, how.of, error.what)
-    return _fields(measured, "absolute values" if how.tensor.dtype.startswith("complex") else how.of, None)
+        return _no_statistics(how.of, error.what)
+    histogram: Histogram = {
+        "counts": list(measured.counts),
+        "edges": [json_number(edge) for edge in measured.edges],
+    }
+    return {
+        "of": "absolute values" if how.tensor.dtype.startswith("complex") else how.of,
+        "finite": measured.finite,
+        "min": measured.low,
+        "max": measured.high,
+        "mean": measured.mean,
+        # Beyond float64 these are "inf", although all elements are finite.
+        "std": json_number(measured.std),
+        "norm": json_number(measured.norm),
+        "zeros": measured.zeros,
+        "nans": measured.nans,
+        "infs": measured.infs,
+        "histogram": histogram if measured.counts else None,
+        "reason": None,
+    }
+
+
+def _no_statistics(of: str | None, reason: str) -> _Statistics:
+    names = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "histogram")
+    return cast("_Statistics", {"of": of, **dict.fromkeys(names), "reason": reason})
 
 
 def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -> Measured:
     tensor, affine = how.tensor, how.affine
-    # Channels are told by the order of the elements; everything else can be read as it is stored.
+    # Channels depend on the order of the elements; everything else can be read as it is stored.
     by_channel = affine is not None and affine.axis >= 0
     stored, times = (tensor, 1) if by_channel else in_storage_order(tensor)
     inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and by_channel else 1
@@ -106,22 +186,18 @@ def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -
     packed = stored.dtype.startswith("quint") and tensor_size(stored) != stored.numel
     rule = ElementRule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
 
-    def pieces() -> Iterable[bytes]:
-        return elements(checkpoint, stored)
+    def pieces() -> Iterator[bytes]:
+        for data in elements(checkpoint, stored):
+            yield data
+            if progress:
+                progress(len(data))
 
-    measured = measure(lambda: _told(pieces(), progress), rule, _BINS)
+    measured = measure(pieces, rule, _BINS)
     return measured if times == 1 else _repeated(measured, times)
 
 
-def _told(pieces: Iterable[bytes], progress: Progress | None) -> Iterator[bytes]:
-    for data in pieces:
-        yield data
-        if progress:
-            progress(len(data))
-
-
 def _repeated(measured: Measured, times: int) -> Measured:
-    """The numbers of a tensor in which each element counts so many times."""
+    """Return the numbers of a tensor in which each element counts so many times."""
     finite = measured.finite * times
     std, norm = measured.std, measured.norm
     if finite > 1 and measured.finite:
@@ -137,60 +213,37 @@ def _repeated(measured: Measured, times: int) -> Measured:
     )
 
 
-def _fields(measured: Measured | None, of: str | None, reason: str | None) -> dict[str, Any]:
-    if measured is None:
-        names = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "histogram")
-        return {"of": of, **dict.fromkeys(names), "reason": reason}
-    histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
-    return {
-        "of": of,
-        "finite": measured.finite,
-        "min": measured.low,
-        "max": measured.high,
-        "mean": measured.mean,
-        # Beyond float64 these are "inf", for numbers that are not.
-        "std": json_number(measured.std),
-        "norm": json_number(measured.norm),
-        "zeros": measured.zeros,
-        "nans": measured.nans,
-        "infs": measured.infs,
-        "histogram": histogram if measured.counts else None,
-        "reason": reason,
-    }
-
-
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Totals over the rows, each tensor once, and the paths of the tensors to look at."""
+def _summary(rows: list[TensorStatistics], missing: list[str]) -> StatsSummary:
     once = [row for row in rows if row["same_as"] is None]
-    told = [row for row in once if row["reason"] is None]
     return {
         "tensors": len(rows),
         "distinct": len(once),
         "elements": sum(row["numel"] for row in once),
-        "zeros": sum(row["zeros"] for row in told),
-        "nans": sum(row["nans"] for row in told),
-        "infs": sum(row["infs"] for row in told),
+        "zeros": sum(row["zeros"] or 0 for row in once),
+        "nans": sum(row["nans"] or 0 for row in once),
+        "infs": sum(row["infs"] or 0 for row in once),
         "with_nan": [row["path"] for row in rows if row["nans"]],
         "with_inf": [row["path"] for row in rows if row["infs"]],
         "all_zero": [row["path"] for row in rows if row["finite"] and row["min"] == 0 == row["max"]],
         "without_numbers": [row["path"] for row in rows if row["reason"] is not None],
+        "missing": missing,
     }
 
 
-def _sorted(rows: list[dict[str, Any]], sort: str, everything: bool) -> list[dict[str, Any]]:
+def _sorted(rows: list[TensorStatistics], sort: str, everything: bool) -> list[TensorStatistics]:
     if sort == "file":
         return rows
     if sort == "name":
-        return sorted(rows, key=lambda row: row["path" if everything else "key"])
-    return sorted(rows, key=lambda row: -_weight(row[sort]))
+        return sorted(rows, key=lambda row: row["path"] if everything else row["key"])
 
+    def weight(row: Any) -> float:
+        """Unknown numbers come last."""
+        return inf if row[sort] is None else -float(row[sort])
 
-def _weight(value: Any) -> float:
-    """What is not known comes last."""
-    return -inf if value is None else float(value)
+    return sorted(rows, key=weight)
 
 
 def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
-    """How many bytes ``progress`` will be told of, about: large tensors are gone through twice."""
+    """Estimate the sum of the calls of ``progress``: large tensors are read twice."""
     tensors = {entry.ref: entry.tensor for entry in entries}.values()
     return sum(tensor.own_bytes * (1 if tensor.numel <= STEP else 2) for tensor in tensors)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from itertools import chain
+from typing import Final, NamedTuple, TypedDict
 
-from ..base.limits import LIMITS
 from ..base.text import counted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, extra_children, sequence
 from ..checkpoint.sharding import sharding
 from ..pickles.nodes import Global, Persistent, Ref
+from .json_values import is_huge
 
 #: Children of one container that are shown; the rest is counted.
-_SHOWN: Final = 60
+_MAX_CHILDREN: Final = 60
 
 
 class Branch(NamedTuple):
@@ -24,9 +25,23 @@ class Branch(NamedTuple):
     type: str
     value: str
 
+    @property
+    def report(self) -> BranchReport:
+        """The line as the report of ``inspect`` has it."""
+        return {"depth": self.depth, "name": self.name, "type": self.type, "value": self.value}
+
+
+class BranchReport(TypedDict):
+    """A ``Branch``."""
+
+    depth: int
+    name: str
+    type: str
+    value: str
+
 
 def tree_of(checkpoint: Checkpoint, depth: int) -> list[Branch]:
-    """The tree down to ``depth`` levels. What is met again is named once more and not opened again."""
+    """Return the tree down to ``depth`` levels. An object met again is named, but not opened again."""
     return _Tree(checkpoint, depth).lines()
 
 
@@ -38,25 +53,25 @@ class _Tree:
         self.opened: dict[Ref, str] = {}
 
     def lines(self) -> list[Branch]:
-        found: list[Branch] = []
+        branches: list[Branch] = []
         work: list[tuple[Ref, int, str, str]] = [(self.graph.root, 0, "(root)", "(root)")]
         while work:
             ref, depth, name, path = work.pop()
             if ref < 0:
-                found.append(Branch(depth, "...", "", name))
+                branches.append(Branch(depth, "...", "", name))
                 continue
             branch, children, count = self.describe(ref, depth, name, path)
-            found.append(branch)
+            branches.append(branch)
             if depth >= self.depth:
                 continue
             below = [(child, depth + 1, step, f"{path} {step}") for step, child in children]
             if count > len(children):
                 below.append((-1, depth + 1, f"and {count - len(children):,} more", ""))
             work += reversed(below)
-        return found
+        return branches
 
     def describe(self, ref: Ref, depth: int, name: str, path: str) -> tuple[Branch, list[tuple[str, Ref]], int]:
-        """The line of a node, the children of it that are shown, and how many there are."""
+        """Return the line of a node, its children that are shown, and how many it has."""
         node = self.graph.nodes[ref]
         tensor = self.reader.tensor(ref)
         if tensor is not None:
@@ -68,7 +83,7 @@ class _Tree:
             return Branch(depth, name, tensor.cls or "Tensor", f"{tensor.dtype} {shape} {tensor.location}{kind}"), [], 0
         kind = class_name(self.graph, ref)
         if node is None or isinstance(node, bool | int | float):
-            huge = isinstance(node, int) and node.bit_length() > LIMITS.int_digits * 3
+            huge = isinstance(node, int) and is_huge(node)
             return Branch(depth, name, kind, "" if node is None else "a huge integer" if huge else str(node)), [], 0
         if isinstance(node, str | bytes):
             return Branch(depth, name, kind, repr(node[:200])), [], 0
@@ -89,14 +104,19 @@ class _Tree:
         return Branch(depth, name, kind, counted(count, "entry")), children, count
 
     def children(self, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
-        """The first children by their names, and how many there are."""
+        """Return the first children by their names, and how many there are."""
         inside = sequence(self.graph, ref)
         if inside is not None:
-            return [(f"[{number}]", item) for number, item in enumerate(inside[:_SHOWN])], len(inside)
+            return [(f"[{number}]", item) for number, item in enumerate(inside[:_MAX_CHILDREN])], len(inside)
         items = mapping(self.graph, ref)
-        below = as_children(self.graph, items or ())
-        # The arguments of what is filled by key say how it is made, not what is in it.
-        below += [one for one in extra_children(self.graph, ref, below) if items is None or one.step[0] != "("]
-        keys = (self.graph.nodes[one.key] if one.key >= 0 else None for one in below)
-        shown = [(key if isinstance(key, str) else one.step, one.ref) for one, key in zip(below[:_SHOWN], keys)]
-        return shown, len(below)
+        held = as_children(self.graph, items or ())
+        # The constructor arguments of an object filled by key are not its content.
+        rest = (one for one in extra_children(self.graph, ref, held) if items is None or one.step[0] != "(")
+        found: list[tuple[str, Ref]] = []
+        count = 0
+        for one in chain(held, rest):
+            if len(found) < _MAX_CHILDREN:
+                key = self.graph.nodes[one.key] if one.key >= 0 else None
+                found.append((key if isinstance(key, str) else one.step, one.ref))
+            count += 1
+        return found, count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any, Final
+from typing import Final, TypedDict, cast
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
@@ -14,30 +14,112 @@ from ..base.text import counted, listed, rename_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
+from ..checkpoint.tensors import Tensor
 from ..files.archives import open_any
 from ..files.sources import ContainedSource, FileSource, FolderSource
 from ..formats import folder_format
 from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
+from ..values.elements import dtype_of, elements, in_storage_order
 from ..values.torch.loads import need_torch
-from .beside import files_beside, look, look_beside
-from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Note, Safety, broken, safety, validation
+from .checks import (
+    FAIL,
+    NOT_POSSIBLE,
+    PASS,
+    WARNING,
+    Check,
+    Note,
+    Safety,
+    broken_check,
+    check_checkpoint,
+    check_pickles,
+)
+from .companions import CompanionReport, check_companion, check_companions, companion_names
 from .expectations import Policy, expectations
 from .findings import command, rescue_step, sanitize_step
 from .loading import load_report
-from .nonfinite import nonfinite
+
+Progress = Callable[[int], None]
 
 INVALID: Final = "invalid"
 VALID: Final = "valid"
 UNREADABLE: Final = "unreadable"
 
+#: Checks after whose failure something may still be saved.
+_SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
+_DAMAGED_FILES: Final = "get the files again that are missing or damaged"
+#: Floating-point dtypes without a code for NaN or Inf.
+_ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
+
+
+class NoteReport(TypedDict):
+    """A problem: ``offset`` in bytes, -1 for none."""
+
+    code: str
+    level: str
+    message: str
+    where: str
+    offset: int
+
+
+class CheckReport(TypedDict):
+    """A check; ``notes_in_all`` counts the notes beyond those listed, too."""
+
+    name: str
+    group: str
+    status: str
+    message: str
+    notes: list[NoteReport]
+    notes_in_all: int
+
+
+class GlobalReport(TypedDict):
+    """A global as one pickle names it, see ``NamedGlobal``."""
+
+    module: str
+    name: str
+    mapped: str
+    word: str
+    times: int
+    pickle: str
+
+
+class _Result(TypedDict):
+    status: str
+    valid: bool
+    damaged: bool
+    runs_code: bool
+    strict: bool
+    coverage: str
+    not_checked: list[str]
+    failures: int
+    warnings: int
+    torch: str
+    checks: list[CheckReport]
+    pickles: list[str]
+    globals: list[GlobalReport]
+    globals_in_all: int
+    files: list[CompanionReport]
+    error: str | None
+    next: str
+
+
+class ValidateReport(_Result):
+    """``ckptool.validate/1``. A file may be damaged, run code, both or neither; ``bytes`` and ``format`` are None
+    where the file cannot be opened."""
+
+    schema: str
+    path: str
+    bytes: int | None
+    format: str | None
+
 
 def check_policy(policy: Policy) -> None:
-    """Raise TargetError for a policy that no file can meet: an unknown torch, a bad map_location, no lock."""
+    """Raise TargetError for a policy that no file can meet: unknown torch, bad map_location, unreadable lock."""
     if policy.torch and policy.torch not in VERSIONS:
-        what = f"the list of torch {policy.torch!r} is not known"
-        raise TargetError(what, next=f"known are {listed(VERSIONS, most=len(VERSIONS))}")
+        known = listed(VERSIONS, most=len(VERSIONS))
+        raise TargetError(f"the list of torch {policy.torch!r} is not known", next=f"known are {known}")
     parse_map_location(policy.map_location or None)
     if policy.lock:
         from .comparing.lock import read_lock
@@ -46,46 +128,59 @@ def check_policy(policy: Policy) -> None:
 
 
 def validation_report(
-    path: str, policy: Policy = Policy(), *, quick: bool = False, progress: Callable[[int], None] | None = None
-) -> dict[str, Any]:
-    """The report of ``validate``, schema ``ckptool.validate/1``. Raises nothing about the file: that is its answer.
+    path: str, policy: Policy = Policy(), *, quick: bool = False, progress: Progress | None = None
+) -> ValidateReport:
+    """Return the report of ``validate``. What is wrong with the file is in it; nothing is raised for that.
 
-    ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes.
+    ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes. Raises TargetError for a policy
+    that no file can meet.
     """
     name = os.fspath(path)
     check_policy(policy)
     torch = policy.torch or NEWEST
-    report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": name, "bytes": None, "format": None}
+    size: int | None = None
+    file_format: str | None = None
     source: FileSource | ContainedSource | None = None
     try:
         if in_several_files(name):
             opened = open_checkpoint(name)
         else:
             source = open_any(name)
-            report["bytes"] = source.size
+            size = source.size
             opened = checkpoint_of(source)
         with opened as checkpoint:
-            report["bytes"] = checkpoint.source.size
-            report["format"] = checkpoint.format
-            return report | _checked(checkpoint, policy, torch, quick, progress)
+            size, file_format = checkpoint.source.size, checkpoint.format
+            return _report(name, size, file_format, _checked(checkpoint, policy, torch, quick, progress))
     except MalformedError as error:
-        # It is a checkpoint, and it is broken: that is an answer.
-        return report | _without_container(name, broken(error), error, policy, torch, INVALID)
-    except CkptoolError as error:  # also ChangedError: somebody writes to it
+        # A checkpoint, but a broken one: that is an answer.
+        result = _without_container(name, broken_check(error), error, policy, torch, INVALID)
+    except CkptoolError as error:  # also ChangedError: another process writes to it
         if isinstance(error, NotACheckpointError):
-            report["format"] = error.kind
-        note = Note("unreadable", "error", error.what)
-        check = Check("readable", "container", FAIL, error.what, (note,))
-        return report | _without_container(name, check, error, policy, torch, UNREADABLE)
+            file_format = error.kind
+        result = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
+    return _report(name, size, file_format, result)
 
 
-def _checked(
-    checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Callable[[int], None] | None
-) -> dict[str, Any]:
+def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
+    """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
+    result = _result([_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
+    result["error"], result["next"] = error.what, error.next
+    return _report(path, None, None, result)
+
+
+def _report(path: str, size: int | None, file_format: str | None, result: _Result) -> ValidateReport:
+    return {"schema": "ckptool.validate/1", "path": path, "bytes": size, "format": file_format, **result}
+
+
+def _unreadable(error: CkptoolError) -> Check:
+    return Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
+
+
+def _checked(checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None) -> _Result:
     checkpoint = checkpoint.tolerating()
-    checks, found = validation(checkpoint, torch=torch, quick=quick, progress=progress)
-    assert found.verdict is not None
-    checks += expectations(checkpoint, policy, found.verdict)
+    checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
+    assert safety.verdict is not None
+    checks += expectations(checkpoint, policy, safety.verdict)
     if policy.lock:
         from .comparing.lock import lock_checks, read_lock
 
@@ -97,161 +192,186 @@ def _checked(
     for source in checkpoint.sources:
         if isinstance(source, FileSource):
             source.check_unchanged()
-    beside = look_beside(checkpoint.source, torch) if isinstance(checkpoint.source, FolderSource) else None
-    if beside is not None:
-        checks += beside.checks
-        named = [*found.globals, *beside.globals]
-        found = found._replace(pickles=[*found.pickles, *beside.pickles], globals=named)
-    report = _summed(checks, found, policy, torch, "")
-    report["files"] = beside.as_json() if beside is not None else []
-    unclear = any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems)
-    broken_by = {
-        note.code
-        for check in checks
-        if check.status == FAIL and check.name in _SALVAGE
-        for note in check.notes
-        if note.level == "error"
-    }
-    if broken_by and broken_by <= {DEFLATED, NO_INDEX}:
-        report["next"] = command("repack", checkpoint.path, word="clean")
-    elif not unclear and any(check.status == FAIL and check.name in _SALVAGE for check in checks):
+    files: list[CompanionReport] = []
+    if isinstance(checkpoint.source, FolderSource):
+        companions = check_companions(checkpoint.source, torch)
+        files = companions.report
+        checks += companions.checks
+        names = [*safety.globals, *companions.globals]
+        safety = safety._replace(pickles=[*safety.pickles, *companions.pickles], globals=names)
+    result = _result(checks, safety, policy, torch, "")
+    result["files"], result["next"] = files, _next_step(checkpoint, policy, checks)
+    return result
+
+
+def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> str:
+    """Return the command that mends what failed or warns, "" where there is none."""
+    damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
+    errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
+    if errors and errors <= {DEFLATED, NO_INDEX}:
+        return command("repack", checkpoint.path, word="clean")
+    if any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems):
+        return ""
+    if damaged:
         folder = isinstance(checkpoint.source, FolderSource)
-        step = "get the files again that are missing or damaged" if folder or not checkpoint.pickled else ""
-        report["next"] = step or rescue_step(checkpoint)
-    elif not unclear:
-        bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-        report["next"] = _remedy(checkpoint, policy, bad)
-    return report
+        return _DAMAGED_FILES if folder or not checkpoint.pickled else rescue_step(checkpoint)
+    return _remedy(
+        checkpoint, policy, {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
+    )
 
 
 def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> str:
-    """The command that mends what is not as expected, "" where there is none."""
+    path = checkpoint.path
     if "program" in bad:
-        return convert_step(checkpoint.path) if checkpoint.survey.tensors else ""
+        return convert_step(path) if checkpoint.survey.tensors else ""
     if "prefix" in bad:
         if policy.prefix == "none":
-            return command("strip-module", checkpoint.path, word="plain")
-        return command("add-module", checkpoint.path, "--prefix", policy.prefix, word="prefixed")
-    if "device" in bad and not any(mark in policy.device[0] for mark in "*?"):
-        return command("remap", checkpoint.path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
+            return command("strip-module", path, word="plain")
+        return command("add-module", path, "--prefix", policy.prefix, word="prefixed")
+    if "device" in bad and not any(char in policy.device[0] for char in "*?"):
+        return command("remap", path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
     if "load" in bad and checkpoint.traits.loads == "converted":
-        return command("convert", checkpoint.path, extension=".pth")
+        return command("convert", path, extension=".pth")
     if "weights-only" in bad and not checkpoint.pickled:
-        return rename_step(checkpoint.path, ".safetensors")
-    # A file that runs a command when it is loaded is not to be mended but to be thrown away.
+        return rename_step(path, ".safetensors")
+    # A file that runs a command when it is loaded is to be deleted, not mended.
     return sanitize_step(checkpoint) if "weights-only" in bad and bad.get("globals") != FAIL else ""
 
 
-#: Checks after whose failure something may still be saved.
-_SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
-
-
-def unreadable_report(path: str, error: CkptoolError) -> dict[str, Any]:
-    """The report on a path behind which there is no file to look at: an empty folder, a glob that nothing matches."""
-    check = Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
-    report: dict[str, Any] = {"schema": "ckptool.validate/1", "path": path, "bytes": None, "format": None}
-    summed = _summed([check], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
-    return report | summed | {"error": error.what, "next": error.next}
-
-
-def _finite(checkpoint: Checkpoint, progress: Callable[[int], None] | None) -> Check:
+def _finite(checkpoint: Checkpoint, progress: Progress | None) -> Check:
     name, group = "finite", "expectations"
     try:
-        found = nonfinite(checkpoint, progress)
+        notes = _nonfinite(checkpoint, progress)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
-    if not found:
+    if not notes:
         return Check(name, group, PASS, "no NaN and no Inf in any tensor")
-    notes = []
-    for item in found:
-        words = [f"{count:,} {kind}" for count, kind in ((item.nans, "NaN"), (item.infs, "Inf")) if count]
-        notes.append(Note("nonfinite", "error", f"{item.path or 'the tensor'}: {' and '.join(words)}", item.path))
-    message = f"{counted(len(found), 'tensor')} with NaN or Inf: {listed([note.message for note in notes], most=3)}"
+    message = f"{counted(len(notes), 'tensor')} with NaN or Inf: {listed([note.message for note in notes], most=3)}"
     return Check(name, group, FAIL, message, tuple(notes))
+
+
+def _nonfinite(checkpoint: Checkpoint, progress: Progress | None) -> list[Note]:
+    """Return a note for every tensor with a NaN or Inf, each view of a storage once, in the order of the file.
+
+    Missing bytes are passed over: other checks report them. Raises UnreadableError where torch is not installed.
+    """
+    reader = checkpoint.survey.reader
+    notes = []
+    seen: set[tuple[object, ...]] = set()
+    for entry in checkpoint.survey.tensors:
+        counts = [0, 0]
+        for part in reader.parts(entry.tensor):
+            view = (part.storage, part.offset, part.shape, part.stride)
+            if _may_be_nonfinite(part) and view not in seen:
+                seen.add(view)
+                _count_nonfinite(checkpoint, part, counts, progress)
+        words = [f"{count:,} {word}" for count, word in zip(counts, ("NaN", "Inf")) if count]
+        if words:
+            message = f"{entry.path or 'the tensor'}: {' and '.join(words)}"
+            notes.append(Note("nonfinite", "error", message, entry.path))
+    return notes
+
+
+def _may_be_nonfinite(tensor: Tensor) -> bool:
+    dtype = dtype_of(tensor)
+    if not tensor.storage or tensor.location == "meta" or dtype is None or 0 in tensor.shape:
+        return False
+    return (dtype.floating or dtype.name.startswith("complex")) and dtype.name not in _ALWAYS_FINITE
+
+
+def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, counts: list[int], progress: Progress | None) -> None:
+    """Add the NaNs and Infs of a tensor to ``counts``, as far as its bytes are there."""
+    from ..values.torch.compute import count_nonfinite
+
+    stored, times = in_storage_order(tensor)
+    try:
+        for data in elements(checkpoint, stored):
+            nans, infs = count_nonfinite(data, stored.dtype)
+            counts[0] += nans * times
+            counts[1] += infs * times
+            if progress:
+                progress(len(data))
+    except MalformedError:
+        pass
 
 
 def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     name, group = "load", "expectations"
-    path, how = checkpoint.path, checkpoint.traits.loads
-    if how == "converted":
-        what = "torch.load reads files, and this is a folder of parts"
-        return Check(name, group, FAIL, what, (Note("load", "error", what),))
+    path, loads = checkpoint.path, checkpoint.traits.loads
+    if loads == "converted":
+        message = "torch.load reads files, and this is a folder of parts"
+        return Check(name, group, FAIL, message, (Note("load", "error", message),))
     try:
-        need_torch("loading it with torch.load", path)
+        need_torch("really loading it", path)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
-    loaded = load_report(path, parse_map_location(map_location or None))
-    if not loaded["ok"]:
-        return Check(name, group, FAIL, loaded["error"], (Note("load", "error", loaded["error"]),))
-    where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in loaded["devices"].items()])
-    return Check(
-        name, group, PASS, f"torch.load loads {'it' if how == 'file' else 'each file'}: {where or 'no tensors'}"
-    )
+    report = load_report(path, parse_map_location(map_location or None))
+    if report["error"] is not None:
+        return Check(name, group, FAIL, report["error"], (Note("load", "error", report["error"]),))
+    where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
+    message = f"torch.load loads {'it' if loads == 'file' else 'each file'}: {where or 'no tensors'}"
+    return Check(name, group, PASS, message)
 
 
 def _without_container(
     path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
-) -> dict[str, Any]:
-    """What can be said of a file that is no whole checkpoint: its pickles are looked at all the same."""
-    found = Safety([], [], None, [])
+) -> _Result:
+    """Return the result for a file that is not a whole checkpoint; its pickles are checked all the same."""
+    safety = Safety([], [], None, [])
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
-            files = (look(os.path.join(path, name), name, torch) for name in files_beside(path, ()))
-            found = safety([pickle for file in files for pickle in file.pickles], torch, None)
+            files = (check_companion(os.path.join(path, name), name, torch) for name in companion_names(path, ()))
+            safety = check_pickles((pickle for file in files for pickle in file.pickles), torch, None)
         else:
             with closing(open_any(path)) as source:
-                found = safety(find_pickles(source), torch, None)
-    except (PickleError, MalformedError) as problem:
-        found = Safety([], [], None, [broken(problem)])
+                safety = check_pickles(find_pickles(source), torch, None)
     except UnreadableError:
         pass
-    checks = [check, *(found.checks if found.pickles else [])]
-    wanted = [name for name in ("lock", "finite", "load") if getattr(policy, name)]
-    checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in wanted]
+    checks = [check, *(safety.checks if safety.pickles else [])]
+    expected = [name for name in ("lock", "finite", "load") if getattr(policy, name)]
+    checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
-    report = _summed(checks, found, policy, torch, status)
-    return report | {"error": str(error).removeprefix(f"{error.path}: "), "next": error.next}
+    result = _result(checks, safety, policy, torch, status)
+    result["error"], result["next"] = str(error).removeprefix(f"{error.path}: "), error.next
+    return result
 
 
-def _summed(checks: list[Check], found: Safety, policy: Policy, torch: str, status: str) -> dict[str, Any]:
+def _result(checks: list[Check], safety: Safety, policy: Policy, torch: str, status: str) -> _Result:
+    """Sum up the checks; ``status`` is "" where they decide."""
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
     skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]
+    complete = not status and not skipped
     if not status:
-        bad = failures or (policy.strict and (warnings or skipped))
-        status = INVALID if bad else VALID
-        complete = not skipped
-    else:
-        complete = False
+        status = INVALID if failures or (policy.strict and (warnings or skipped)) else VALID
     return {
         "status": status,
         "valid": status == VALID,
-        # Two things, of which a file may be neither, one or both.
         "damaged": any(check.status == FAIL and check.group in ("container", "integrity") for check in checks),
         "runs_code": any(note.code == "dangerous-call" for check in checks for note in check.notes),
         "strict": policy.strict,
         "coverage": "complete" if complete else "partial",
-        "not_checked": skipped if found.verdict is not None else ["everything that needs a whole container"],
+        "not_checked": skipped if safety.verdict is not None else ["everything that needs a whole container"],
         "failures": failures,
         "warnings": warnings,
         "torch": torch,
-        "checks": [_check(check) for check in checks],
-        "pickles": [pickle.where for pickle in found.pickles],
-        "globals": [item._asdict() for item in found.globals[: LIMITS.listed]],
-        "globals_in_all": len(found.globals),
+        "checks": [_check_report(check) for check in checks],
+        "pickles": [pickle.where for pickle in safety.pickles],
+        "globals": [cast("GlobalReport", item._asdict()) for item in safety.globals[: LIMITS.listed]],
+        "globals_in_all": len(safety.globals),
         "files": [],
         "error": None,
         "next": "",
     }
 
 
-def _check(check: Check) -> Mapping[str, Any]:
+def _check_report(check: Check) -> CheckReport:
     return {
         "name": check.name,
         "group": check.group,
         "status": check.status,
         "message": check.message,
-        "notes": [note._asdict() for note in check.notes[: LIMITS.listed]],
+        "notes": [cast("NoteReport", note._asdict()) for note in check.notes[: LIMITS.listed]],
         "notes_in_all": len(check.notes),
     }

@@ -178,7 +178,7 @@ def test_export_knows_no_map_location(exported: Path, tmp_path: Path) -> None:
         tmp_path / "c.pt2",
         lambda n, d: d.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1'),
     )
-    assert "torch.export.load fails, which knows no map_location" in say("inspect", path).all
+    assert "torch.export.load fails, as it has no map_location" in say("inspect", path).all
 
 
 def test_extra_files_are_listed(exported: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ckptool.cli.summary import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of
-from ckptool.reports.inspect import inspection
+from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import key_listing
 from ckptool.reports.tree import tree_of
 

@@ -1,1 +1,1 @@
-"""Comparing checkpoints: with each other, with a lock file, by fingerprints. Pure functions that give plain data."""
+"""Comparing checkpoints: with each other, with a lock file, by fingerprints. Pure functions that return plain data."""

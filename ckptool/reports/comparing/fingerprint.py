@@ -1,21 +1,21 @@
-"""Fingerprints of what a checkpoint holds: the work of ``ckptool hash``. What goes in is a contract, version 1.
+"""Fingerprints of the tensors in a checkpoint: the report of ``ckptool hash``. What is hashed is a contract, version 1.
 
-Of each tensor a line of ASCII goes in, compact JSON with a newline behind it::
+Each tensor is a line of ASCII, compact JSON and a newline::
 
     [PATH, KIND, DTYPE, SHAPE, DIGEST]\\n        for the content
     [PATH, KIND, DTYPE, SHAPE]\\n                for the structure
 
-- PATH as ``inspect`` spells it, from the root of the file or of the one state dict that ``--key`` names: so a bare
+- PATH is spelled as by ``inspect``, from the root of the file or of the one state dict that ``--key`` names: so a bare
   file and one that wraps the same state dict agree. A tensor at several places counts at each.
 - KIND is dense, sparse_coo and so on, quantized, nested, meta, or storage for a bare storage.
-- DIGEST is the SHA-256, in hex, of the elements one after the other in the order in which they count (the last
-  dimension fastest), little-endian, whatever strides and byte order the file has; of nothing for a tensor without
-  elements or on meta. Where a tensor is conjugated or negated lazily, is quantized, or is made of tensors, it is the
-  SHA-256 of compact JSON ``[DIGEST of its own elements, FACTS, [[KIND, DTYPE, SHAPE, DIGEST] of each tensor in it]]``,
-  FACTS being the names of those flags, or the scheme, scale, zero point and axis of the quantizer.
+- DIGEST is the SHA-256, in hex, of the elements in row-major order, little-endian, whatever strides and byte order the
+  file has; of nothing for a tensor without elements or on meta. Where a tensor is conjugated or negated lazily, is
+  quantized, or is made of tensors, it is the SHA-256 of compact JSON ``[DIGEST of its own elements, FACTS, [[KIND,
+  DTYPE, SHAPE, DIGEST] of each tensor in it]]``, FACTS being the names of those flags, or the scheme, scale, zero point
+  and axis of the quantizer.
 
-The fingerprint is the SHA-256 of these lines in the order of their bytes. Container, file and folder names, key order,
-devices, compression, strides, sharing, requires_grad, classes of tensors, and everything that is no tensor do not
+The fingerprint is the SHA-256 of these lines, sorted by their bytes. Container, file and folder names, key order,
+devices, compression, strides, sharing, requires_grad, classes of tensors, and everything that is not a tensor do not
 count.
 """
 
@@ -24,57 +24,80 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from ...base.errors import RefusedError
 from ...base.text import argument
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
-from ...checkpoint.tensors import Tensor, ViewId, view_id
+from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
 from ...files.threads import blocks, in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import elements, tensor_size
-from .belongings import belongings
-from .closeness import has_values, raw_of
 from .places import Place, Side, side_of
+from .tensors import Mark, has_values, mark_of, raw_elements, tensor_attributes
+
+if TYPE_CHECKING:
+    from typing import NotRequired
 
 CONTENT: Final = "ckptool:1:"
 STRUCTURE: Final = "ckptool-structure:1:"
 
 
-def fingerprint_report(
+class TensorHash(TypedDict):
+    """The digest of one tensor; None where only the structure was asked for."""
+
+    path: str
+    kind: str
+    dtype: str
+    shape: list[int]
+    hash: str | None
+
+
+class HashReport(TypedDict):
+    """``ckptool.hash/1``. ``content`` is None where only the structure was asked for."""
+
+    schema: str
+    path: str
+    key: str | None
+    tensors: int
+    content: str | None
+    structure: str
+    each: NotRequired[list[TensorHash]]
+
+
+def hash_report(
     checkpoint: Checkpoint,
     *,
     key: str | None = None,
     structure: bool = False,
     each: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """The report of ``hash``, schema ``ckptool.hash/1``.
+) -> HashReport:
+    """Return the report of ``hash``. With ``structure`` no values are read; ``each`` adds the digest of every tensor.
 
-    With ``structure`` no values are read, and ``content`` is None. ``each`` adds the digest of every tensor. Raises
-    TargetError for a key that there is not, MalformedError where bytes are missing, RefusedError for a program without
+    Raises TargetError for an unknown key, MalformedError where bytes are missing, RefusedError for a program without
     weights.
     """
     side = side_of(checkpoint, key)
     places = list(side.tensors())
     if not places and program_of(checkpoint) is not None:
-        what = f"{NO_WEIGHTS}: a fingerprint is of tensors alone, and would be that of every such program"
-        raise RefusedError(what, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
+        message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
+        raise RefusedError(message, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
     digests = Digests(side, progress)
     if not structure:
-        digests.add(place for place in places)
-    bones = [_line(place, None) for place in places]
-    full = [] if structure else [_line(place, digests.of(place.ref, place.tensor)) for place in places]
-    report: dict[str, Any] = {
+        digests.add(places)
+    hashes = [None if structure else digests.digest_of(place.ref, place.tensor) for place in places]
+    report: HashReport = {
         "schema": "ckptool.hash/1",
         "path": checkpoint.path,
         "key": key,
         "tensors": len(places),
-        "content": None if structure else CONTENT + _summed(full),
-        "structure": STRUCTURE + _summed(bones),
+        "content": None if structure else CONTENT + _fingerprint(map(_line, places, hashes)),
+        "structure": STRUCTURE + _fingerprint(_line(place, None) for place in places),
     }
     if each:
         report["each"] = [
@@ -83,9 +106,9 @@ def fingerprint_report(
                 "kind": place.tensor.kind,
                 "dtype": place.tensor.dtype,
                 "shape": list(place.tensor.shape),
-                "hash": None if structure else digests.of(place.ref, place.tensor),
+                "hash": digest,
             }
-            for place in places
+            for place, digest in zip(places, hashes)
         ]
     return report
 
@@ -100,94 +123,81 @@ def _compact(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
-def _summed(lines: Iterable[bytes]) -> str:
-    from hashlib import sha256
-
+def _fingerprint(lines: Iterable[bytes]) -> str:
     return sha256(b"".join(sorted(lines))).hexdigest()
 
 
 class Digests:
-    """The digests of tensors: the elements of each stored tensor are read once, however often it stands there."""
+    """The digests of tensors. The elements of each stored tensor are read once, however often it is met."""
 
     def __init__(self, side: Side, progress: Callable[[int], None] | None = None) -> None:
         self.side = side
         self.progress = progress
-        self.found: dict[ViewId, str] = {}
-        self.made: dict[Ref, str] = {}
+        self.elements: dict[Mark, str] = {}
+        self.tensors: dict[Ref, str] = {}
         self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
-        """Read what is needed for the digests of these, in the order of the file."""
-        wanted: dict[ViewId, Tensor] = {}
+        """Read what the digests of these need, in the order of the file."""
+        wanted: dict[Mark, Tensor] = {}
         for place in places:
             for part in self.side.reader.parts(place.tensor):
                 if has_values(part):
-                    wanted.setdefault(view_id(part), part)
+                    wanted.setdefault(mark_of(part), part)
         tensors = list(wanted.values())
         in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
     def read(self, tensor: Tensor) -> None:
         """Digest the elements of one tensor."""
-        from hashlib import sha256
-
         checkpoint = self.side.checkpoint
         digest = sha256()
-        raw = raw_of(checkpoint, tensor)
-        if raw is None:
-            for data in elements(checkpoint, tensor):
-                digest.update(data)
-                self.advance(len(data))
-        else:
-            for block in blocks(Span(*raw)):
-                digest.update(block)
-                self.advance(len(block))
-        self.found[view_id(tensor)] = digest.hexdigest()
+        raw = raw_elements(checkpoint, tensor)
+        for data in elements(checkpoint, tensor) if raw is None else blocks(Span(*raw)):
+            digest.update(data)
+            if self.progress:
+                with self.lock:
+                    self.progress(len(data))
+        self.elements[mark_of(tensor)] = digest.hexdigest()
 
-    def advance(self, size: int) -> None:
-        if self.progress:
-            with self.lock:
-                self.progress(size)
-
-    def of(self, ref: Ref, tensor: Tensor) -> str:
-        """The digest of a tensor whose elements, and those of the tensors in it, were read."""
-        known = self.made.get(ref)
+    def digest_of(self, ref: Ref, tensor: Tensor) -> str:
+        """Return the digest of a tensor that was added."""
+        known = self.tensors.get(ref)
         if known is None:
-            known = self.made[ref] = self._of(ref, tensor)
+            known = self.tensors[ref] = self._digest(ref, tensor)
         return known
 
-    def _of(self, ref: Ref, tensor: Tensor) -> str:
-        from hashlib import sha256
-
-        own = self.found[view_id(tensor)] if has_values(tensor) else sha256().hexdigest()
+    def _digest(self, ref: Ref, tensor: Tensor) -> str:
+        own = self.elements[mark_of(tensor)] if has_values(tensor) else sha256().hexdigest()
         facts = _facts(self.side, ref)
         parts = self.side.reader.parts(tensor)[1:]
         if not facts and not parts:
             return own
         inner = [
-            [part.kind, part.dtype, part.shape, self.found[view_id(part)] if has_values(part) else ""] for part in parts
+            [part.kind, part.dtype, part.shape, self.elements[mark_of(part)] if has_values(part) else ""]
+            for part in parts
         ]
         return sha256(_compact([own, facts, inner])).hexdigest()
 
 
 def _facts(side: Side, ref: Ref) -> list[object]:
-    """What decides the values of a tensor beside its elements: lazy flags, or the parameters of its quantizer, or
-    which part it is of a tensor that is spread over ranks."""
+    """Return what decides the values of a tensor beside its elements: lazy flags, the parameters of its quantizer, or
+    which part of a sharded tensor it is."""
     tensor = side.tensor(ref)
-    spread = sharding(side.reader, ref, tensor) if tensor is not None else None
-    if spread is not None:
-        return ["part", spread.placements, [part.ranges for part in spread.parts]]
-    held = belongings(side, ref)
-    if ".quantizer" in held:
-        return _quantizer(side, held[".quantizer"])
-    return [flag for flag in ("conj", "neg") if f".{flag}" in held]
+    shard = sharding(side.reader, ref, tensor) if tensor is not None else None
+    if shard is not None:
+        return ["part", shard.placements, [part.ranges for part in shard.parts]]
+    attributes = tensor_attributes(side, ref)
+    if ".quantizer" in attributes:
+        return _quantizer(side, attributes[".quantizer"])
+    return [flag for flag in ("conj", "neg") if f".{flag}" in attributes]
 
 
 def _quantizer(side: Side, ref: Ref) -> list[object]:
-    """The scheme by its name, then numbers; the tensors in it are parts of the tensor."""
+    """Return the name of the scheme, then numbers; the tensors in it are parts of the tensor."""
     params = side.graph.nodes[ref]
-    found: list[object] = []
+    facts: list[object] = []
     for item in params if type(params) is tuple else ():
         leaf = side.leaf(item)
         if leaf is not None and isinstance(leaf.value, bool | int | float | str):
-            found.append(leaf.value.rpartition(".")[2] if leaf.type == "global" else leaf.value)  # type: ignore[union-attr]
-    return found
+            facts.append(leaf.value.rpartition(".")[2] if leaf.type == "global" else leaf.value)  # type: ignore[union-attr]
+    return facts

@@ -1,4 +1,4 @@
-"""Lock files: what a checkpoint must hold, as a small JSON that reviews well. Made, read, and compared with a file.
+"""Lock files: what a checkpoint must hold, as a small JSON that reviews well. Written, read, and compared with a file.
 
 Schema ``ckptool.lock/1``: ``layout`` and ``container`` of the root; ``state_dicts`` by path ("." for the root), each
 with its keys in the order of the file; ``tensors`` outside of state dicts by path; ``entries``, the types of the top
@@ -11,85 +11,112 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.text import argument, counted
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
-from ..checks import FAIL, NOT_POSSIBLE, PASS, Check, Note
-from .fingerprint import Digests
+from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
-#: Bytes of a lock: 200,000 tensors with hashes have 40 MB.
-_MOST: Final = 1 << 30
+#: Bytes of a lock file: one with 200,000 tensors and their hashes has 40 MB.
+_MAX_BYTES: Final = 1 << 30
 
 
-def lock_of(
-    checkpoint: Checkpoint, *, content: bool = False, progress: Callable[[int], None] | None = None
-) -> dict[str, Any]:
-    """The lock of a checkpoint; with ``content`` every tensor is read and has its hash.
+class LockedValue(TypedDict, total=False):
+    """``type`` of a value that is not a tensor; dtype, shape and device of a tensor, and its kind unless it is dense;
+    with locked content its hash."""
 
-    Raises RefusedError for a program without weights, MalformedError where bytes are missing, with ``content``.
+    type: str
+    dtype: str
+    shape: list[int]
+    device: str
+    kind: str
+    hash: str
+
+
+class Lock(TypedDict):
+    """``ckptool.lock/1``."""
+
+    schema: str
+    layout: str
+    container: str
+    state_dicts: dict[str, dict[str, LockedValue]]
+    tensors: dict[str, LockedValue]
+    entries: dict[str, str]
+
+
+def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+    """Return the lock of a checkpoint; with ``content`` every tensor is read and has its hash.
+
+    Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
     """
     survey, graph = checkpoint.survey, checkpoint.graph
     if not survey.tensors and program_of(checkpoint) is not None:
-        what = f"{NO_WEIGHTS}: a lock holds names and tensors, and would fit every such program"
-        raise RefusedError(what, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
+        message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
+        raise RefusedError(message, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
     side = Side(checkpoint)
-    digests = Digests(side, progress)
+    digests = None
     if content:
+        from .fingerprint import Digests  # loads OpenSSL
+
+        digests = Digests(side, progress)
         digests.add(Place(entry.path, entry.ref, entry.tensor) for entry in survey.tensors)
 
-    def described(ref: int) -> dict[str, Any]:
+    def locked(ref: int) -> LockedValue:
         tensor = side.tensor(ref)
         if tensor is None:
             return {"type": side.type(ref)}
-        found: dict[str, Any] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "device": tensor.location}
+        value: LockedValue = {"dtype": tensor.dtype, "shape": list(tensor.shape), "device": tensor.location}
         if tensor.kind not in ("dense", "storage"):
-            found["kind"] = tensor.kind
-        if content and tensor.kind != "storage":
-            found["hash"] = digests.of(ref, tensor)
-        return found
+            value["kind"] = tensor.kind
+        if digests is not None and tensor.kind != "storage":
+            value["hash"] = digests.digest_of(ref, tensor)
+        return value
 
     state_dicts = {
-        item.path or ".": {str(graph.nodes[key]): described(value) for key, value in item.items}
+        item.path or ".": {str(graph.nodes[key]): locked(value) for key, value in item.items}
         for item in checkpoint.state_dicts
     }
-    outside = {entry.path or ".": described(entry.ref) for entry in survey.tensors if entry.state_dict < 0}
-    kind, container = layout_of(checkpoint)
-    entries = {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries}
+    outside = {entry.path or ".": locked(entry.ref) for entry in survey.tensors if entry.state_dict < 0}
+    layout, container = layout_of(checkpoint)
     return {
         "schema": SCHEMA,
-        "layout": kind,
+        "layout": layout,
         "container": container,
         "state_dicts": state_dicts,
         "tensors": outside,
-        "entries": entries,
+        "entries": {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries},
     }
 
 
 def _entry_name(entry: TopEntry) -> str:
-    """The key where it is a string, else its step; a string that looks like a step is spelled as one, too."""
+    """Return the key where it is a string, else its step; a string that looks like a step is spelled as one, too."""
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 
-def lock_text(lock: Mapping[str, Any]) -> str:
-    """The lock as JSON with a line for each tensor and each entry, so that a review shows what changed. ASCII only."""
-    head = ("schema", "layout", "container")
-    lines = ["{", *(f"  {json.dumps(name)}: {json.dumps(lock[name])}," for name in head)]
-    lines += _object("state_dicts", lock["state_dicts"], 2, last=False)
-    lines += _object("tensors", lock["tensors"], 2, last=False)
-    lines += _object("entries", lock["entries"], 2, last=True)
-    return "\n".join([*lines, "}"]) + "\n"
+def lock_text(lock: Lock) -> str:
+    """Return the lock as ASCII JSON with a line for each tensor and each entry, so that a review shows what changed."""
+    lines = [
+        "{",
+        f'  "schema": {json.dumps(lock["schema"])},',
+        f'  "layout": {json.dumps(lock["layout"])},',
+        f'  "container": {json.dumps(lock["container"])},',
+        *_object_lines("state_dicts", lock["state_dicts"], 2, last=False),
+        *_object_lines("tensors", lock["tensors"], 2, last=False),
+        *_object_lines("entries", lock["entries"], 2, last=True),
+        "}\n",
+    ]
+    return "\n".join(lines)
 
 
-def _object(name: str, values: Mapping[str, Any], indent: int, *, last: bool) -> Iterator[str]:
-    """An object, with a line for each member; a state dict is one with such lines of its own."""
+def _object_lines(name: str, values: Mapping[str, Any], indent: int, *, last: bool) -> Iterator[str]:
+    """Yield an object with a line for each member; a state dict is a member with such lines of its own."""
     space, end = " " * indent, "" if last else ","
     if not values:
         yield f"{space}{json.dumps(name)}: {{}}{end}"
@@ -97,15 +124,15 @@ def _object(name: str, values: Mapping[str, Any], indent: int, *, last: bool) ->
     yield f"{space}{json.dumps(name)}: {{"
     for number, (key, value) in enumerate(values.items(), 1):
         if name == "state_dicts" and indent == 2:
-            yield from _object(key, value, 4, last=number == len(values))
+            yield from _object_lines(key, value, 4, last=number == len(values))
         else:
             comma = "," if number < len(values) else ""
             yield f"{space}  {json.dumps(key)}: {json.dumps(value)}{comma}"
     yield f"{space}}}{end}"
 
 
-def read_lock(path: str) -> dict[str, Any]:
-    """A lock file; raises TargetError where it cannot be read, or is none."""
+def read_lock(path: str) -> Lock:
+    """Read a lock file; raise TargetError where it cannot be read or is not a lock."""
     try:
         status = os.stat(path)
         return _read_lock(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
@@ -114,26 +141,26 @@ def read_lock(path: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _read_lock(path: str, state: tuple[int, ...]) -> dict[str, Any]:
-    """The lock in a file in this state: a folder of checkpoints is checked against one lock."""
+def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
+    """Read the lock in a file in this state: a folder of checkpoints is checked against one lock."""
     step = "make one with ckptool lock PATH -o FILE"
     try:
-        if state[2] > _MOST:
-            raise TargetError(f"it has {state[2]:,} bytes: that is no lock", path=path, next=step)
+        if state[2] > _MAX_BYTES:
+            raise TargetError(f"it is not a lock: it has {state[2]:,} bytes", path=path, next=step)
         with open(path, "rb") as file:
-            found = json.loads(file.read())
+            lock = json.loads(file.read())
     except (ValueError, RecursionError) as error:
-        raise TargetError(f"the lock is no JSON: {error}", path=path, next=step) from error
-    wrong = _flaw(found)
-    if wrong:
-        raise TargetError(f"it is no lock: {wrong}", path=path, next=step)
-    return dict(found)
+        raise TargetError(f"the lock is not JSON: {error}", path=path, next=step) from error
+    flaw = _flaw(lock)
+    if flaw:
+        raise TargetError(f"it is not a lock: {flaw}", path=path, next=step)
+    return cast(Lock, lock)
 
 
 def _flaw(lock: Any) -> str:
-    """What makes it no lock, "" for nothing."""
+    """Return why JSON is not a lock, "" for nothing."""
     if not isinstance(lock, dict):
-        return "it is no JSON object"
+        return "it is not a JSON object"
     if lock.get("schema") != SCHEMA:
         return f"its schema is {lock.get('schema')!r}, not {SCHEMA!r}"
     for name in ("layout", "container"):
@@ -141,18 +168,18 @@ def _flaw(lock: Any) -> str:
             return f"{name!r} is not a string"
     for name in ("state_dicts", "tensors", "entries"):
         if not isinstance(lock.get(name), dict):
-            return f"{name!r} is no object"
-    for path, held in lock["state_dicts"].items():
+            return f"{name!r} is not an object"
+    for path, values in lock["state_dicts"].items():
         if not path:
             return "a state dict has no path: '.' is the whole file"
-        if not isinstance(held, dict):
-            return f"the state dict {path!r} is no object"
-    for held in (*lock["state_dicts"].values(), lock["tensors"]):
-        for name, value in held.items():
+        if not isinstance(values, dict):
+            return f"the state dict {path!r} is not an object"
+    for values in (*lock["state_dicts"].values(), lock["tensors"]):
+        for name, value in values.items():
             if not isinstance(value, dict) or not _is_value(value):
-                return f"what it says of {name!r} is neither a tensor nor a type"
+                return f"the value of {name!r} is neither a tensor nor a type"
     if not all(isinstance(value, str) for value in lock["entries"].values()):
-        return "the types of 'entries' are no texts"
+        return "the types of 'entries' are not strings"
     return ""
 
 
@@ -164,112 +191,109 @@ def _is_value(value: Mapping[str, Any]) -> bool:
     return isinstance(shape, list) and all(type(size) is int for size in shape) and all(type(t) is str for t in texts)
 
 
-# -- a checkpoint against a lock -----------------------------------------------------------------------
+# -- a checkpoint against a lock
 
 
 def lock_checks(
     checkpoint: Checkpoint,
-    lock: Mapping[str, Any],
+    lock: Lock,
     *,
     quick: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Check]:
-    """The check "lock", and where the lock has hashes the check "lock-content", which ``quick`` leaves out.
+    """Return the check "lock", and where the lock has hashes "lock-content", which ``quick`` leaves out.
 
     The order of keys does not count.
     """
-    hashed = any("hash" in value for held in _held(lock).values() for value in held.values())
+    locked = [value for values in _groups(lock).values() for value in values.values()]
+    hashes = sum("hash" in value for value in locked)
     error: MalformedError | None = None
     try:
-        found = lock_of(checkpoint, content=hashed and not quick, progress=progress)
+        actual = lock_of(checkpoint, content=bool(hashes) and not quick, progress=progress)
     except MalformedError as problem:
-        error, found = problem, lock_of(checkpoint)
-    notes = [*_moved(lock, found)]
-    tensors = sum(len(held) for held in _held(lock).values())
-    checks = [_check("lock", notes, f"as locked: {counted(tensors, 'value')}")]
-    if not hashed:
+        error, actual = problem, lock_of(checkpoint)
+    checks = [
+        judge("lock", "expectations", [*_structure_notes(lock, actual)], f"as locked: {counted(len(locked), 'value')}")
+    ]
+    if not hashes:
         return checks
     if error is not None:
         note = Note("lock-content", "error", f"the content cannot be read: {error.what}")
-        return [*checks, _check("lock-content", [note], "")]
+        return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
-    number = sum("hash" in value for held in _held(lock).values() for value in held.values())
-    good = f"as locked: the content of {counted(number, 'tensor')}"
-    return [*checks, _check("lock-content", [*_content(lock, found)], good)]
+    good = f"as locked: the content of {counted(hashes, 'tensor')}"
+    return [*checks, judge("lock-content", "expectations", [*_content_notes(lock, actual)], good)]
 
 
-def _check(name: str, notes: list[Note], good: str) -> Check:
-    if not notes:
-        return Check(name, "expectations", PASS, good)
-    more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
-    return Check(name, "expectations", FAIL, notes[0].message + more, tuple(notes))
-
-
-def _held(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The values of a lock by where they stand: a state dict, or None for outside of them."""
+def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
+    """Return the values of a lock by the path of their state dict, "" for those outside."""
     return {**lock["state_dicts"], "": lock["tensors"]}
 
 
-def _moved(lock: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Note]:
-    for name in ("layout", "container"):
-        if lock[name] != found[name]:
-            label = "the root" if name == "container" else "the layout"
-            yield Note(f"lock-{name}", "error", f"{label} is {found[name]}, locked {lock[name]}")
-    locked, there = _held(lock), _held(found)
-    for place in (*locked, *(place for place in there if place not in locked)):
-        if place not in there or place not in locked:
-            word, code = ("missing", "lock-missing") if place in locked else ("new", "lock-added")
-            yield Note(code, "error", f"the state dict {place!r} is {word}", place)
+def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Note]:
+    if lock["layout"] != actual["layout"]:
+        yield Note("lock-layout", "error", f"the layout is {actual['layout']}, locked {lock['layout']}")
+    if lock["container"] != actual["container"]:
+        yield Note("lock-container", "error", f"the root is {actual['container']}, locked {lock['container']}")
+    locked, present = _groups(lock), _groups(actual)
+    for path in (*locked, *(path for path in present if path not in locked)):
+        if path not in present or path not in locked:
+            word, code = ("missing", "lock-missing") if path in locked else ("new", "lock-added")
+            yield Note(code, "error", f"the state dict {path!r} is {word}", path)
             continue
-        ours, theirs = locked[place], there[place]
-        for name in ours:
-            if name not in theirs:
-                yield Note("lock-missing", "error", f"{_name(place, name)} is missing", name)
-        for name, value in theirs.items():
-            if name not in ours:
-                yield Note("lock-added", "error", f"{_name(place, name)} is new: {_words(value)}", name)
-        for name, old in ours.items():
-            if name in theirs:
-                yield from _value(_name(place, name), name, old, theirs[name])
-    for key, kind in lock["entries"].items():
-        now = found["entries"].get(key)
+        old, new = locked[path], present[path]
+        for name in old:
+            if name not in new:
+                yield Note("lock-missing", "error", f"{_label(path, name)} is missing", name)
+        for name, value in new.items():
+            if name not in old:
+                yield Note("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
+        for name, value in old.items():
+            if name in new:
+                yield from _value_notes(_label(path, name), name, value, new[name])
+    for key, name in lock["entries"].items():
+        now = actual["entries"].get(key)
         if now is None:
             yield Note("lock-entry", "error", f"the entry {key!r} is missing", key)
-        elif now != kind:
-            yield Note("lock-entry", "error", f"the entry {key!r} is {now}, locked {kind}", key)
-    for key, kind in found["entries"].items():
+        elif now != name:
+            yield Note("lock-entry", "error", f"the entry {key!r} is {now}, locked {name}", key)
+    for key, name in actual["entries"].items():
         if key not in lock["entries"]:
-            yield Note("lock-entry", "error", f"the entry {key!r} is new: {kind}", key)
+            yield Note("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
 
 
-def _value(label: str, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Note]:
+def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Note]:
     if ("dtype" in old) != ("dtype" in new):
-        yield Note("lock-type", "error", f"{label} is {_words(new)}, locked {_words(old)}", name)
+        yield Note("lock-type", "error", f"{label} is {_value_text(new)}, locked {_value_text(old)}", name)
         return
-    for what in ("type", "kind", "dtype", "shape", "device"):
-        one, other = old.get(what, ""), new.get(what, "")
+    for field, one, other in (
+        ("type", old.get("type"), new.get("type")),
+        ("kind", old.get("kind", "dense"), new.get("kind", "dense")),
+        ("dtype", old.get("dtype"), new.get("dtype")),
+        ("shape", _shape(old.get("shape", ())), _shape(new.get("shape", ()))),
+        ("device", old.get("device"), new.get("device")),
+    ):
         if one != other:
-            words = [_shape(value) if what == "shape" else value or "dense" for value in (other, one)]
-            yield Note(f"lock-{what}", "error", f"{label}: {what} {words[0]}, locked {words[1]}", name)
+            yield Note(f"lock-{field}", "error", f"{label}: {field} {other}, locked {one}", name)
 
 
-def _content(lock: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Note]:
-    there = _held(found)
-    for place, held in _held(lock).items():
-        for name, old in held.items():
-            new = there.get(place, {}).get(name, {})
+def _content_notes(lock: Lock, actual: Lock) -> Iterator[Note]:
+    present = _groups(actual)
+    for path, values in _groups(lock).items():
+        for name, old in values.items():
+            new = present.get(path, {}).get(name, {})
             if "hash" in old and "hash" in new and old["hash"] != new["hash"]:
-                yield Note("lock-content", "error", f"{_name(place, name)} has another content", name)
+                yield Note("lock-content", "error", f"{_label(path, name)} has other content", name)
 
 
-def _name(place: str, name: str) -> str:
-    return name if place in ("", ".") else f"{place}: {name}"
+def _label(path: str, name: str) -> str:
+    return name if path in ("", ".") else f"{path}: {name}"
 
 
-def _words(value: Mapping[str, Any]) -> str:
-    return f"{value['dtype']} {_shape(value['shape'])}" if "dtype" in value else str(value["type"])
+def _value_text(value: LockedValue) -> str:
+    return f"{value['dtype']} {_shape(value['shape'])}" if "dtype" in value else value["type"]
 
 
-def _shape(shape: Any) -> str:
+def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"

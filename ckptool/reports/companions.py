@@ -1,0 +1,191 @@
+"""The files in the folder of a checkpoint that are not part of it: optimizers, arguments, code, data.
+
+A program that is given the folder may load any of them. Each is checked like a file of its own, or reported as not
+looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Final, NamedTuple, TypedDict
+
+from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.limits import LIMITS
+from ..base.text import counted, listed
+from ..checkpoint.container import AMBIGUOUS, FoundPickle
+from ..files.sources import FileSource, FolderSource, open_source
+from ..formats.opening import checkpoint_of
+from ..formats.pickle_search import find_pickles
+from ..safety.named_globals import NamedGlobal, named_globals
+from .checks import NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
+
+#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
+#: text.
+_DATA: Final = (
+    *(".json", ".jsonl", ".txt", ".md", ".rst", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".jinja"),
+    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf", ".mp4", ".wav", ".mp3", ".flac", ".parquet", ".arrow"),
+    *(".model", ".tiktoken", ".bpe", ".vocab", ".log", ".lock", ".html", ".xml", ".distcp.index"),
+)
+#: Suffixes of code, which a program may run.
+_CODE: Final = {
+    ".py": "Python code, which transformers runs with trust_remote_code",
+    ".pyc": "compiled Python code",
+    ".ipynb": "a notebook: code",
+    ".sh": "a shell script",
+    **dict.fromkeys((".so", ".dll", ".dylib", ".jar"), "a compiled library"),
+}
+#: Kinds of files, as ``identify.explain`` calls them, in which nothing is loaded.
+_NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
+#: Kinds of files that replace weights which were not downloaded.
+_POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_DANGEROUS: Final = ("dangerous-call", "global-name")
+
+
+class Companion(NamedTuple):
+    """A file beside the checkpoint: its ``name`` in the folder, with "/", and what it is, in words.
+
+    ``reason`` says why its content was not looked at. ``notes`` are its problems.
+    """
+
+    name: str
+    description: str
+    looked_at: bool = False
+    reason: str = ""
+    notes: tuple[Note, ...] = ()
+    pickles: tuple[FoundPickle, ...] = ()
+
+
+class CompanionReport(TypedDict):
+    """A companion in the report of ``validate``."""
+
+    name: str
+    looked_at: bool
+    what: str
+    why: str
+
+
+class Companions(NamedTuple):
+    """All the files beside a checkpoint."""
+
+    files: list[Companion]
+    checks: list[Check]
+    pickles: list[FoundPickle]
+    globals: list[NamedGlobal]
+
+    @property
+    def report(self) -> list[CompanionReport]:
+        """The files as the report of ``validate`` has them."""
+        return [
+            {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason}
+            for item in self.files
+        ]
+
+
+def check_companions(source: FolderSource, torch: str) -> Companions:
+    """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there."""
+    top = os.path.dirname(source.files[0].name) or os.curdir
+    files = [check_companion(os.path.join(top, name), name, torch) for name in companion_names(top, source.parts)]
+    files += _linked_folders(top)
+    pickles = [pickle for item in files for pickle in item.pickles]
+    checks = []
+    notes = [note for item in files for note in item.notes]
+    count = sum(item.looked_at for item in files)
+    if count or notes:
+        good = f"{counted(count, 'other file')} looked at: nothing that is run or odd"
+        checks.append(judge("beside", "safety", notes, good))
+    skipped = [item for item in files if not item.looked_at]
+    if skipped:
+        unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped)
+        names = listed([f"{item.name} ({item.reason})" for item in skipped], most=5)
+        checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
+    return Companions(files, checks, pickles, named_globals(pickles, torch))
+
+
+def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
+    """Yield the names of the files in a folder but those in ``parts``, those of git, and links to folders."""
+    return islice(_walk(top, parts), LIMITS.listed)
+
+
+def _walk(top: str, parts: Collection[str]) -> Iterator[str]:
+    for base, folders, files in os.walk(top):
+        folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens what git keeps there
+        inner = os.path.relpath(base, top)
+        for name in sorted(files):
+            if base != top or name not in parts:
+                yield name if base == top else f"{inner}/{name}".replace(os.sep, "/")
+
+
+def _linked_folders(top: str) -> list[Companion]:
+    """Return the links to folders, which are not followed."""
+    try:
+        names = [entry.name for entry in os.scandir(top) if entry.is_symlink() and entry.is_dir()]
+    except OSError:
+        return []
+    return [Companion(name, "a link to a folder", reason="a link to a folder, not followed") for name in names]
+
+
+def check_companion(path: str, name: str, torch: str) -> Companion:
+    """Check one file as ``validate`` does, without its checksums."""
+    code = next((words for suffix, words in _CODE.items() if name.lower().endswith(suffix)), "")
+    if code:
+        return Companion(name, code, reason=code)
+    try:
+        source = open_source(path)
+    except UnreadableError as error:
+        return Companion(name, "a file that cannot be opened", reason=error.what)
+    try:
+        return _checked(source, name, torch)
+    except CkptoolError as error:  # it changed, or shrank, while it was read
+        return Companion(name, "a file that cannot be read", reason=error.what)
+    finally:
+        source.close()
+
+
+def _checked(source: FileSource, name: str, torch: str) -> Companion:
+    try:
+        checkpoint = checkpoint_of(open_source(source.name))
+    except UnreadableError as error:
+        return _not_a_checkpoint(source, name, torch, error)
+    with checkpoint:
+        checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
+        notes = []
+        for note in (note for check in checks for note in check.notes):
+            if note.code in (*_DANGEROUS, *AMBIGUOUS):
+                notes.append(_located(name, note))
+            elif note.level == "error" or note.code == "global":
+                notes.append(_located(name, note)._replace(level="warning"))
+        pickles = tuple(pickle._replace(where=f"{name}: {pickle.where}") for pickle in safety.pickles)
+        return Companion(name, checkpoint.format, True, "", tuple(notes), pickles)
+
+
+def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableError) -> Companion:
+    """Check the pickles of a broken checkpoint, or of a file that is not one."""
+    kind = getattr(error, "kind", "")
+    try:
+        pickles = list(find_pickles(source))
+    except MalformedError as problem:
+        pickles = [FoundPickle(name, None, problem.what)]
+    checks = check_pickles(pickles, torch, None).checks
+    notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, "global")]
+    pickles = [pickle._replace(where=f"{name}: {pickle.where}") for pickle in pickles]
+    whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)
+    data = kind in _NOT_LOADED or (kind == "unknown" and (name.lower().endswith(_DATA) or "." not in name))
+    if not (data or (whole and kind == "pickle")):
+        return Companion(name, kind or "damaged", False, error.what, tuple(notes), tuple(pickles))
+    if _replaces_weights(name, kind):
+        notes.append(Note(kind, "warning", f"{name}: {error.what}", name))
+    return Companion(name, kind, True, "", tuple(notes), tuple(pickles))
+
+
+def _replaces_weights(name: str, kind: str) -> bool:
+    """Return whether a pointer, a page or nothing is where the name promises weights or objects."""
+    if kind not in _POINTERS or name.lower().endswith(_DATA):
+        return False
+    return kind not in ("empty", "link-text") or name.endswith(_WEIGHTS)
+
+
+def _located(name: str, note: Note) -> Note:
+    return note._replace(message=f"{name}: {note.message}", where=name)

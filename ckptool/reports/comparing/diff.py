@@ -1,0 +1,518 @@
+"""What differs between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from shlex import quote
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+
+from ...base.errors import TargetError
+from ...base.prefixes import unwrapping
+from ...base.text import counted, listed
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.programs import extra_records, program_of
+from ...checkpoint.tensors import Tensor
+from ...files.sources import FileSource
+from ...values.elements import dtype_of
+from ...values.interpretation import Reading, lazy_bits
+from ..json_values import json_value
+from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
+from .places import Side, TypedValue, side_of
+from .tensors import BitDifference, Closeness, closeness, compare_bits, has_numbers, has_values, mark_of
+
+if TYPE_CHECKING:
+    from typing import NotRequired
+
+#: What can be left out of the comparison, and what it covers.
+IGNORABLE: Final = {
+    "device": "location tags, torch.device objects, strings that name devices",
+    "prefix": "what wrappers put into the names of state dicts: module., _orig_mod. and so on",
+    "order": "the order of keys",
+    "container": "format, byte order, pickle protocol, compression, dict or OrderedDict, what is around a state dict",
+    "dtype": "dtypes: values are compared as numbers, which needs torch",
+    "stride": "strides",
+    "sharing": "which tensors share memory",
+    "requires-grad": "requires_grad, and whether a tensor is a Parameter",
+}
+
+
+class TensorCounts(TypedDict):
+    """Numbers of places: of tensors in each file and in both, and of those of the latter that differ."""
+
+    in_a: int
+    in_b: int
+    in_both: int
+    differ: int
+    values_differ: int
+    within_tolerance: int
+
+
+class PropertyDifference(TypedDict):
+    """A property of a tensor that differs, or with the path "" one of the container or program."""
+
+    path: str
+    what: str
+    a: object
+    b: object
+
+
+class OneSided(TypedDict):
+    """Something that only one file has, at its topmost place; with dtype, shape and device it is a tensor."""
+
+    path: str
+    type: str
+    tensors: int
+    dtype: NotRequired[str]
+    shape: NotRequired[list[int]]
+    device: NotRequired[str]
+    value: NotRequired[object]
+
+
+class ValueDifference(TypedDict):
+    """Two tensors whose values differ; ``part`` is the place of a tensor within the one at ``path``, or "".
+
+    ``first`` is the index of the first element that differs, ``differing`` is None where they were not counted. The
+    other fields are there where numbers were compared.
+    """
+
+    path: str
+    part: str
+    dtype: str
+    shape: list[int]
+    first: list[int]
+    differing: int | None
+    nonfinite: NotRequired[int]
+    max_abs: NotRequired[object]
+    max_rel: NotRequired[object]
+    mean_abs: NotRequired[object]
+
+
+#: Two tensors that share memory in file "a" or "b" only.
+Sharing = TypedDict("Sharing", {"path": str, "with": str, "only_in": str})
+
+
+class EntryValue(TypedDict):
+    """A value that is not in a tensor; None has no ``value``."""
+
+    type: str
+    value: NotRequired[object]
+
+
+class EntryDifference(TypedDict):
+    """Two values, not in tensors, that differ."""
+
+    path: str
+    a: EntryValue
+    b: EntryValue
+
+
+class DiffReport(TypedDict):
+    """``ckptool.diff/1``. Lists are in the order of file a, but those of values worst first."""
+
+    schema: str
+    a: str
+    b: str
+    key: str | None
+    other_key: str | None
+    ignored: list[str]
+    rtol: float | None
+    atol: float | None
+    same: bool
+    tensors: TensorCounts
+    container: list[PropertyDifference]
+    program: list[PropertyDifference]
+    only_in_a: list[OneSided]
+    only_in_b: list[OneSided]
+    changed: list[PropertyDifference]
+    values: list[ValueDifference]
+    within_tolerance: list[ValueDifference]
+    sharing: list[Sharing]
+    entries: list[EntryDifference]
+    order: list[OrderDifference]
+    hint: str
+    stat: str
+    verdict: str
+
+
+def diff_report(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Collection[str] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
+
+    ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those of torch.allclose's rule. Without ``count``
+    differing elements are not counted. Raises TargetError for an unknown word or key, MalformedError where bytes are
+    missing, UnreadableError where numbers must be compared and torch is not installed.
+    """
+    unknown = sorted(set(ignore) - IGNORABLE.keys())
+    if unknown:
+        known = listed(list(IGNORABLE), most=len(IGNORABLE))
+        raise TargetError(f"{unknown[0]!r} cannot be ignored", next=f"choose from {known}")
+    words = frozenset(ignore)
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    if key is None and other_key is None and "container" in words:
+        key, other_key = _sole_keys(a, b)
+    elif key is not None or other_key is not None:
+        key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
+    left, right = side_of(a, key), side_of(b, other_key)
+    graphs = compare_graphs(left, right, words)
+    comparison = _ValueComparison(a, b, words, tolerance, count, progress)
+    for pair in graphs.tensors:
+        comparison.add(pair)
+    comparison.compare()
+    changed: list[PropertyDifference] = []
+    values: list[_RankedDifference] = []
+    close: list[_RankedDifference] = []
+    differ = values_differ = 0
+    for path, number in graphs.places:
+        pair = graphs.tensors[number]
+        properties = [_property(path, *item) for item in _properties(pair, words)]
+        properties += [_property(path, item.path, _plain(item.a), _plain(item.b)) for item in pair.mismatches]
+        changed += properties
+        differences = list(comparison.differences(number, path))
+        far = [item for item in differences if not item.within]
+        values += far
+        close += [item for item in differences if item.within]
+        values_differ += bool(far)
+        differ += bool(far or properties)
+    for source in (*a.sources, *b.sources):
+        if isinstance(source, FileSource):
+            source.check_unchanged()
+    return _report(
+        {
+            "schema": "ckptool.diff/1",
+            "a": a.path,
+            "b": b.path,
+            "key": key,
+            "other_key": other_key,
+            "ignored": sorted(words),
+            "rtol": tolerance[0] if tolerance else None,
+            "atol": tolerance[1] if tolerance else None,
+            "same": False,
+            "tensors": {
+                "in_a": _tensors_in(graphs, 0),
+                "in_b": _tensors_in(graphs, 1),
+                "in_both": len(graphs.places),
+                "differ": differ,
+                "values_differ": values_differ,
+                "within_tolerance": len({item.report["path"] for item in close}),
+            },
+            "container": [] if "container" in words else list(_container(a, b)),
+            "program": [] if left.base or right.base else list(_program(a, b)),
+            "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
+            "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
+            "changed": changed,
+            "values": _worst_first(values),
+            "within_tolerance": _worst_first(close),
+            "sharing": [] if "sharing" in words else list(_sharing(graphs)),
+            "entries": [
+                {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
+            ],
+            "order": [] if "order" in words else graphs.order,
+            "hint": _hint(left, right, words) if all(graphs.unpaired) else "",
+            "stat": "",
+            "verdict": "",
+        }
+    )
+
+
+def _report(report: DiffReport) -> DiffReport:
+    """Fill in ``same``, ``stat`` and ``verdict``."""
+    differences = (report["container"], report["program"], report["only_in_a"], report["only_in_b"], report["changed"])
+    more = (report["values"], report["sharing"], report["entries"], report["order"])
+    report["same"] = not any((*differences, *more))
+    report["stat"] = _stat_line(report)
+    if not report["same"]:
+        report["verdict"] = "they differ"
+    elif report["tensors"]["within_tolerance"]:
+        report["verdict"] = "the same within the tolerance"
+    else:
+        report["verdict"] = f"the same but for {', '.join(report['ignored'])}" if report["ignored"] else "the same"
+    return report
+
+
+def _tensors_in(graphs: GraphComparison, number: int) -> int:
+    return len(graphs.places) + sum(item.tensors for item in graphs.unpaired[number]) + graphs.passed_over[number]
+
+
+def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
+    return {"path": path, "what": name, "a": json_value(a), "b": json_value(b)}
+
+
+def _plain(value: TypedValue) -> object:
+    """Return the value, or the type of what has none."""
+    return value.type if value.value is None else value.value
+
+
+def _one_sided(side: Side, item: Unpaired) -> OneSided:
+    tensor, leaf = side.tensor(item.ref), side.leaf(item.ref)
+    report: OneSided = {"path": item.path, "type": side.type(item.ref), "tensors": item.tensors}
+    if tensor is not None:
+        report |= {"dtype": tensor.dtype, "shape": list(tensor.shape), "device": tensor.location}
+    if leaf is not None:
+        report["value"] = json_value(leaf.value)
+    return report
+
+
+def _entry_value(value: TypedValue) -> EntryValue:
+    return {"type": value.type} if value.value is None else {"type": value.type, "value": json_value(value.value)}
+
+
+def _sole_keys(a: Checkpoint, b: Checkpoint) -> tuple[str | None, str | None]:
+    """Return the paths of the one certain state dict of each where they differ, else (None, None): whole objects."""
+    paths = [[item.path for item in side.state_dicts if item.confidence == "high"] for side in (a, b)]
+    if len(paths[0]) != 1 or len(paths[1]) != 1 or paths[0] == paths[1]:
+        return None, None
+    return paths[0][0] or ".", paths[1][0] or "."
+
+
+def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
+    """Return options that pair names meaning the same tensor, "" for none."""
+    one, other = _sole_keys(a.checkpoint, b.checkpoint)
+    keys = f"--key {quote(one)} --other-key {quote(other)}" if one is not None and other is not None else ""
+    if a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
+        keys = ""
+    names, others = _names(a), _names(b)
+    unwrapped = [set(map(unwrapping(side), side)) for side in (names, others)]
+    prefix = ""
+    if names.isdisjoint(others) and not unwrapped[0].isdisjoint(unwrapped[1]) and "prefix" not in ignore:
+        prefix = f"--ignore {','.join(sorted({*ignore, 'prefix'}))}"
+    if keys and names.isdisjoint(others) and not prefix:
+        return ""
+    return " ".join(filter(None, (keys, prefix)))
+
+
+def _names(side: Side) -> set[str]:
+    """Return the keys of the certain state dicts that are compared."""
+    nodes = side.graph.nodes
+    chosen = [item for item in side.checkpoint.state_dicts if item.confidence == "high"]
+    inside = [item for item in chosen if side.root in (side.graph.root, item.ref)]
+    return {str(nodes[key]) for item in inside for key, _ in item.items}
+
+
+def _container(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
+    """Yield what differs in how the object is stored."""
+    for name, one, other in (
+        ("format", a.format, b.format),
+        ("byte order", a.container.byteorder, b.container.byteorder),
+        ("protocol", a.graph.style.protocol, b.graph.style.protocol),
+        ("compressed", _compressed(a), _compressed(b)),
+    ):
+        if one != other:
+            yield _property("", name, one, other)
+
+
+def _compressed(checkpoint: Checkpoint) -> bool:
+    bodies = (checkpoint.body(key) for key in checkpoint.survey.reader.storages)
+    return any(body.compressed for body in bodies if body is not None)
+
+
+def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
+    """Yield what differs in two programs beside their weights: the code that runs, and what it holds."""
+    if program_of(a) is None or program_of(b) is None:
+        return
+    ours, theirs = extra_records(a), extra_records(b)
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            yield _property("", name, ours.get(name, "absent"), theirs.get(name, "absent"))
+
+
+def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, in a, in b) of each property of two tensors that differs."""
+    a, b = pair.a, pair.b
+    for inner in pair.inner:
+        # Values of other sizes are not compared: sparse tensors with more elements, parts of larger ones.
+        if inner.a.shape != inner.b.shape:
+            yield f"{inner.path} shape", list(inner.a.shape), list(inner.b.shape)
+        if inner.a.dtype != inner.b.dtype and "dtype" not in ignore:
+            yield f"{inner.path} dtype", inner.a.dtype, inner.b.dtype
+    if a == b:
+        return
+    if a.kind != b.kind:
+        yield "layout", a.kind, b.kind
+    if a.dtype != b.dtype and "dtype" not in ignore:
+        yield "dtype", a.dtype, b.dtype
+    if a.shape != b.shape:
+        yield "shape", list(a.shape), list(b.shape)
+    elif a.stride != b.stride and "stride" not in ignore:
+        yield "stride", list(a.stride), list(b.stride)
+    if a.location != b.location and "device" not in ignore:
+        yield "device", a.location, b.location
+    if "requires-grad" not in ignore:
+        if a.requires_grad != b.requires_grad:
+            yield "requires_grad", a.requires_grad, b.requires_grad
+        if a.cls != b.cls:
+            yield "class", a.cls or "Tensor", b.cls or "Tensor"
+
+
+def _sharing(graphs: GraphComparison) -> Iterator[Sharing]:
+    """Yield the tensors that share a storage with an earlier one in one of the files only."""
+    ours: dict[str, tuple[str, str]] = {}
+    theirs: dict[str, tuple[str, str]] = {}
+    for path, number in graphs.places:
+        a, b = graphs.tensors[number].a, graphs.tensors[number].b
+        if not (has_values(a) and has_values(b)):
+            continue
+        one, other = ours.setdefault(a.storage, (b.storage, path)), theirs.setdefault(b.storage, (a.storage, path))
+        if one[0] != b.storage:
+            yield {"path": path, "with": one[1], "only_in": "a"}
+        if other[0] != a.storage:
+            yield {"path": path, "with": other[1], "only_in": "b"}
+
+
+class _RankedDifference(NamedTuple):
+    """A difference in values, whether it is ``within`` the tolerance, and how bad it is."""
+
+    report: ValueDifference
+    within: bool
+    badness: tuple[float, float]
+
+
+def _worst_first(differences: list[_RankedDifference]) -> list[ValueDifference]:
+    return [item.report for item in sorted(differences, key=lambda item: item.badness, reverse=True)]
+
+
+class _ValueComparison:
+    """The values of pairs of tensors; each pair of stored tensors is compared once, however often it is met."""
+
+    def __init__(
+        self,
+        a: Checkpoint,
+        b: Checkpoint,
+        ignore: frozenset[str],
+        tolerance: tuple[float, float] | None,
+        count: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.a, self.b, self.progress = a, b, progress
+        self.mixed = "dtype" in ignore
+        self.tolerance = tolerance
+        self.count = count and tolerance is None
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.numbers: dict[object, int] = {}
+        #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
+        self.readings: dict[int, tuple[Reading, Reading]] = {}
+        #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
+        self.exact: set[int] = set()
+        #: For each pair of tensors: (part, number in ``pairs``).
+        self.jobs: list[list[tuple[str, int]]] = []
+        self.bits: list[BitDifference] = []
+        self.close: dict[int, Closeness] = {}
+
+    def add(self, pair: TensorPair) -> None:
+        jobs: list[tuple[str, int]] = []
+        for name, a, b in (("", pair.a, pair.b), *pair.inner):
+            if a.shape != b.shape or not has_values(a) or not has_values(b):
+                continue
+            if a.dtype != b.dtype and not (self.mixed and has_numbers(a) and has_numbers(b)):
+                continue
+            # One may hold resolved what the other negates or conjugates lazily.
+            lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
+            readings = tuple(
+                Reading(tensor, "elements", *lazy_bits(side, ref))
+                for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
+            )
+            marks: tuple[object, ...] = (mark_of(a), mark_of(b), *readings)
+            if marks not in self.numbers:
+                self.numbers[marks] = len(self.pairs)
+                self.pairs.append((a, b))
+                if readings:
+                    self.readings[self.numbers[marks]] = (readings[0], readings[1])
+            jobs.append((name, self.numbers[marks]))
+            dtype = dtype_of(a)
+            if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
+                self.exact.add(self.numbers[marks])
+        self.jobs.append(jobs)
+
+    def compare(self) -> None:
+        alike = [number for number, (a, b) in enumerate(self.pairs) if a.dtype == b.dtype]
+        readings = {at: self.readings[number] for at, number in enumerate(alike) if number in self.readings}
+        pairs = [self.pairs[number] for number in alike]
+        differences = compare_bits(self.a, self.b, pairs, readings, count=self.count, progress=self.progress)
+        # Values of different dtypes have different bytes.
+        self.bits = [BitDifference(0, -1)] * len(self.pairs)
+        for number, bits in zip(alike, differences):
+            self.bits[number] = bits
+        if self.tolerance is None and len(alike) == len(self.pairs):
+            return
+        for number, (a, b) in enumerate(self.pairs):
+            if self.bits[number].first < 0 or not (has_numbers(a) and has_numbers(b)):
+                continue
+            if number in self.exact or self.tolerance is not None or a.dtype != b.dtype:
+                rtol, atol = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
+                self.close[number] = closeness((self.a, a), (self.b, b), rtol, atol)
+
+    def differences(self, number: int, path: str) -> Iterator[_RankedDifference]:
+        """Yield what differs in the values of a pair of tensors."""
+        for part, job in self.jobs[number]:
+            bits, close = self.bits[job], self.close.get(job)
+            a = self.pairs[job][0]
+            if bits.first < 0 or (close is not None and not close.far and not close.max_abs):
+                continue  # equal, or equal as numbers: -0.0 and 0.0
+            differing = close.far if close is not None else bits.differing
+            report: ValueDifference = {
+                "path": path,
+                "part": part,
+                "dtype": a.dtype,
+                "shape": list(a.shape),
+                "first": _index(bits.first, a.shape),
+                "differing": differing if differing >= 0 else None,
+            }
+            if close is None:
+                yield _RankedDifference(report, False, (float(differing), 0.0))
+                continue
+            report |= {
+                "nonfinite": close.nonfinite,
+                "max_abs": json_value(close.max_abs),
+                "max_rel": json_value(close.max_rel),
+                "mean_abs": json_value(close.mean_abs),
+            }
+            yield _RankedDifference(report, not close.far, close.badness)
+
+
+def _index(number: int, shape: tuple[int, ...]) -> list[int]:
+    """Return the index of the element with this number, counting along the last dimension first."""
+    index: list[int] = []
+    for size in reversed(shape):
+        number, place = divmod(number, max(size, 1))
+        index.append(place)
+    return index[::-1]
+
+
+def _stat_line(report: DiffReport) -> str:
+    """Return one line: ``2 of 312 tensors differ, 1 tensor only in A, 3 entries differ``."""
+    sums = report["tensors"]
+    total = counted(sums["in_both"], "tensor")
+    words = [f"{sums['differ']:,} of {total} {'differs' if sums['differ'] == 1 else 'differ'}"]
+    if not sums["in_both"]:
+        words = ["no tensor in both"]
+    if not report["same"]:
+        for name, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
+            tensors, entries = sum(item["tensors"] for item in items), sum(not item["tensors"] for item in items)
+            nouns = [counted(count, noun) for count, noun in ((tensors, "tensor"), (entries, "entry")) if count]
+            words += [f"{' and '.join(nouns)} only in {name}"] if nouns else []
+        if report["entries"]:
+            words.append(f"{counted(len(report['entries']), 'entry')} {_differ(report['entries'])}")
+        if report["order"]:
+            words.append(f"keys in another order in {counted(len(report['order']), 'mapping')}")
+        if report["sharing"]:
+            words.append(f"{counted(len(report['sharing']), 'tie')} in one only")
+        if report["container"]:
+            words.append(f"the container differs in {' and '.join(item['what'] for item in report['container'])}")
+        if report["program"]:
+            words.append(f"{counted(len(report['program']), 'part')} of the program {_differ(report['program'])}")
+    if sums["within_tolerance"]:
+        words.append(f"{sums['within_tolerance']:,} within the tolerance")
+    return ", ".join(words)
+
+
+def _differ(items: Sequence[object]) -> str:
+    return "differs" if len(items) == 1 else "differ"

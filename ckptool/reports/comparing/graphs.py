@@ -1,0 +1,397 @@
+"""Two object graphs compared in step: what is at the same place in both, and what only one of them has.
+
+Neither cycles, shared objects nor depth make it long: two containers already found to correspond, also by way of
+others, are not entered again (the algorithm of Hopcroft and Karp for the equivalence of automata). So each of n + m
+containers is entered at most once, and no difference is missed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias, TypedDict
+
+from ...base.errors import MalformedError
+from ...base.limits import LIMITS
+from ...base.map_location import is_device
+from ...base.prefixes import unwrapping
+from ...checkpoint.objects import mapping, plain_parts
+from ...checkpoint.paths import entries, spell_key
+from ...checkpoint.tensors import Tensor
+from ...edits.keys import renamed_modules
+from ...pickles.nodes import Node, Ref
+from .places import Side, TypedValue, join_path
+from .tensors import tensor_attributes
+
+
+class Unpaired(NamedTuple):
+    """The topmost place of something that only one graph has, and how many ``tensors`` are there or below."""
+
+    path: str
+    ref: Ref
+    tensors: int
+
+
+class Mismatch(NamedTuple):
+    """Values or types that differ at ``path``."""
+
+    path: str
+    a: TypedValue
+    b: TypedValue
+
+
+class InnerPair(NamedTuple):
+    """Tensors within two tensors, at ``path`` within them: values of a sparse one, scales of a quantized one."""
+
+    path: str
+    a: Tensor
+    b: Tensor
+
+
+class TensorPair(NamedTuple):
+    """Two tensors at the same place or places; ``mismatches`` are those of their attributes."""
+
+    refs: tuple[Ref, Ref]
+    a: Tensor
+    b: Tensor
+    inner: list[InnerPair]
+    mismatches: list[Mismatch]
+
+
+class OrderDifference(TypedDict):
+    """A mapping whose keys are in another order: the first position where they part, and the two keys there."""
+
+    path: str
+    place: int
+    a: str
+    b: str
+
+
+class GraphComparison(NamedTuple):
+    """The result. ``places`` are (path, number in ``tensors``), a tied tensor at each of its places.
+
+    ``unpaired`` and ``passed_over`` are by side; the latter count tensors at or below something of another type.
+    """
+
+    tensors: list[TensorPair]
+    places: list[tuple[str, int]]
+    unpaired: tuple[list[Unpaired], list[Unpaired]]
+    mismatches: list[Mismatch]
+    order: list[OrderDifference]
+    passed_over: list[int]
+
+
+#: A place to compare: the two references, the path, and the number of the tensor pair that has them, or -1. Within
+#: tensors paths are relative.
+_Task: TypeAlias = tuple[Ref, Ref, str, int]
+_Renaming: TypeAlias = Callable[[dict[str, Ref]], dict[str, Ref]]
+
+_DICTS: Final = frozenset(("dict", "OrderedDict"))
+_SEQUENCES: Final = frozenset(("list", "tuple"))
+#: Types whose equal values are the same: 0.0 and -0.0 are not.
+_EXACT: Final = frozenset((int, bool, str, bytes, type(None)))
+_NOTHING: Final = TypedValue("nothing", None)
+
+
+def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset()) -> GraphComparison:
+    """Compare two graphs. Of ``ignore`` the words prefix, device and container count here."""
+    walk = _GraphWalk(a, b, ignore)
+    walk.run()
+    return walk.result
+
+
+class _GraphWalk:
+    def __init__(self, a: Side, b: Side, ignore: frozenset[str]) -> None:
+        self.a, self.b, self.ignore = a, b, ignore
+        self.sides = (a, b)
+        self.result = GraphComparison([], [], ([], []), [], [], [0, 0])
+        self.numbers: dict[tuple[Ref, Ref], int] = {}
+        self.inner: set[tuple[int, Ref, Ref]] = set()
+        #: Union-find over the containers of a (their references) and of b (their complements).
+        self.parents: dict[int, int] = {}
+        self.entered: tuple[dict[Ref, dict[str, Ref]], dict[Ref, dict[str, Ref]]] = ({}, {})
+        self.counts: tuple[dict[Ref, int], dict[Ref, int]] = ({}, {})
+        self.counted: tuple[set[Ref], set[Ref]] = (set(), set())
+        self.budget = [4 * len(side.graph.nodes) for side in (a, b)]
+        self.renames = tuple(_renames(side) if "prefix" in ignore else {} for side in (a, b))
+        self.work: list[Iterator[_Task]] = [iter([(a.root, b.root, "", -1)])]
+        #: Pairs of tensors that may be met again.
+        self.left = LIMITS.places + 4 * min(len(a.graph.nodes), len(b.graph.nodes))
+
+    def run(self) -> None:
+        while self.work:
+            task = next(self.work[-1], None)
+            if task is None:
+                self.work.pop()
+                continue
+            left, right, path, owner = task
+            ours, theirs = self.a.tensor(left), self.b.tensor(right)
+            if ours is not None and theirs is not None:
+                self.tensors(left, right, ours, theirs, path, owner)
+                continue
+            one, other = self.a.leaf(left), self.b.leaf(right)
+            if ours is not None or theirs is not None or (one is None) != (other is None):
+                self.pass_over(left, right, owner)
+                self.mismatch(path, owner, self.describe(0, left), self.describe(1, right))
+            elif one is not None and other is not None:
+                if not same(one, other) and not ("device" in self.ignore and _devices(one, other)):
+                    self.mismatch(path, owner, one, other)
+            elif self.union(left, ~right):
+                self.containers(left, right, path, owner)
+
+    def describe(self, number: int, ref: Ref) -> TypedValue:
+        """Return a value as it is, a container or tensor by its type."""
+        side = self.sides[number]
+        leaf = side.leaf(ref)
+        if leaf is not None:
+            return leaf
+        tensor = side.tensor(ref)
+        return TypedValue(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
+
+    def pass_over(self, left: Ref, right: Ref, owner: int) -> None:
+        """Count the tensors in two objects that cannot be compared with each other."""
+        if owner < 0:
+            for number, ref in enumerate((left, right)):
+                self.result.passed_over[number] += self.count(number, ref)
+
+    def mismatch(self, path: str, owner: int, a: TypedValue, b: TypedValue) -> None:
+        mismatches = self.result.tensors[owner].mismatches if owner >= 0 else self.result.mismatches
+        mismatches.append(Mismatch(path, a, b))
+
+    def one_sided(self, number: int, path: str, owner: int, value: TypedValue) -> None:
+        self.mismatch(path, owner, *((_NOTHING, value) if number else (value, _NOTHING)))
+
+    def union(self, left: int, right: int) -> bool:
+        """Join the classes of two containers; return False where they are one already."""
+        parents = self.parents
+        roots = []
+        for item in (left, right):
+            while (above := parents.get(item, item)) != item:
+                parents[item] = parents.get(above, above)
+                item = above
+            roots.append(item)
+        parents[roots[0]] = roots[1]
+        return roots[0] != roots[1]
+
+    def tensors(self, left: Ref, right: Ref, ours: Tensor, theirs: Tensor, path: str, owner: int) -> None:
+        if owner >= 0:
+            if (owner, left, right) in self.inner:
+                return
+            self.inner.add((owner, left, right))
+            outer = self.result.tensors[owner]
+            # A Parameter is a call with the tensor that it wraps.
+            if ours.storage != outer.a.storage or theirs.storage != outer.b.storage or not ours.storage:
+                outer.inner.append(InnerPair(path, ours, theirs))
+            self.attributes(left, right, path, owner)
+            return
+        number = self.numbers.get((left, right))
+        if number is None:
+            number = self.numbers[left, right] = len(self.result.tensors)
+            self.result.tensors.append(TensorPair((left, right), ours, theirs, [], []))
+            self.attributes(left, right, "", number)
+        self.left -= 1
+        if self.left < 0:
+            raise MalformedError("its tensors are at too many places to compare", path=self.a.checkpoint.path)
+        self.result.places.append((path, number))
+
+    def attributes(self, left: Ref, right: Ref, path: str, owner: int) -> None:
+        """Go on to what tensors carry beside shape and storage: hooks, conjugation, scales, members, attributes."""
+        ours, theirs = tensor_attributes(self.a, left), tensor_attributes(self.b, right)
+        if ours or theirs:
+            self.below(ours, theirs, path, owner)
+
+    def containers(self, left: Ref, right: Ref, path: str, owner: int) -> None:
+        if _equal(plain_parts(self.a.graph, left), plain_parts(self.b.graph, right)):
+            return
+        one, other = self.a.type(left), self.b.type(right)
+        loose = "container" in self.ignore and {one, other} <= _DICTS
+        if one != other and not loose:
+            self.mismatch(path, owner, self.describe(0, left), self.describe(1, right))
+        again = (left in self.entered[0], right in self.entered[1])
+        alike = one == other or {one, other} <= _DICTS or {one, other} <= _SEQUENCES
+        if not alike and (any(again) or not (self.a.is_mapping(left) and self.b.is_mapping(right))):
+            self.pass_over(left, right, owner)
+            return
+        elements = self.a.elements(left), self.b.elements(right)
+        if elements[0] is not None and elements[1] is not None:
+            self.sequences(elements[0], elements[1], path, owner, again)
+            self.entered[0].setdefault(left, {})
+            self.entered[1].setdefault(right, {})
+            return
+        ours, theirs = self.children(0, left), self.children(1, right)
+        # A plain dict cannot have the _metadata that nn.Module.state_dict attaches.
+        self.below(ours, theirs, path, owner, again, without="._metadata" if one != other and loose else "")
+        if not any(again) and list(ours) != list(theirs) and self.a.is_mapping(left) and self.b.is_mapping(right):
+            self.order(ours, theirs, path, owner)
+
+    def sequences(
+        self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int, again: tuple[bool, bool]
+    ) -> None:
+        """Compare element by element; nothing is kept of millions of equal numbers."""
+        self.work.append(self.pairs(ours, theirs, path, owner))
+        common = min(len(ours), len(theirs))
+        for number, items in enumerate((ours, theirs)):
+            if len(items) > common and not again[number] and len(items) - common <= self.left:
+                for place in range(common, len(items)):
+                    self.unpaired(number, join_path(path, f"[{place}]"), items[place], owner)
+            elif len(items) > common:
+                self.more(number, len(items) - common, path, owner)
+
+    def pairs(self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int) -> Iterator[_Task]:
+        nodes, others = self.a.graph.nodes, self.b.graph.nodes
+        for place, (left, right) in enumerate(zip(ours, theirs)):
+            node, other = nodes[left], others[right]
+            if type(node) is type(other) and type(node) in _EXACT and node == other:
+                continue
+            yield left, right, join_path(path, f"[{place}]"), owner
+
+    def more(self, number: int, count: int, path: str, owner: int) -> None:
+        """Note that one of two containers has more members, without naming each."""
+        self.one_sided(number, path, owner, TypedValue("container", f"{count:,} more values"))
+
+    def children(self, number: int, ref: Ref) -> dict[str, Ref]:
+        known = self.entered[number].get(ref)
+        if known is not None:
+            return known
+        children = self.sides[number].children(ref)
+        rename = self.renames[number].get(ref)
+        if rename is not None:
+            children = rename(children)
+        self.entered[number][ref] = children
+        return children
+
+    def below(
+        self,
+        ours: Mapping[str, Ref],
+        theirs: Mapping[str, Ref],
+        path: str,
+        owner: int,
+        again: tuple[bool, bool] = (False, False),
+        without: str = "",
+    ) -> None:
+        """Go on to what both hold, and note what only one does.
+
+        Extra members of a container are listed where it is first met, and counted after that. So this takes as long
+        as the new containers are large, or the smaller of the two.
+        """
+        fewer = ours if len(ours) <= len(theirs) else theirs
+        common = [step for step in fewer if step in ours and step in theirs and step != without]
+        if fewer is theirs and not again[0]:
+            common = [step for step in ours if step in theirs and step != without]
+        self.work.append(iter([(ours[step], theirs[step], join_path(path, step), owner) for step in common]))
+        for number, items, others in ((0, ours, theirs), (1, theirs, ours)):
+            if len(items) == len(common):
+                continue
+            if not again[number]:
+                for step, ref in items.items():
+                    if step not in others and step != without:
+                        self.unpaired(number, join_path(path, step), ref, owner)
+            elif len(items) - (without in items) > len(common):
+                self.more(number, len(items) - len(common), path, owner)
+
+    def unpaired(self, number: int, path: str, ref: Ref, owner: int) -> None:
+        if owner >= 0:
+            self.one_sided(number, path, owner, self.describe(number, ref))
+        else:
+            self.result.unpaired[number].append(Unpaired(path, ref, self.count(number, ref)))
+
+    def count(self, number: int, ref: Ref) -> int:
+        counts = self.counts[number]
+        if ref not in counts:
+            counts[ref] = self.tensors_below(number, ref)
+        return counts[ref]
+
+    def tensors_below(self, number: int, root: Ref) -> int:
+        """Count the tensors at or below a place, each container entered once.
+
+        Once that takes too long, containers shared by many of these places count at the first of them only.
+        """
+        side = self.sides[number]
+        total = 0
+        seen: set[Ref] = set()
+        work = [root]
+        while work:
+            ref = work.pop()
+            if side.tensor(ref) is not None:
+                total += 1
+            elif ref in self.counts[number]:
+                total += self.counts[number][ref]
+            elif ref not in seen and side.leaf(ref) is None:
+                if self.budget[number] < 0 and ref in self.counted[number]:
+                    continue
+                seen.add(ref)
+                self.counted[number].add(ref)
+                below = side.children(ref)
+                self.budget[number] -= len(below) + 1
+                work += below.values()
+        return total
+
+    def order(self, ours: Mapping[str, Ref], theirs: Mapping[str, Ref], path: str, owner: int) -> None:
+        one, other = [s for s in ours if s in theirs], [s for s in theirs if s in ours]
+        if one != other and owner < 0:
+            place = next(number for number, (left, right) in enumerate(zip(one, other)) if left != right)
+            a, b = join_path("", one[place]), join_path("", other[place])
+            self.result.order.append({"path": path, "place": place, "a": a, "b": b})
+
+
+def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
+    """Return whether these are the parts of two dicts that are identical."""
+    if ours is None or ours != theirs:
+        return False
+    types = [*map(type, ours)]
+    return float not in types and types == [*map(type, theirs)]
+
+
+def same(a: TypedValue, b: TypedValue) -> bool:
+    """Return whether two values are identical, down to their type and the bits of a float."""
+    if a.type != b.type:
+        return False
+    if isinstance(a.value, float | complex) and isinstance(b.value, float | complex):
+        bits = [struct.pack(">2d", value.real, value.imag) for value in (a.value, b.value)]
+        return bits[0] == bits[1]
+    return a.value == b.value
+
+
+def _devices(a: TypedValue, b: TypedValue) -> bool:
+    """Return whether both are devices, as torch.device objects or as strings."""
+    texts = [str(leaf.value) if leaf.type in ("str", "torch.device") else "" for leaf in (a, b)]
+    return a.type == b.type and all(map(is_device, texts))
+
+
+def _renames(side: Side) -> dict[Ref, _Renaming]:
+    """Return how to compare the names of each state dict, and of its ``_metadata``, without wrapper prefixes."""
+    renames: dict[Ref, _Renaming] = {}
+    nodes = side.graph.nodes
+    for state_dict in side.checkpoint.state_dicts:
+        names = [str(nodes[key]) for key, _ in state_dict.items]
+        unwrapped = unwrapping(names)
+        shorter = [unwrapped(name) for name in names]
+        if shorter == names:
+            continue
+        # Keys that would become one keep their names.
+        values = {name: ref for name, (_, ref) in zip(names, state_dict.items)}
+        taken = [short for short in shorter if short not in values]
+        clear = len(set(taken)) == len(taken)
+        renamed = {
+            short if clear and short not in values else name: values[name] for name, short in zip(names, shorter)
+        }
+        renames[state_dict.ref] = _replacing(side, renamed, state_dict.ref)
+        if state_dict.metadata >= 0:
+            items = mapping(side.graph, state_dict.metadata) or []
+            paths = [nodes[key] for key, _ in items]
+            if all(type(path) is str for path in paths):
+                modules = renamed_modules([str(path) for path in paths], unwrapped)
+                renamed = {path: items[source][1] for path, _, source in modules}
+                renames[state_dict.metadata] = _replacing(side, renamed, state_dict.metadata)
+    return renames
+
+
+def _replacing(side: Side, renamed: Mapping[str, Ref], ref: Ref) -> _Renaming:
+    """Return a function that puts the renamed entries in place of the old ones; attributes stay."""
+    old = {side.step(one) for one in entries(side.graph, ref)}
+
+    def replaced(children: dict[str, Ref]) -> dict[str, Ref]:
+        steps = {spell_key(".", name)[1:]: value for name, value in renamed.items()}
+        return steps | {step: value for step, value in children.items() if step not in old}
+
+    return replaced

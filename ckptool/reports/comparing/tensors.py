@@ -1,0 +1,405 @@
+"""Comparing tensors: the attributes they carry, their elements bit for bit, and how far apart their numbers are.
+
+Bits are compared as stored, as fast as the files can be read and without torch; numbers in float64, by torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from math import inf
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_NAME
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.objects import attributes, callable_name, mapped_name
+from ...checkpoint.paths import as_children
+from ...checkpoint.sharding import sharding_state
+from ...checkpoint.tensors import Tensor, is_contiguous
+from ...files.sources import FileSource, Span
+from ...files.threads import BLOCK, in_threads
+from ...pickles.nodes import Call, Global, Instance, Node, Ref
+from ...values.elements import dtype_of, elements, reblocked, swapped_width, tensor_size
+from ...values.interpretation import Reading, resolved_bytes
+from .places import Side
+
+#: Arguments of torch's rebuild functions, by position, beside storage, offset, shape, stride and requires_grad.
+_ARGUMENTS: Final[dict[str, dict[int, str]]] = {
+    "_rebuild_tensor": {},
+    "_rebuild_tensor_v2": {5: "hooks", 6: "flags"},
+    "_rebuild_tensor_v3": {5: "hooks", 7: "flags"},
+    "_rebuild_qtensor": {4: "quantizer", 6: "hooks"},
+    "_rebuild_nested_tensor": {0: "buffer", 1: "sizes", 2: "strides", 3: "offsets"},
+    "_rebuild_meta_tensor_no_storage": {},
+    "_rebuild_wrapper_subclass": {},
+}
+_MEMBERS: Final = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
+_COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
+#: Levels of Parameters within Parameters that are followed.
+_DEPTH: Final = 8
+_OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
+
+#: Bytes of a large tensor that one thread compares at a time.
+_SHARE: Final = 32 << 20
+#: Bytes between two tensors that are read along with them: headers of records.
+_GAP: Final = 4096
+#: Elements compared by torch at a time: they fit the cache, and torch starts no threads for so few.
+_CHUNK: Final = 1 << 14
+#: Beginnings of dtypes that torch does not convert to float64.
+_NO_NUMBERS: Final = ("q", "bits", "float4")
+
+
+def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
+    """Return what a tensor carries beside shape and storage, by name: flags, quantizer, members, hooks, attributes."""
+    nodes, node = side.graph.nodes, side.graph.nodes[ref]
+    found: dict[str, Ref] = {}
+    # A Parameter wraps a tensor; a tensor subclass wraps the call that rebuilds a plain one.
+    for _ in range(_DEPTH):
+        if not isinstance(node, Call):
+            return found
+        name, args = callable_name(side.graph, node.func), nodes[node.args]
+        if node.states and name not in _OLD_PARAMETERS:
+            found.update(_state_of(side, node))
+        while name.endswith(("_rebuild_from_type_v2", "_rebuild_from_type")) and type(args) is tuple and len(args) > 2:
+            if len(args) > 3:
+                tensor = side.tensor(ref)
+                found.update(sharding_state(side.reader, ref, tensor) if tensor is not None else {})
+                found.update({} if found else {".state": args[3]})
+            func, args = nodes[args[0]], nodes[args[2]]
+            name = mapped_name(func) if isinstance(func, Global) else ""
+        if type(args) is not tuple:
+            return found
+        short = name.rpartition(".")[2]
+        if not args or not (short.startswith("_rebuild_parameter") or name in _OLD_PARAMETERS):
+            return found | _arguments(side, ref, short, args)
+        found.update(_labelled(nodes, args, {2: "hooks", 3: "state"} if short.startswith("_") else {}))
+        node = nodes[args[0]]
+    return found
+
+
+def _state_of(side: Side, node: Call) -> dict[str, Ref]:
+    fields = as_children(side.graph, attributes(side.graph, node))
+    if fields:
+        return {field.step: field.ref for field in fields}
+    return {f"(state {number})": state for number, state in enumerate(node.states)}
+
+
+def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[str, Ref]:
+    nodes = side.graph.nodes
+    if name == "_rebuild_sparse_tensor" and len(args) >= 2:
+        tensor, members = side.tensor(ref), nodes[args[1]]
+        names = _MEMBERS.get(tensor.kind if tensor else "", _COMPRESSED)
+        return _labelled(nodes, members if type(members) is tuple else (), dict(enumerate(names)))
+    labels = _ARGUMENTS.get(name)
+    if labels is None:
+        return {f"({number})": item for number, item in enumerate(args)}
+    found = _labelled(nodes, args, labels)
+    # The flags conj and neg are compared by name; an absent flag is off.
+    flags = found.pop(".flags", -1)
+    return found | ({} if flags < 0 else side.children(flags))
+
+
+def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
+    return {
+        f".{label}": args[number]
+        for number, label in labels.items()
+        if label and number < len(args) and not _is_nothing(nodes, args[number])
+    }
+
+
+def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
+    """Return whether it is None or an empty OrderedDict of hooks."""
+    node = nodes[ref]
+    if isinstance(node, Instance):
+        return isinstance(node, Call) and node.filling is None and nodes[node.args] == ()
+    return node is None
+
+
+# -- elements
+
+#: What decides the elements of a tensor: storage, dtype, offset, shape, stride. Tied tensors have the same.
+Mark = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]
+
+
+def mark_of(tensor: Tensor) -> Mark:
+    """Return what two tensors of one file have in common if their elements are the same bytes."""
+    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
+
+
+class RawElements(NamedTuple):
+    """``size`` bytes of a file, from ``offset`` on, that are the elements in order: little-endian or single bytes."""
+
+    source: FileSource
+    offset: int
+    size: int
+
+
+def raw_elements(checkpoint: Checkpoint, tensor: Tensor) -> RawElements | None:
+    """Return where the file has the bytes that ``elements`` yields, None where those must be computed.
+
+    Missing bytes are left to ``elements``, which raises for them.
+    """
+    dtype = dtype_of(tensor)
+    if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or is_contiguous(tensor)):
+        return None
+    if swapped_width(checkpoint, tensor.storage) > 1:
+        return None
+    body = checkpoint.body(tensor.storage)
+    if body is None or body.compressed or not isinstance(body.piece, Span):
+        return None
+    begin, size = tensor.offset // dtype.packed * dtype.itemsize, tensor_size(tensor)
+    source = body.piece.source
+    if not isinstance(source, FileSource) or begin + size > min(body.size, body.piece.size):
+        return None
+    offset = body.piece.offset + begin
+    return RawElements(source, offset, size) if offset + size <= source.size else None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the file has elements of the tensor itself."""
+    return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
+
+
+def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = BLOCK) -> Iterator[bytes]:
+    return reblocked(elements(checkpoint, tensor), size)
+
+
+# -- bit for bit
+
+
+class BitDifference(NamedTuple):
+    """How two tensors of one dtype and shape differ: ``first`` is the row-major number of the first element that
+    differs, -1 for none; ``differing`` counts such elements, -1 where they were not counted."""
+
+    first: int
+    differing: int
+
+
+_SAME: Final = BitDifference(-1, 0)
+
+
+class _Member(NamedTuple):
+    """A tensor, or a share of one, in a run: the number of its pair; where it begins in the run and within the
+    tensor, and its size, all in bytes."""
+
+    number: int
+    begin: int
+    within: int
+    size: int
+
+
+class _Run(NamedTuple):
+    """A stretch of bytes with the same layout in both files."""
+
+    a: RawElements
+    b: RawElements
+    members: list[_Member]
+
+
+def compare_bits(
+    a: Checkpoint,
+    b: Checkpoint,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    readings: Mapping[int, tuple[Reading, Reading]] = MappingProxyType({}),
+    *,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[BitDifference]:
+    """Compare pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
+
+    The pairs numbered in ``readings`` are compared as those say. Without ``count`` differing elements are not counted.
+    ``progress`` is called with numbers of bytes of one side. Raises MalformedError where bytes are missing.
+    """
+    return _BitComparison(a, b, pairs, readings, count, progress).run()
+
+
+class _BitComparison:
+    def __init__(
+        self,
+        a: Checkpoint,
+        b: Checkpoint,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        readings: Mapping[int, tuple[Reading, Reading]],
+        count: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.a, self.b, self.pairs, self.count, self.progress = a, b, pairs, count, progress
+        self.readings = readings
+        self.differences: dict[int, BitDifference] = {}
+        self.lock = threading.Lock()
+        self.buffers = threading.local()
+
+    def run(self) -> list[BitDifference]:
+        total = sum(tensor_size(left) for left, _ in self.pairs)
+        in_threads(self.work(), self.do, total)
+        return [self.differences.get(number, _SAME) for number in range(len(self.pairs))]
+
+    def work(self) -> Iterator[_Run | int]:
+        """Yield runs of stored bytes in the order of the first file, then the numbers of pairs to compute first."""
+        stored: list[tuple[RawElements, RawElements, int]] = []
+        computed: list[int] = []
+        for number, (left, right) in enumerate(self.pairs):
+            ours, theirs = raw_elements(self.a, left), raw_elements(self.b, right)
+            if ours is None or theirs is None or ours.size != theirs.size or number in self.readings:
+                computed.append(number)
+            elif ours.source.identity == theirs.source.identity and ours.offset == theirs.offset:
+                self.advance(ours.size)  # the very same bytes
+            else:
+                stored.append((ours, theirs, number))
+        stored.sort(key=lambda item: (item[0].source.name, item[0].offset))
+        yield from _runs(stored)
+        yield from computed
+
+    def do(self, work: _Run | int) -> None:
+        if isinstance(work, int):
+            self.compare_computed(work)
+        else:
+            self.compare_run(work)
+
+    def compare_run(self, run: _Run) -> None:
+        if not hasattr(self.buffers, "pair"):
+            self.buffers.pair = (bytearray(BLOCK), bytearray(BLOCK))
+        ours, theirs = self.buffers.pair
+        for at in range(0, run.a.size, BLOCK):
+            size = min(BLOCK, run.a.size - at)
+            if size < BLOCK:
+                ours, theirs = bytearray(size), bytearray(size)
+            run.a.source.read_into(run.a.offset + at, ours)
+            run.b.source.read_into(run.b.offset + at, theirs)
+            if ours != theirs:
+                for member in run.members:
+                    # A run of several members fits one block; a run of several blocks has one member.
+                    begin = max(member.begin - at, 0)
+                    end = min(member.begin + member.size - at, size)
+                    self.note(member.number, member.within + at, ours[begin:end], theirs[begin:end])
+            self.advance(size)
+
+    def compare_computed(self, number: int) -> None:
+        left, right = self.pairs[number]
+        at = 0
+        if number in self.readings:
+            both = zip((self.a, self.b), self.readings[number])
+            blocks = [reblocked(resolved_bytes(side, how), BLOCK) for side, how in both]
+        else:
+            blocks = [_blocks(self.a, left), _blocks(self.b, right)]
+        for ours, theirs in zip_longest(*blocks, fillvalue=b""):
+            size = max(len(ours), len(theirs))
+            if ours != theirs:
+                self.note(number, at, ours.ljust(size, b"\0"), theirs.ljust(size, b"\0"))
+            at += size
+            self.advance(size)
+
+    def note(self, number: int, at: int, ours: bytes | bytearray, theirs: bytes | bytearray) -> None:
+        """Note the differences between two stretches that begin ``at`` bytes into the tensor."""
+        dtype = dtype_of(self.pairs[number][0])
+        width = dtype.itemsize if dtype else 1
+        known = self.differences.get(number)
+        if ours == theirs or (not self.count and known is not None and known.first <= at // width):
+            return
+        first, differing = _differing(ours, theirs, width, self.count)
+        with self.lock:
+            known = self.differences.get(number)
+            first += at // width
+            if known is not None:
+                first = min(first, known.first)
+                differing = differing + known.differing if self.count else -1
+            self.differences[number] = BitDifference(first, differing)
+
+    def advance(self, size: int) -> None:
+        if self.progress:
+            with self.lock:
+                self.progress(size)
+
+
+def _runs(stored: list[tuple[RawElements, RawElements, int]]) -> Iterator[_Run]:
+    """Join pairs that follow each other in both files, and split large ones into shares.
+
+    A folder has several files; places in different files are unrelated.
+    """
+    run: _Run | None = None
+    for ours, theirs, number in stored:
+        if run is not None:
+            gap = ours.offset - run.a.offset - run.a.size
+            other_gap = theirs.offset - run.b.offset - run.b.size
+            size = run.a.size + gap + ours.size
+            same_files = ours.source is run.a.source and theirs.source is run.b.source
+            if same_files and gap == other_gap and 0 <= gap <= _GAP and size <= BLOCK:
+                run.members.append(_Member(number, run.a.size + gap, 0, ours.size))
+                run = _Run(run.a._replace(size=size), run.b._replace(size=size), run.members)
+                continue
+            yield run
+            run = None
+        if ours.size <= BLOCK:
+            run = _Run(ours, theirs, [_Member(number, 0, 0, ours.size)])
+            continue
+        for at in range(0, ours.size, _SHARE):
+            size = min(_SHARE, ours.size - at)
+            a, b = (side._replace(offset=side.offset + at, size=size) for side in (ours, theirs))
+            yield _Run(a, b, [_Member(number, 0, at, size)])
+    if run is not None:
+        yield run
+
+
+def _differing(a: bytes | bytearray, b: bytes | bytearray, width: int, count: bool) -> tuple[int, int]:
+    """Return the number of the first element of ``width`` bytes that differs, and how many do (-1: not counted).
+
+    Large integers do in C what would take a hundred times longer in a loop over bytes.
+    """
+    size = len(a)
+    differ = (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(size, "little")
+    first = (size - len(differ.lstrip(b"\0"))) // width
+    if not count:
+        return first, -1
+    begin = first * width
+    any_bit = 0
+    for byte in range(width):
+        any_bit |= int.from_bytes(differ[begin + byte :: width], "little")
+    elements = -(-(size - begin) // width)
+    return first, elements - any_bit.to_bytes(elements, "little").count(0)
+
+
+# -- as numbers
+
+
+class Closeness(NamedTuple):
+    """How far b is from a. ``far`` counts the elements that violate |a - b| <= atol + rtol * |b|, ``nonfinite`` those
+    of them without a difference, because one is NaN or infinite and the other is something else. The largest and mean
+    differences are over the other elements."""
+
+    far: int
+    nonfinite: int
+    max_abs: float
+    max_rel: float
+    mean_abs: float
+
+    @property
+    def badness(self) -> tuple[float, float]:
+        """A sort key that grows with the difference."""
+        return (inf, self.nonfinite) if self.nonfinite else (self.max_abs, self.max_rel)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Return whether its elements are numbers by themselves; those of quantized tensors need a scale."""
+    return tensor.dtype in BY_NAME and not tensor.dtype.startswith(_NO_NUMBERS)
+
+
+def closeness(a: tuple[Checkpoint, Tensor], b: tuple[Checkpoint, Tensor], rtol: float, atol: float) -> Closeness:
+    """Compare two tensors of one shape by torch.allclose's rule, in float64 (complex128 for complex numbers).
+
+    NaN is close to NaN, and an infinite number to itself. Raises UnreadableError where torch is not installed.
+    """
+    from ...values.torch.compute import distances
+
+    one, other = BY_NAME[a[1].dtype], BY_NAME[b[1].dtype]
+    far = nonfinite = elements = 0
+    max_abs = max_rel = total = 0.0
+    for ours, theirs in zip(_blocks(*a, _CHUNK * one.itemsize), _blocks(*b, _CHUNK * other.itemsize)):
+        elements += len(ours) // one.itemsize
+        if one.name == other.name and ours == theirs:
+            continue
+        distance = distances((bytearray(ours), one.name), (bytearray(theirs), other.name), rtol, atol)
+        far, nonfinite, total = far + distance[0], nonfinite + distance[1], total + distance[4]
+        max_abs, max_rel = max(max_abs, distance[2]), max(max_rel, distance[3])
+    return Closeness(far, nonfinite, max_abs, max_rel, total / max(elements - nonfinite, 1))

@@ -1,0 +1,348 @@
+"""The report of ``inspect``. Its keys are a contract (``schema``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+
+from ..base.map_location import MapLocation, lands_on
+from ..base.prefixes import common_prefix, prefix_of, wrapper_counts
+from ..checkpoint.accounting import Account, account
+from ..checkpoint.checkpoint import Checkpoint, layout_of
+from ..checkpoint.objects import class_name, mapping, scalar
+from ..checkpoint.programs import program_of
+from ..checkpoint.sharding import ShardingSummary, sharding_summary
+from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..pickles.nodes import Call, Global, Graph, List, Node
+from ..safety.storages import storage_flaws
+from ..safety.weights_only import LoadPrediction, weights_only
+from .findings import findings
+from .json_values import json_value
+
+if TYPE_CHECKING:
+    from typing import NotRequired
+
+    from .loading import LoadReport
+    from .tree import BranchReport
+
+#: Arguments of an object that are shown.
+_MAX_ARGUMENTS: Final = 3
+
+
+class Layout(TypedDict):
+    """The kind of the root (bare, wrapped, module, tensor or other), and its type."""
+
+    kind: str
+    container: str
+
+
+class ShardingReport(TypedDict):
+    """The tensors of a file that are spread over ranks; ``partial`` counts those not whole in it."""
+
+    tensors: int
+    partial: int
+    kinds: list[str]
+    ranks: list[int]
+    meshes: list[dict[str, Any]]
+    words: str
+
+
+class PrefixReport(TypedDict):
+    """The wrapper prefix of a state dict; ``status`` is all, some or none of the keys."""
+
+    name: str
+    keys: int
+    status: str
+
+
+class StateDictReport(TypedDict):
+    """A state dict: ``key`` is its path, ``confidence`` high or low, ``common_prefix`` that of all keys."""
+
+    key: str
+    container: str
+    confidence: str
+    keys: int
+    tensors: int
+    parameters: int
+    bytes: int
+    prefix: PrefixReport
+    wrappers: dict[str, int]
+    common_prefix: str
+    metadata: bool
+
+
+class EntryReport(TypedDict):
+    """A top-level entry. ``state_dict`` is a number in ``state_dicts``."""
+
+    key: str
+    type: str
+    dtype: NotRequired[str]
+    shape: NotRequired[list[int]]
+    length: NotRequired[int]
+    value: NotRequired[object]
+    arguments: NotRequired[list[object]]
+    bytes: int
+    tensors: int
+    state_dict: NotRequired[int]
+
+
+class DeviceReport(TypedDict):
+    """A location tag; ``other_bytes`` are those of storages without a tensor, ``lands_on`` answers a map_location."""
+
+    location: str
+    tensors: int
+    bytes: int
+    other_bytes: NotRequired[int]
+    lands_on: NotRequired[str]
+
+
+class DtypeReport(TypedDict):
+    """A dtype of tensors."""
+
+    dtype: str
+    tensors: int
+    bytes: int
+
+
+class DeviceName(TypedDict):
+    """A device that is named outside of storages; ``kind`` is str or torch.device."""
+
+    path: str
+    device: str
+    kind: str
+
+
+#: What stops torch.load(weights_only=True): a global, or a rule.
+Blocker = TypedDict("Blocker", {"global": str, "rule": str, "count": int, "called": bool}, total=False)
+
+
+class WeightsOnly(TypedDict):
+    """Whether torch.load(weights_only=True) of that torch loads the file."""
+
+    torch: str
+    loads: bool
+    blockers: list[Blocker]
+
+
+class FindingReport(TypedDict):
+    """A finding: ``level`` is note, warning or error, ``next`` the command to type, or ""."""
+
+    code: str
+    level: str
+    message: str
+    next: str
+
+
+class _Optional(TypedDict, total=False):
+    program: dict[str, Any]
+    sharding: ShardingReport
+    tree: list[BranchReport]
+    load: LoadReport
+
+
+class InspectReport(_Optional):
+    """``ckptool.inspect/1``.
+
+    ``tensors`` counts places: tied tensors count at each. ``parameters`` counts elements of state dicts (of all tensors
+    where there is no state dict), those of one tensor once. Bytes count once.
+    """
+
+    schema: str
+    path: str
+    bytes: int
+    format: str
+    writer: str
+    loads: str
+    protocol: int | None
+    byteorder: str
+    metadata: dict[str, str]
+    layout: Layout
+    state_dicts: list[StateDictReport]
+    entries: list[EntryReport]
+    devices: list[DeviceReport]
+    dtypes: list[DtypeReport]
+    tensors: int
+    parameters: int
+    storages: int
+    storage_bytes: int
+    unused_bytes: int
+    shared_storages: int
+    device_names: list[DeviceName]
+    weights_only: WeightsOnly
+    findings: list[FindingReport]
+
+
+def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> InspectReport:
+    """Return the report of ``inspect``."""
+    checkpoint = checkpoint.tolerating()
+    survey = checkpoint.survey
+    sums = account(survey)
+    flaws = storage_flaws(checkpoint)
+    verdict = weights_only(checkpoint, flaws)
+    layout, container = layout_of(checkpoint)
+    program = program_of(checkpoint)
+    shards = sharding_summary(survey.reader, survey.tensors)
+    optional: _Optional = {}
+    if program is not None:
+        optional["program"] = dict(program.described)
+    if shards is not None:
+        optional["sharding"] = _sharding(shards)
+    return {
+        "schema": "ckptool.inspect/1",
+        "path": checkpoint.path,
+        "bytes": checkpoint.source.size,
+        "format": checkpoint.format,
+        "writer": checkpoint.container.writer,
+        "loads": checkpoint.traits.loads,
+        "protocol": checkpoint.graph.style.protocol if checkpoint.pickled else None,
+        "byteorder": checkpoint.container.byteorder,
+        "metadata": dict(checkpoint.container.metadata),
+        "layout": {"kind": layout, "container": container},
+        **optional,
+        "state_dicts": _state_dicts(checkpoint),
+        "entries": _entries(checkpoint, sums),
+        "devices": _devices(survey, sums, map_location),
+        "dtypes": [{"dtype": share.name, "tensors": share.tensors, "bytes": share.nbytes} for share in sums.dtypes],
+        "tensors": len(survey.tensors),
+        "parameters": _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors),
+        "storages": len(survey.reader.storages),
+        "storage_bytes": sums.storage_bytes,
+        "unused_bytes": sums.unused_bytes,
+        "shared_storages": sums.shared_storages,
+        "device_names": [
+            {"path": name.path, "device": name.device, "kind": "torch.device" if name.is_object else "str"}
+            for name in survey.devices
+        ],
+        "weights_only": _weights_only(verdict),
+        "findings": [
+            cast("FindingReport", finding._asdict())
+            for finding in findings(checkpoint, sums, verdict, flaws, map_location)
+        ],
+    }
+
+
+def _sharding(shards: ShardingSummary) -> ShardingReport:
+    return {
+        "tensors": shards.tensors,
+        "partial": shards.partial,
+        "kinds": list(shards.kinds),
+        "ranks": list(shards.ranks),
+        "meshes": [mesh.report for mesh in shards.meshes],
+        "words": shards.words,
+    }
+
+
+def _devices(survey: Survey, sums: Account, map_location: MapLocation) -> list[DeviceReport]:
+    devices = []
+    for share in sums.devices:
+        device: DeviceReport = {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
+        if share.others:
+            device["other_bytes"] = share.others
+        if map_location is not None:
+            device["lands_on"] = _landing(survey, share.name, map_location)
+        devices.append(device)
+    return devices
+
+
+def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
+    """Return where a tag lands. Tensors saved on meta have no storage, and nothing moves them."""
+    if tag == "meta" and all(storage.location != "meta" for storage in survey.reader.storages.values()):
+        return tag
+    return lands_on(tag, location)
+
+
+def _view(entry: TensorEntry) -> Hashable:
+    """Return what the same view of the same storage has in common, the reference of a tensor without a storage."""
+    tensor = entry.tensor
+    return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
+
+
+def _parameters(entries: Sequence[TensorEntry]) -> int:
+    """Count the elements, those of one view of a storage once."""
+    views = {_view(entry): entry.tensor.numel for entry in entries if entry.tensor.storage}
+    return sum(views.values()) + sum(entry.tensor.numel for entry in entries if not entry.tensor.storage)
+
+
+def _state_dicts(checkpoint: Checkpoint) -> list[StateDictReport]:
+    entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
+    for entry in checkpoint.survey.tensors:
+        if entry.state_dict >= 0:
+            entries[entry.state_dict].append(entry)
+    return [_state_dict(checkpoint, *pair) for pair in zip(checkpoint.state_dicts, entries)]
+
+
+def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[TensorEntry]) -> StateDictReport:
+    names = [str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items]
+    prefix = prefix_of(names)
+    distinct = {_view(entry): entry.tensor for entry in reversed(entries)}.values()
+    return {
+        "key": state_dict.path,
+        "container": state_dict.container,
+        "confidence": state_dict.confidence,
+        "keys": len(names),
+        "tensors": len(entries),
+        "parameters": _parameters(entries),
+        "bytes": sum(tensor.own_bytes for tensor in distinct),
+        "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
+        "wrappers": wrapper_counts(names),
+        "common_prefix": common_prefix(names),
+        "metadata": state_dict.metadata >= 0,
+    }
+
+
+def _entries(checkpoint: Checkpoint, sums: Account) -> list[EntryReport]:
+    """Return the top-level entries; the tensors of a bare state dict are left to ``keys``."""
+    survey, graph = checkpoint.survey, checkpoint.graph
+    bare = any(state_dict.path == "" for state_dict in survey.state_dicts)
+    numbers = {state_dict.path: number for number, state_dict in enumerate(survey.state_dicts)}
+    reports = []
+    lengths: dict[int, int | None] = {}
+    for number, entry in enumerate(survey.entries):
+        tensor = survey.reader.tensor(entry.ref)
+        if bare and tensor is not None:
+            continue
+        if entry.ref not in lengths:
+            items = mapping(graph, entry.ref)
+            lengths[entry.ref] = None if items is None else len(items)
+        node, length = graph.nodes[entry.ref], lengths[entry.ref]
+        report: dict[str, Any] = {"key": entry.key, "type": class_name(graph, entry.ref)}
+        if tensor is not None:
+            report |= {"type": "Tensor", "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        elif length is not None:
+            report["length"] = length
+        elif isinstance(node, tuple | List):
+            report["length"] = len(node if isinstance(node, tuple) else node.items)
+        elif node is None or isinstance(node, bool | int | float | str):
+            report["value"] = json_value(scalar(graph, entry.ref))
+        elif isinstance(node, Global):
+            report["value"] = f"{node.module}.{node.name}"
+        elif arguments := _arguments(graph, node):
+            report["arguments"] = arguments
+        report |= {"bytes": sums.entry_bytes[number], "tensors": sums.entry_tensors[number]}
+        if entry.path in numbers:
+            report["state_dict"] = numbers[entry.path]
+        reports.append(cast("EntryReport", report))
+    return reports
+
+
+def _arguments(graph: Graph, node: Node) -> list[object]:
+    """Return the arguments of an object made of a few plain values, such as a member of an enumeration."""
+    args = graph.nodes[node.args] if isinstance(node, Call) and not node.states else ()
+    if type(args) is not tuple or len(args) > _MAX_ARGUMENTS:
+        return []
+    values = [graph.nodes[ref] for ref in args]
+    plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
+    return [json_value(scalar(graph, ref)) for ref in args] if plain else []
+
+
+def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
+    return {
+        "torch": verdict.torch,
+        "loads": verdict.loads,
+        "blockers": [
+            {"global": blocker.name, "count": blocker.number, "called": blocker.called}
+            if blocker.name
+            else {"rule": blocker.rule, "count": blocker.number}
+            for blocker in verdict.blockers
+        ],
+    }
