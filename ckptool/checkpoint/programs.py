@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.text import argument, suggested_output
 from .checkpoint import Checkpoint
+from .container import Container
 from .survey import DeviceName
 
 #: The code of the problem that a file is a program, and the codes of all problems of programs.
@@ -35,7 +36,7 @@ class NamedDevice(NamedTuple):
     what: str = "the code"
 
 
-class Program:
+class Program(Container):
     """The container of a program; its graph are the weights.
 
     ``kind`` is its name ("a TorchScript archive"), ``loader`` the function of torch that reads it, ``edits`` are the

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ...base.errors import PickleError
+from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import counted, listed, shown
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
@@ -273,3 +273,12 @@ def _devices(graph: Graph) -> list[DeviceName]:
         elif type(node) is Global and (node.module, node.name) == ("torch", "device"):
             return survey(graph).devices
     return []
+
+
+def read(archive: Archive) -> TorchScript:
+    """Read an archive of ``torch.jit.save``; raises MalformedError if it does not describe its weights."""
+    record = archive.find("data.pkl")
+    if record is None:
+        what = "it is a TorchScript archive without data.pkl, where its weights are described"
+        raise MalformedError(what, path=archive.source.name, next="get a whole copy of the file")
+    return TorchScript(archive, record, archive.read(record, LIMITS.pickle_bytes))
