@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .base.errors import MalformedError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.text import argument, counted, cut
+from .base.text import argument, cut, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
 from .files.archives import open_any
 from .files.sources import ContainedSource, Files, FileSource, FolderSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
-from .files.write.folder import write_files
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import check_output, write_plan
+from .files.write.output import check_output, write_files, write_plan
 from .files.zips.reader import read_archive
-from .files.zips.versions import Version, is_spare, note_at, versions
+from .files.zips.versions import Version, is_leftover_growth, read_note, versions
 from .formats.opening import open_checkpoint
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of
 from .formats.promises import Promise
@@ -226,8 +225,8 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
             raise RefusedError(what, path=name, next=source.unpack)
         end = _end_of_versions(source)
         found = versions(source, end)
-        if end < source.size and (found[0].finished or not is_spare(source, end)):
-            what = f"{counted(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
+        if end < source.size and (found[0].finished or not is_leftover_growth(source, end)):
+            what = f"{pluralize(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
             step = f"if they are not needed: truncate -s {end} {argument(name)}, then undo"
             raise RefusedError(what, path=name, next=step)
         target = found[-1] if everything else found[min(1, len(found) - 1)]
@@ -251,13 +250,13 @@ def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict
 
 def _end_of_versions(source: Source) -> int:
     """Where the last version ends: what stands behind it belongs to somebody else."""
-    if note_at(source, source.size) is not None:
+    if read_note(source, source.size) is not None:
         return source.size
     try:
         tail = read_archive(source).end.tail
     except MalformedError:
         return source.size
-    return source.size if note_at(source, tail) is None else tail
+    return source.size if read_note(source, tail) is None else tail
 
 
 def _check_version(source: Source, version: Version) -> None:

@@ -27,7 +27,7 @@ from ckptool.cli.jobs import answers
 from ckptool.cli.main import run
 from ckptool.cli.render import table, to_json
 from ckptool.cli.streams import Reports, Rows, report_text
-from ckptool.files.threads import BLOCK, blocks, in_threads
+from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
 from ckptool.formats.checkpoint_search import find_checkpoints, names_one_file
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
@@ -340,7 +340,7 @@ def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Pa
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+@pytest.mark.parametrize("size", [0, 1, READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE + 17])
 def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
     from ckptool.files.sources import BytesSource, Span, open_source
 
@@ -348,18 +348,18 @@ def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(data)
     source = open_source(tmp_path / "f")
     for span in (Span(source, 10, size), Span(BytesSource(data), 10, size)):
-        assert b"".join(map(bytes, blocks(span))) == data[10 : 10 + size]
+        assert b"".join(map(bytes, read_blocks(span))) == data[10 : 10 + size]
     os.truncate(tmp_path / "f", 5)
     if size:
         with pytest.raises(errors.ChangedError):
-            list(blocks(Span(source, 10, size)))
+            list(read_blocks(Span(source, 10, size)))
     source.close()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 40])
 def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
     done: list[int] = []
-    in_threads(range(1000), done.append, nbytes)
+    run_in_threads(range(1000), done.append, nbytes)
     assert sorted(done) == list(range(1000))
     for kind in (ValueError, KeyboardInterrupt):
 
@@ -368,4 +368,4 @@ def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
                 raise kind
 
         with pytest.raises(kind):
-            in_threads(count(), fails, nbytes)
+            run_in_threads(count(), fails, nbytes)

@@ -17,7 +17,7 @@ from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name
 
 import ckptool
 from ckptool.base import errors
-from ckptool.base.map_location import lands_on, parse_map_location
+from ckptool.base.map_location import parse_map_location, restored_location
 from ckptool.checkpoint.paths import parse_path
 from ckptool.edits.devices import check_target
 from ckptool.files.sources import Span
@@ -189,7 +189,7 @@ def test_lands_on_as_torch_decides(tag: str, location: Any, monkeypatch: pytest.
     """torch's own function, with the last step, which needs the device, replaced by its argument."""
     monkeypatch.setattr(torch.serialization, "default_restore_location", lambda _storage, place: place)
     decide: Callable[..., str] = torch.serialization._get_restore_location(location)  # type: ignore[no-untyped-call]
-    assert lands_on(tag, location) == decide(None, tag)
+    assert restored_location(tag, location) == decide(None, tag)
 
 
 #: torch 2.13 segfaults when it swaps the bytes of a tensor that it puts on meta.

@@ -23,7 +23,7 @@ from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource, Plan
 from ckptool.files.write import in_place, output
-from ckptool.files.zips.writer import Content, fresh
+from ckptool.files.zips.writer import RecordContent, plan_archive
 from ckptool.formats import repickled
 from ckptool.formats.dcp import writer as dcp_writer
 from ckptool.formats.hf import writer as hf_writer
@@ -193,7 +193,7 @@ def test_a_writer_that_breaks_the_file(
     attempt(job, inputs, tmp_path)
 
 
-def _sizes_swapped(contents: Any) -> list[Content]:
+def _sizes_swapped(contents: Any) -> list[RecordContent]:
     found = list(contents)
     storages = [number for number, one in enumerate(found) if "/data/" in one.name]
     sizes = {number: found[number].size for number in storages}
@@ -426,8 +426,8 @@ def test_a_storage_that_is_not_understood_is_not_unused(
 
 def test_a_record_whose_bytes_are_not_its_size_cannot_be_planned() -> None:
     with pytest.raises(ReadBackError):
-        fresh([Content("archive/data/0", b"deflated", 0, 4000)])
-    assert fresh([Content("archive/data/0", b"deflated", 0, 4000, True)]).size > 8
+        plan_archive([RecordContent("archive/data/0", b"deflated", 0, 4000)])
+    assert plan_archive([RecordContent("archive/data/0", b"deflated", 0, 4000, True)]).size > 8
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import ckptool
 from ckptool import Checkpoint, Globs
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.base.globs import Glob
-from ckptool.base.prefixes import unwrapping, wrapper_counts
+from ckptool.base.prefixes import unwrapper, wrapper_counts
 from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -294,7 +294,7 @@ def test_a_glob_matches_as_its_regular_expression(pattern: str, name: str) -> No
     wanted = re.fullmatch("".join(parts), name, re.DOTALL)
     glob = Glob(pattern)
     assert glob.matches(name) == (wanted is not None)
-    assert glob.wild(name) == (None if wanted is None else list(wanted.groups()))
+    assert glob.wildcards(name) == (None if wanted is None else list(wanted.groups()))
 
 
 def test_a_glob_of_many_stars_takes_no_longer_for_a_long_name() -> None:
@@ -309,8 +309,8 @@ def test_a_glob_of_many_stars_takes_no_longer_for_a_long_name() -> None:
 def test_beside_a_wrapper_there_are_wrappers_alone() -> None:
     """A model's own ``_forward_module`` beside a sibling is a name of its own."""
     own = ["rnn._forward_module.weight", "rnn._reverse_module.weight", "head.weight"]
-    assert list(map(unwrapping(own), own)) == own
+    assert list(map(unwrapper(own), own)) == own
     assert wrapper_counts(own) == {}
     wrapped = [f"module._orig_mod.{name}" for name in own] + ["module._orig_mod.a._fsdp_wrapped_module.b"]
-    assert list(map(unwrapping(wrapped), wrapped)) == [*own, "a.b"]
+    assert list(map(unwrapper(wrapped), wrapped)) == [*own, "a.b"]
     assert wrapper_counts(wrapped) == {"module": 4, "_orig_mod": 4, "_fsdp_wrapped_module": 1}

@@ -21,7 +21,7 @@ from test_torch_tar import typical
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError
 from ckptool.files.sources import BytesSource
-from ckptool.files.tars import is_header, members, resolved
+from ckptool.files.tars import is_header, members, resolve_member
 
 _NAMES = ("pickle", "storages", "./pickle", "a/b", "d/", "x" * 90 + "/" + "y" * 80, "é")
 _TYPES = (b"0", b"0", b"0", b"\0", b"7", b"1", b"2", b"5", b"6", b"Z")
@@ -117,7 +117,7 @@ def test_the_member_of_a_name_is_that_of_tarfile(entries: list[tuple[str, str]],
             size = None if stream is None else len(stream.read())
         except (KeyError, RecursionError):
             size = None
-    member = resolved(list(members(BytesSource(out.getvalue()))), "pickle")
+    member = resolve_member(list(members(BytesSource(out.getvalue()))), "pickle")
     assert (member.size if member else None) == size
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ckptool.files.write.folder import write_files
 
 from ckptool.base.errors import OutputError, RefusedError
 from ckptool.files.sources import BytesSource, Computed, Files, Plan, Span, open_source
 from ckptool.files.write import output
-from ckptool.files.write.folder import write_files
 
 NEW = {"model-1-of-2.safetensors": b"one" * 99, "model-2-of-2.safetensors": b"two", "x.index.json": b"{}"}
 OLD = {"pytorch_model.bin": b"old" * 1000}

@@ -17,7 +17,7 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.files.sources import BytesSource, FileSource, Plan, Span, merged, open_source
-from ckptool.files.zips.layout import rewritten
+from ckptool.files.zips.layout import plan_rewrite
 from ckptool.files.zips.reader import read_archive
 
 
@@ -32,7 +32,7 @@ def with_pickle(path: Path, grow: int) -> bytes:
     archive = read_archive(open_source(path))
     record = archive.find("data.pkl")
     assert record is not None
-    return content(rewritten(archive, {record.name: archive.read(record, 1 << 20) + bytes(grow)}))
+    return content(plan_rewrite(archive, {record.name: archive.read(record, 1 << 20) + bytes(grow)}))
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def _cloned(loaded: object) -> object:
 def test_no_contents_is_one_span_over_the_whole_file() -> None:
     for name in ("bare.pth", "zip_gaps.pth", "zip_trailing.pth", "zip_two_pickles.pth"):
         source = open_source(FIXTURES / name)
-        assert rewritten(read_archive(source), {}).pieces == (Span(source, 0, source.size),)
+        assert plan_rewrite(read_archive(source), {}).pieces == (Span(source, 0, source.size),)
 
 
 def test_storages_move_in_one_span() -> None:
     archive = read_archive(open_source(FIXTURES / "ddp4_training.pth"))
     record, first = archive.find("data.pkl"), archive.find("data/0")
     assert record is not None and first is not None
-    plan = rewritten(archive, {record.name: bytes(100)})
+    plan = plan_rewrite(archive, {record.name: bytes(100)})
     behind = [piece for piece in plan.pieces if isinstance(piece, Span) and piece.offset + piece.size > first.header]
     assert len(behind) == 1 and behind[0].size > 14_000
 

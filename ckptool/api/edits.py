@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import TargetError
-from ..base.globs import EVERY, Globs
+from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def rename(
     like: Checkpoint | None = None,
     by_order: bool = False,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
     (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
@@ -62,7 +62,11 @@ def rename(
 
 
 def slim(
-    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Literal["inference"] | None = None, only: Globs = EVERY
+    checkpoint: Checkpoint,
+    *,
+    dedupe: bool = False,
+    purpose: Literal["inference"] | None = None,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads; ``purpose`` "inference" drops optimizers, schedulers and EMA first,
     ``dedupe`` makes storages with the same bytes one. See ``ckptool.edits.slim``."""
@@ -76,7 +80,7 @@ def cast(
     dtype: str,
     *,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     strict: bool = False,
     everything: bool = False,
 ) -> Checkpoint:
@@ -99,7 +103,7 @@ def merge(
     entries: Sequence[tuple[str, str]] = (),
     key: str | None = None,
     other_key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     add: bool = True,
 ) -> Checkpoint:
     """Take tensors of another checkpoint's state dict into this one, or with ``entries`` whole entries (path there,
@@ -117,7 +121,7 @@ def average(
     weights: Sequence[float] | None = None,
     dtype: Literal["float64", "float32"] = "float64",
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """The first checkpoint with the mean of all in place of its floating tensors; computed while ``save`` writes.
 
@@ -135,7 +139,7 @@ def redact(
     checkpoint: Checkpoint,
     kinds: Kind | Sequence[Kind] = ("paths", "users", "sources", "args"),
     *,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Take out what a published file should not tell. See ``ckptool.edits.redact``."""
     from ..edits.redact import redact as redacted

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..base.errors import TargetError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation
-from ..base.text import listed
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint as open
 
@@ -73,7 +73,7 @@ def stats(
     from ..reports.stats import SORTS, statistics_of
 
     if sort not in SORTS:
-        raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {listed(SORTS, most=len(SORTS))}")
+        raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with open(path) as checkpoint:
         return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)

@@ -1,1 +1,1 @@
-"""Vocabulary that every room shares: errors, limits, dtypes, prefixes, globs, text."""
+"""Vocabulary shared by every room: errors, limits, dtypes, device maps, name prefixes, globs and text."""

@@ -1,4 +1,4 @@
-"""One table: torch dtype, width, the storage class that names it, its name in safetensors.
+"""The table of torch dtypes: width, storage class and safetensors name of each.
 
 Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), torch 2.13; safetensors 0.8.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: What people call dtypes.
+#: Common abbreviations of dtypes.
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Dtype(NamedTuple):
     """A torch dtype.
 
-    ``itemsize`` is in bytes per storage element; ``packed`` the values in one storage element (2 for
-    quint4x2); ``storage`` the class in ``torch`` that stands for it in a persistent id, or "" when
-    such tensors are saved with UntypedStorage and ``_rebuild_tensor_v3``; ``safetensors`` its name there, or "".
+    ``itemsize`` is bytes per storage element; ``packed`` is values per storage element (2 for quint4x2); ``storage``
+    is the ``torch`` class that denotes the dtype in a persistent id, or "" when such tensors are saved with
+    UntypedStorage and ``_rebuild_tensor_v3``; ``safetensors`` is its safetensors name, or "".
     """
 
     name: str
@@ -37,7 +37,7 @@ DTYPES: Final = (
     Dtype("float8_e5m2fnuz", 1, "", "F8_E5M2FNUZ", True),
     Dtype("float8_e4m3fnuz", 1, "", "F8_E4M3FNUZ", True),
     Dtype("float8_e8m0fnu", 1, "", "F8_E8M0", True),
-    # A torch element is one byte that holds two values, and shapes count bytes.
+    # One torch element is one byte holding two values, and shapes count bytes.
     Dtype("float4_e2m1fn_x2", 1, "", "F4", True),
     Dtype("complex128", 16, "ComplexDoubleStorage", ""),
     Dtype("complex64", 8, "ComplexFloatStorage", "C64"),
@@ -63,26 +63,22 @@ DTYPES: Final = (
     Dtype("bits4x2", 1, "", ""),
 )
 
-BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
-#: Names under which torch exposes the same dtype.
-BY_NAME.update(
-    {
-        alias: BY_NAME[name]
-        for alias, name in (
-            ("double", "float64"),
-            ("float", "float32"),
-            ("half", "float16"),
-            ("cdouble", "complex128"),
-            ("cfloat", "complex64"),
-            ("chalf", "complex32"),
-            ("long", "int64"),
-            ("int", "int32"),
-            ("short", "int16"),
-        )
-    }
-)
-BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
+#: Other names that torch exposes for the same dtypes.
+_ALIASES: Final = {
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+    "cdouble": "complex128",
+    "cfloat": "complex64",
+    "chalf": "complex32",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+}
 
+BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
+BY_NAME.update({alias: BY_NAME[name] for alias, name in _ALIASES.items()})
+BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
 BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 
 _UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")
@@ -90,11 +86,11 @@ _UNKNOWN: Final = Dtype("unknown", 1, "", "")
 
 
 def storage_dtype(class_name: str) -> Dtype:
-    """The dtype that a storage class stands for.
+    """Return the dtype denoted by a storage class.
 
-    UntypedStorage gives the dtype ``untyped`` of one byte; a class that torch does not know gives ``unknown``. What
-    stands before the last dot is a module: torch takes ``torch`` and ``cuda.FloatStorage`` as it takes ``torch.cuda``
-    and ``FloatStorage``.
+    UntypedStorage gives the one-byte dtype ``untyped``; a class unknown to torch gives ``unknown``. Everything before
+    the last dot is a module: torch accepts ``torch`` with ``cuda.FloatStorage`` as well as ``torch.cuda`` with
+    ``FloatStorage``.
     """
     class_name = class_name.rpartition(".")[2]
     if class_name in ("UntypedStorage", "_UntypedStorage", "TypedStorage"):

@@ -1,21 +1,21 @@
-"""The tree of errors.
+"""The exception hierarchy.
 
 ::
 
-    CkptoolError                 exit   what happened
+    CkptoolError                 exit   cause
     ├── UnreadableError            3    the input cannot be read as a checkpoint
-    │   ├── NotACheckpointError    3    ... because it is something else, which the message names
-    │   ├── ChangedError           3    ... because it changed while it was read; 5 where an output was begun
-    │   └── MalformedError         3    ... because its bytes break the format, at a stated place
+    │   ├── NotACheckpointError    3    ... because it is something else, named by the message
+    │   ├── ChangedError           3    ... because it changed while it was read; 5 once an output was begun
+    │   └── MalformedError         3    ... because its bytes violate the format, at a stated offset
     │       └── PickleError        3    ... inside a pickle stream
     │           └── TruncatedPickleError  3  ... which ends too early
-    ├── RefusedError               4    done as asked it would lose or overwrite something
+    ├── RefusedError               4    the request would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
     ├── OutputError                5    the output could not be written
-    └── ReadBackError             70    what was written does not read as it must: a bug in ckptool, and no output
+    └── ReadBackError             70    the staged output does not read as planned: a bug in ckptool, no output
 
-Every error carries its facts as fields and is worded late, by ``str()``. ``next`` is the command or
-step that gets the user further; it may be empty. This module knows nothing of click.
+Every error carries its facts as fields; ``str()`` formats them. ``next`` is the command or step that helps the user,
+possibly empty. This module knows nothing of click.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 
 class Again(NamedTuple):
-    """The same command with other words.
+    """The failed command, corrected.
 
-    Each of ``options`` is an option with its value, in the place of the one that it had or at the end; ``words`` are
-    arguments, each with the right one. ``around`` is the line with ``{}`` where the command stands. A program that was
-    called otherwise, as a library for example, shows ``next`` instead.
+    ``options`` are pairs of an option and its value, which replace the value given or are appended; ``words`` are pairs
+    of an argument and its replacement. ``around`` is the line to print, with ``{}`` in place of the command. Callers
+    without a command line, such as users of the library, show ``next`` instead.
     """
 
     options: tuple[tuple[str, str], ...] = ()
@@ -40,9 +40,8 @@ class Again(NamedTuple):
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
-    ``what`` is one sentence without the path; ``path`` the file concerned ("" when unknown);
-    ``next`` what to do now ("" when there is nothing to say);
-    ``again`` the same as options of the command that failed, None where it is something else.
+    ``what`` is one sentence without the path; ``path`` the file concerned ("" if unknown); ``next`` the next step for
+    the user ("" if none); ``again`` that step as a correction of the failed command, None if it is something else.
     """
 
     exit_code: int = 70
@@ -60,8 +59,8 @@ class CkptoolError(Exception):
         return f"{self.path}: {self.what}" if self.path else self.what
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An exception comes out of a pickle by calling its class with ``args`` alone, and then ``kind`` is missing:
-        # a pool of processes hangs on such an error.
+        # By default an exception is unpickled by calling its class with ``args`` alone, which lacks ``kind``: a process
+        # pool hangs on such an error.
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -72,7 +71,7 @@ class UnreadableError(CkptoolError):
 
 
 class NotACheckpointError(UnreadableError):
-    """The input is a whole file of another kind; ``kind`` is its short name ("git-lfs-pointer")."""
+    """The input is an intact file of another kind; ``kind`` is its short name ("git-lfs-pointer")."""
 
     def __init__(self, what: str, *, kind: str, path: str = "", next: str = "") -> None:
         super().__init__(what, path=path, next=next)
@@ -80,12 +79,11 @@ class NotACheckpointError(UnreadableError):
 
 
 class ChangedError(UnreadableError):
-    """The input changed or shrank while it was being read. ``write`` gives it the code of OutputError, when what it
-    was read for was an output."""
+    """The input changed or shrank while it was being read; gets the exit code of OutputError while writing."""
 
 
 class MalformedError(UnreadableError):
-    """The bytes break the format. ``offset`` counts bytes from the start of ``where``.
+    """The bytes violate the format at ``offset``, in bytes from the start of ``where``, -1 if unknown.
 
     ``where`` names the record or the part of the file ("data.pkl", "central directory").
     """
@@ -104,39 +102,39 @@ class MalformedError(UnreadableError):
 
 
 class PickleError(MalformedError):
-    """A pickle stream that the machine cannot follow; ``seen`` are the nodes up to there, which a reader that
-    executes has executed."""
+    """A pickle stream that cannot be decoded; ``seen`` are the nodes before the failure, which an executing reader
+    has executed."""
 
     seen: list[object] | tuple[object, ...] = ()
 
 
 class TruncatedPickleError(PickleError):
-    """A pickle stream that ends before its STOP, or announces more bytes than there are."""
+    """A pickle stream that ends before STOP, or declares more bytes than it has."""
 
 
 class RefusedError(CkptoolError):
-    """Doing this would lose or overwrite something."""
+    """The request would lose or overwrite something."""
 
     exit_code = 4
 
 
 class TargetError(CkptoolError):
-    """The request cannot be carried out on any file, or names what this file does not have."""
+    """The request is invalid for any file, or names something this file does not have."""
 
     exit_code = 2
 
 
 class OutputError(CkptoolError):
-    """The output could not be written; what was at its path before is still there."""
+    """The output could not be written; whatever was at its path before is untouched."""
 
     exit_code = 5
 
 
 class ReadBackError(CkptoolError):
-    """What was staged does not read as the edit promised, so it was thrown away: a bug in ckptool.
+    """The staged output does not read as the edit promised and was discarded: a bug in ckptool.
 
-    ``promised`` and ``read`` say where the two differ; ``report`` are the lines of a report to its authors, complete
-    once the error has passed whoever knows what was edited. They name tensors and versions, and no paths.
+    ``promised`` and ``read`` describe the difference; ``report`` are the lines of a bug report, completed by callers
+    that know what was edited. They name tensors and versions, but no paths.
     """
 
     def __init__(self, what: str, *, promised: str = "", read: str = "", path: str = "", next: str = "") -> None:

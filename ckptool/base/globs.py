@@ -1,4 +1,4 @@
-"""Choosing names by glob patterns."""
+"""Glob patterns for names and paths."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 
 class Globs:
-    """``include`` any of these (all, when there are none), then ``exclude`` any of those.
+    """A selection: names matching any ``include`` pattern (every name if there are none) and no ``exclude`` pattern.
 
-    A pattern matches the key or the whole path, with case. ``*`` is any text, dots included, ``?`` one character;
-    brackets are themselves, as they stand in paths.
+    A pattern is case-sensitive and matches the key or the whole path. ``*`` is any text, dots included, ``?`` one
+    character; brackets are literal, since paths contain them.
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-        # One text is one pattern, not one for each of its letters.
+        # A plain string is one pattern, not one per letter.
         include = (include,) if isinstance(include, str) else include
         exclude = (exclude,) if isinstance(exclude, str) else exclude
         self.include, self.exclude = tuple(include), tuple(exclude)
@@ -29,7 +29,7 @@ class Globs:
         return bool(self._include or self._exclude)
 
     def match(self, *names: str) -> bool:
-        """Is something with these names chosen?"""
+        """Return whether something with these names is selected."""
         if self._include and not any(glob.matches(name) for glob in self._include for name in names):
             return False
         return not any(glob.matches(name) for glob in self._exclude for name in names)
@@ -38,30 +38,29 @@ class Globs:
 class Glob:
     """One pattern: ``*`` is any text, ``?`` one character.
 
-    The texts between the stars are looked for one by one, from the end of a name: so the first star takes as much as
-    it can, and the work grows with the name, not with its power of the number of stars as for a regular expression.
+    The parts between the stars are searched one by one from the end of a name, so the first star is the greediest, and
+    the time is linear in the name: a regular expression backtracks polynomially in the number of stars.
     """
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         first, *others = pattern.split("*")
-        self._head = _piece(first)
-        self._others = [_piece(part[::-1]) for part in reversed(others)]
-        #: Characters of a name that are none of a star's.
-        self._fixed = len(pattern) - len(others)
-        #: (beginning, end) around the only star, of most patterns.
+        self._head = _compile(first)
+        self._others = [_compile(part[::-1]) for part in reversed(others)]
+        self._min_length = len(pattern) - len(others)
+        #: The fast path, most patterns: (start, end) around the only star.
         self._ends = (first, others[0]) if len(others) == 1 and "?" not in pattern else None
 
     def matches(self, name: str) -> bool:
-        """Does the whole name match?"""
+        """Return whether the whole name matches."""
         if self._ends is None:
-            return self.wild(name) is not None
-        begin, end = self._ends
-        return len(name) >= self._fixed and name.startswith(begin) and name.endswith(end)
+            return self.wildcards(name) is not None
+        start, end = self._ends
+        return len(name) >= self._min_length and name.startswith(start) and name.endswith(end)
 
-    def wild(self, name: str) -> list[str] | None:
-        """What each star and each question mark stands for, in their order; None for a name that does not match."""
-        if len(name) < self._fixed:
+    def wildcards(self, name: str) -> list[str] | None:
+        """Return the text matched by each star and question mark, in order; None if the name does not match."""
+        if len(name) < self._min_length:
             return None
         if not self._others:
             whole = self._head.fullmatch(name)
@@ -69,24 +68,24 @@ class Glob:
         head = self._head.match(name)
         if head is None:
             return None
-        back, at = name[::-1], 0
-        most = len(name) - head.end()
-        found: list[str] = []
-        for number, piece in enumerate(self._others):
-            part = piece.search(back, at, most) if number else piece.match(back, 0, most)
-            if part is None:
+        backwards, at = name[::-1], 0
+        limit = len(name) - head.end()
+        texts: list[str] = []
+        for number, pattern in enumerate(self._others):
+            match = pattern.search(backwards, at, limit) if number else pattern.match(backwards, 0, limit)
+            if match is None:
                 return None
             if number:
-                found.append(back[at : part.start()][::-1])
-            found += part.groups()
-            at = part.end()
-        found.append(back[at:most][::-1])
-        return [*head.groups(), *reversed(found)]
+                texts.append(backwards[at : match.start()][::-1])
+            texts += match.groups()
+            at = match.end()
+        texts.append(backwards[at:limit][::-1])
+        return [*head.groups(), *reversed(texts)]
 
 
-def _piece(text: str) -> re.Pattern[str]:
+def _compile(text: str) -> re.Pattern[str]:
     return re.compile("".join("(.)" if char == "?" else re.escape(char) for char in text), re.DOTALL)
 
 
-#: No choice: every key.
-EVERY: Final = Globs()
+#: Selects every name.
+MATCH_ALL: Final = Globs()

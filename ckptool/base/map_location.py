@@ -1,4 +1,4 @@
-"""``map_location`` as text, and where it sends each tag: torch's rules, without torch.
+"""Parse ``map_location`` and apply it to location tags: torch's rules, without torch.
 
 Source: ``torch/serialization.py``, ``_get_restore_location``.
 """
@@ -13,60 +13,57 @@ from .errors import TargetError
 
 MapLocation: TypeAlias = "str | Mapping[str, str] | None"
 
-
-#: Backends that restore tags "name" and "name:index" (torch/serialization.py, ``register_package`` calls), and
-#: those that take the place of privateuseone by their own package.
-_INDEXED = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
-_TARGET = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
-
-
-#: Everything that a device was ever called, for telling devices from other texts.
-_DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED)})(?::\d{{1,4}})?\Z")
+#: Backends that restore the tags "name" and "name:index" (torch/serialization.py, ``register_package`` calls), and
+#: those whose own package replaces privateuseone.
+_INDEXED_BACKENDS = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
+_RESTORABLE = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED_BACKENDS)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
+#: Every device name torch ever had, to tell devices from other strings.
+_DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)})(?::\d{{1,4}})?\Z")
 
 
 def is_device(text: str) -> bool:
-    """Is a text the name of a device, and nothing else?"""
+    """Return whether a string is exactly the name of a device."""
     return _DEVICE.match(text) is not None
 
 
-def check_target(device: str) -> None:
+def check_device(device: str) -> None:
     """Raise TargetError unless torch can restore this location tag (``_get_restore_location``)."""
-    if _TARGET.match(device):
+    if _RESTORABLE.match(device):
         return
-    hint = ""
-    kind, number = re.match(r"([a-z]*):?([0-9]*)", device.lower()).groups()  # type: ignore[union-attr]
-    guess = f"{kind}:{int(number)}" if number else kind
+    hint = "targets look like cpu, cuda:0"
+    backend, index = re.match(r"([a-z]*):?([0-9]*)", device.lower()).groups()  # type: ignore[union-attr]
+    guess = f"{backend}:{int(index)}" if index else backend
     if device.lower().startswith("cpu"):
         hint = "write 'cpu'"
-    elif guess != device and _TARGET.match(guess):
+    elif guess != device and _RESTORABLE.match(guess):
         hint = f"write {guess!r}"
-    elif kind == "gpu":
-        hint = f"write 'cuda:{number or 0}'"
-    raise TargetError(f"{device!r} is no device that torch could restore", next=hint or "targets look like cpu, cuda:0")
+    elif backend == "gpu":
+        hint = f"write 'cuda:{index or 0}'"
+    raise TargetError(f"{device!r} is not a device that torch can restore", next=hint)
 
 
 def parse_map_location(text: str | None) -> MapLocation:
-    """``cpu``, ``cuda:0`` or ``meta`` as they are; ``cuda:1=cuda:0,cuda:2=cpu`` as a dict.
+    """Parse ``cpu``, ``cuda:0`` or ``meta`` into a string, ``cuda:1=cuda:0,cuda:2=cpu`` into a dict.
 
     Raises TargetError for anything else.
     """
     if text is None or not text.strip():
         return None
     if "=" not in text:
-        check_target(text.strip())
+        check_device(text.strip())
         return text.strip()
     pairs = {}
     for part in text.split(","):
         origin, equals, target = (piece.strip() for piece in part.partition("="))
         if not (origin and equals and target):
-            raise TargetError(f"{part!r} is no pair of devices", next="write cuda:1=cuda:0,cuda:2=cpu")
-        check_target(target)
+            raise TargetError(f"{part!r} is not a pair of devices", next="write cuda:1=cuda:0,cuda:2=cpu")
+        check_device(target)
         pairs[origin] = target
     return pairs
 
 
-def lands_on(tag: str, location: MapLocation) -> str:
-    """Where torch.load puts a storage with this tag: with a dict, a tag that it lacks stays."""
+def restored_location(tag: str, location: MapLocation) -> str:
+    """Return where torch.load puts a storage with this tag; a dict leaves tags that it lacks unchanged."""
     if location is None:
         return tag
     return location if isinstance(location, str) else location.get(tag, tag)

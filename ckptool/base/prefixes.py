@@ -1,12 +1,14 @@
-"""Prefixes of parameter names: whole leading segments, and the segments that wrappers put in."""
+"""Prefixes of parameter names: shared leading segments, and the segments that module wrappers insert."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from os.path import commonprefix
 from typing import Final, NamedTuple
 
-#: Segments that wrappers add to names, by who adds them.
+#: Segments that wrappers insert into names, and which wrappers do.
 WRAPPERS: Final = {
     "module": "DataParallel, DistributedDataParallel, DeepSpeed",
     "_orig_mod": "torch.compile",
@@ -15,16 +17,14 @@ WRAPPERS: Final = {
     "_fpw_module": "FullyShardedDataParallel before torch 1.13",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-
-
-#: Wrappers around wrappers that are taken for a prefix.
-_MOST: Final = 32
+#: Wrapper segments looked at in one name: nobody nests deeper, and a name of a million segments is not followed.
+_MAX_WRAPPERS: Final = 32
 
 
 class Prefix(NamedTuple):
-    """The wrapper segments in front of names: ``name`` "module." or "module._orig_mod.", "" for none.
+    """The wrapper segments names start with: ``name`` is "module." or "module._orig_mod.", "" for none.
 
-    ``keys`` counts the names that have it, of ``total``.
+    ``keys`` of ``total`` names start with it.
     """
 
     name: str
@@ -33,107 +33,90 @@ class Prefix(NamedTuple):
 
     @property
     def status(self) -> str:
-        """ "all", "some" or "none" of the names."""
+        """How many names start with it: "all", "some" or "none"."""
         return "none" if not self.keys else "all" if self.keys == self.total else "some"
 
 
-def prefix_of(names: Sequence[str]) -> Prefix:
-    """The wrapper prefix of a state dict: the commonest first segment, then what all that have it share."""
+def wrapper_prefix(names: Sequence[str]) -> Prefix:
+    """Return the wrapper prefix of a state dict: the commonest first wrapper, then those shared by all its names."""
     total = len(names)
-    name, having = "", list(names)
-    # Nobody wraps deeper; a name of a million segments is not followed.
-    for _ in range(_MOST):
-        counts: dict[str, int] = {}
-        for key in having:
-            head, dot, _ = key[len(name) :].partition(".")
-            if dot and head in WRAPPERS:
-                counts[head] = counts.get(head, 0) + 1
+    prefix, wrapped = "", list(names)
+    for _ in range(_MAX_WRAPPERS):
+        heads = (key[len(prefix) :].partition(".") for key in wrapped)
+        counts = Counter(head for head, dot, _ in heads if dot and head in WRAPPERS)
         if not counts:
             break
-        best = max(counts, key=lambda head: counts[head])
-        if name and counts[best] < len(having):
+        [(head, count)] = counts.most_common(1)
+        if prefix and count < len(wrapped):
             break
-        name += best + "."
-        having = [key for key in having if key.startswith(name)]
-    return Prefix(name, len(having) if name else 0, total)
+        prefix += head + "."
+        wrapped = [key for key in wrapped if key.startswith(prefix)]
+    return Prefix(prefix, len(wrapped) if prefix else 0, total)
 
 
 def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
-    """How many names hold each wrapper segment, anywhere before the last segment."""
-    counts: dict[str, int] = {}
-    held = list(names)
-    levels = _Levels(held)
-    for key in held:
-        if "module" not in key and "_orig_mod" not in key:
-            continue
-        for segment in dict.fromkeys(levels.wrappers(key)):
-            counts[segment] = counts.get(segment, 0) + 1
-    return counts
+    """Count the names that contain each wrapper segment, anywhere before the last segment."""
+    keys = list(names)
+    tree = _NameTree(keys)
+    return dict(Counter(segment for key in keys for segment in dict.fromkeys(tree.wrappers(key))))
 
 
-def unwrapping(names: Iterable[str]) -> Callable[[str], str]:
-    """The function of a name that leaves out the segments of wrappers, for names that belong together.
+def unwrapper(names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that removes the wrapper segments from a name; ``names`` are all names of the model.
 
-    Beside a wrapper there are only other wrappers: ``_forward_module`` beside ``_reverse_module`` is a module of the
-    model's own. ``module`` is also an ordinary name: it counts in front, and next to another wrapper.
+    A wrapper has no siblings but other wrappers: ``_forward_module`` beside ``_reverse_module`` is a module of the
+    model itself. ``module`` is also an ordinary name: it counts only in front, or next to another wrapper.
     """
-    return _Levels(names).unwrapped
+    return _NameTree(names).unwrap
 
 
-class _Levels:
-    """Names that belong together, and which segments in them are wrappers."""
+class _NameTree:
+    """The names of one model, and which of their segments are wrappers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted({name for name in names if "." in name})
-        self._known: dict[str, bool] = {}
+        self._wrapped: dict[str, bool] = {}
 
-    def _wraps(self, level: str) -> bool:
-        """Does a wrapper come next in all names that begin with ``level``? Of sorted names each wrapper is one jump."""
-        known = self._known.get(level)
+    def _is_wrapped(self, prefix: str) -> bool:
+        """Return whether a wrapper follows ``prefix`` in all names that have it; one bisection per wrapper."""
+        known = self._wrapped.get(prefix)
         if known is None:
-            place = bisect_left(self._names, level)
-            end = bisect_left(self._names, level[:-1] + "/") if level else len(self._names)
-            while place < end:
-                segment, _, _ = self._names[place][len(level) :].partition(".")
-                if segment not in WRAPPERS or self._names[place] == level + segment:
+            at = bisect_left(self._names, prefix)
+            end = bisect_left(self._names, prefix[:-1] + "/") if prefix else len(self._names)
+            while at < end:
+                segment, _, _ = self._names[at][len(prefix) :].partition(".")
+                if segment not in WRAPPERS or self._names[at] == prefix + segment:
                     break
-                place = bisect_left(self._names, f"{level}{segment}/", place)
-            known = self._known[level] = place >= end
+                at = bisect_left(self._names, f"{prefix}{segment}/", at)
+            known = self._wrapped[prefix] = at >= end
         return known
 
-    def _marks(self, name: str, segments: Sequence[str]) -> list[bool]:
-        """Which segments are wrappers; the last one is the parameter itself."""
-        marks = [False] * len(segments)
-        places = [number for number, segment in enumerate(segments[:-1]) if segment in WRAPPERS][:_MOST]
-        for number in places:
-            marks[number] = self._wraps("".join([f"{segment}." for segment in segments[:number]]))
-        for number in places:
-            if segments[number] == "module" and marks[number] and not all(marks[:number]):
-                marks[number] = marks[number - 1] or (marks[number + 1] and segments[number + 1] != "module")
-        return marks
+    def _segments(self, name: str) -> list[tuple[str, bool]]:
+        """Split a name into (segment, whether it is a wrapper); the last segment is the parameter itself."""
+        segments = name.split(".")
+        flags = [False] * len(segments)
+        candidates = [number for number, segment in enumerate(segments[:-1]) if segment in WRAPPERS][:_MAX_WRAPPERS]
+        for number in candidates:
+            flags[number] = self._is_wrapped("".join([f"{segment}." for segment in segments[:number]]))
+        for number in candidates:
+            if segments[number] == "module" and flags[number] and not all(flags[:number]):
+                flags[number] = flags[number - 1] or (flags[number + 1] and segments[number + 1] != "module")
+        return list(zip(segments, flags))
 
     def wrappers(self, name: str) -> list[str]:
-        """The segments of a name that are wrappers."""
-        segments = name.split(".")
-        return [segment for segment, mark in zip(segments, self._marks(name, segments)) if mark]
+        """Return the wrapper segments of a name."""
+        if "module" not in name and "_orig_mod" not in name:
+            return []
+        return [segment for segment, is_wrapper in self._segments(name) if is_wrapper]
 
-    def unwrapped(self, name: str) -> str:
-        """The name without them."""
+    def unwrap(self, name: str) -> str:
+        """Return the name without its wrapper segments."""
         if "module" not in name and "_orig_mod" not in name:
             return name
-        segments = name.split(".")
-        return ".".join(segment for segment, mark in zip(segments, self._marks(name, segments)) if not mark)
+        return ".".join(segment for segment, is_wrapper in self._segments(name) if not is_wrapper)
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """The longest run of whole segments that all names begin with, its dot included."""
-    if not names:
-        return ""
-    first, last = min(names), max(names)
-    shared = 0
-    for number, (a, b) in enumerate(zip(first, last)):
-        if a != b:
-            break
-        if a == ".":
-            shared = number + 1
-    return first[:shared]
+    """Return the longest run of whole segments that all names start with, including its dot."""
+    shared = commonprefix(names)  # noqa: RUF071 (character by character is what is wanted)
+    return shared[: shared.rfind(".") + 1]

@@ -1,4 +1,4 @@
-"""Numbers and lists for people."""
+"""Text for people: numbers, lists, shell words and the next steps that messages suggest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .limits import LIMITS
 
 
 def human_bytes(size: int) -> str:
-    """``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
+    """Format bytes as ``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
     if size < 1000:
         return "1 byte" if size == 1 else f"{size} bytes"
     value, unit = size / 1000, 0
@@ -22,7 +22,7 @@ def human_bytes(size: int) -> str:
 
 
 def human_count(count: int) -> str:
-    """``3,205``, ``11.2 M``, ``6.74 B``: parameters."""
+    """Format a number of parameters as ``3,205``, ``11.2 M``, ``6.74 B``."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= limit:
             value = count / limit
@@ -31,41 +31,41 @@ def human_count(count: int) -> str:
 
 
 def cut(text: str, size: int = LIMITS.cell_chars) -> str:
-    """The text in one cell: cut where it is too long."""
+    """Truncate a text that is too long for one cell."""
     return text if len(text) <= size else text[: size - 3] + "..."
 
 
-def shown(text: str) -> str:
-    """The text in quotes, cut where it is too long."""
+def quoted(text: str) -> str:
+    """Quote a text, truncated if it is too long."""
     return repr(cut(text))
 
 
 def argument(path: str) -> str:
-    """A path as a command line has it, to be pasted into a shell."""
+    """Quote a path as a command-line argument that can be pasted into a shell."""
     if path.startswith("-"):
         path = f"./{path}"
     if path.isprintable():
         return quote(path)
-    # What acts on a terminal is not printed. Bash, zsh and POSIX of 2024 read this.
-    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else _octal(char) for char in path) + "'"
 
+    def octal(char: str) -> str:
+        return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
 
-def _octal(char: str) -> str:
-    return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
+    # Control characters must not reach the terminal. Bash, zsh and POSIX 2024 read this form.
+    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else octal(char) for char in path) + "'"
 
 
 def salvage_step(path: str) -> str:
-    """The next step for a file of which only a part is whole; of a folder the files are to be had again."""
+    """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
     return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:
-    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` where that is
+    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
     taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
 
-    Of an address within an archive, ``outer.zip!run/a.pth``, the name of the member counts: ``a.cpu.pth``.
+    An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
     """
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
@@ -76,7 +76,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
         stem, inner = os.path.splitext(stem)
         suffix = inner + suffix
     elif suffix == ".tar":
-        suffix = ".pth"  # an edit of the format of torch 0.1 makes a zip
+        suffix = ".pth"  # an edited torch 0.1 file becomes a zip
     stem = f"{stem}.{word}" if word else stem
     suffix = extension or suffix
     names = (f"{stem}.{number}{suffix}" for number in count(2))
@@ -84,27 +84,28 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
 
 
 def rename_step(path: str, extension: str) -> str:
-    """Return the next step for a file whose name says that it is of another format."""
+    """Return the next step for a file whose extension belongs to another format."""
     return f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"
 
 
 def undo_step(path: str) -> str:
-    """The next step for a file whose last edit in place is to be taken back."""
+    """Return the command that takes back the last edit in place of a file."""
     return f"ckptool undo {argument(path)}"
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 tensor``, ``2,000 tensors``."""
+def pluralize(count: int, noun: str) -> str:
+    """Format a count with its noun: ``1 tensor``, ``2,000 tensors``."""
     if count == 1:
         return f"1 {noun}"
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
     return f"{count:,} {plural}"
 
 
-def listed(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
-    """``a, b and c``; beyond ``most`` items the rest is counted."""
+def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
+    """Join items as ``a, b and c``; of more than ``most``, the others are counted: ``a, b and 7 more``."""
     total = len(items) if total is None else total
-    shown = [cut(item) for item in items[:most]]
-    if total > len(shown):
-        return ", ".join(shown) + f" and {total - len(shown):,} more"
-    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1] if shown else ""
+    first = [cut(item) for item in items[:most]]
+    if total > len(first):
+        return f"{', '.join(first)} and {total - len(first):,} more"
+    *front, last = first or [""]
+    return f"{', '.join(front)} and {last}" if front else last

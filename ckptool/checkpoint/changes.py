@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..base.text import counted
+from ..base.text import pluralize
 
 #: Edits whose text is followed by the number of keys.
 _KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
@@ -35,5 +35,5 @@ class Change(NamedTuple):
         where = f"{self.path}: " if self.path else ""
         if self.edit not in _KEY_EDITS or not self.number:
             return f"{where}{self.what}"
-        others = f", {counted(self.kept, 'other key')} as before" if self.kept else ""
-        return f"{where}{self.what} {counted(self.number, 'key')}{others}"
+        others = f", {pluralize(self.kept, 'other key')} as before" if self.kept else ""
+        return f"{where}{self.what} {pluralize(self.number, 'key')}{others}"

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import TargetError
-from ..base.text import listed
+from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
@@ -114,7 +114,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     place = follow(checkpoint.graph, _steps(key))
     chosen = [item for item in state_dicts if isinstance(place, Place) and item.ref == place.ref]
     if not chosen:
-        known = listed([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
+        known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
         raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
     return chosen

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.limits import LIMITS
-from ..base.text import counted, cut, listed
+from ..base.text import cut, join_limited, pluralize
 from ..pickles.nodes import Graph, Node, Ref
 from .objects import class_name, elements, local_shards, named_attributes, state_items
 from .survey import TensorEntry
@@ -117,7 +117,7 @@ class Mesh(NamedTuple):
         if not sizes:
             return f"a mesh{where}"
         if len(sizes) == 1 and not named:
-            return f"{counted(self.shape[0], 'rank')}{where}"
+            return f"{pluralize(self.shape[0], 'rank')}{where}"
         return (", ".join(map("=".join, zip(self.names, sizes))) if named else "x".join(sizes)) + where
 
 
@@ -178,11 +178,11 @@ class Sharding(NamedTuple):
     @property
     def here(self) -> str:
         """The shapes of the parts in the file as text: "2x6", "nothing"."""
-        return listed(["x".join(map(str, part.shape)) or "scalar" for part in self.parts]) or "nothing"
+        return join_limited(["x".join(map(str, part.shape)) or "scalar" for part in self.parts]) or "nothing"
 
     def slices(self, whole: tuple[int, ...]) -> str:
         """Return the indices of the parts as text, "" if they are unknown."""
-        return listed([text for part in self.parts if (text := part.slices(whole))])
+        return join_limited([text for part in self.parts if (text := part.slices(whole))])
 
     @property
     def words(self) -> str:
@@ -210,13 +210,13 @@ class ShardingSummary(NamedTuple):
     @property
     def words(self) -> str:
         """The summary as text: "16 tensors (DTensor) as rank 1 of 4 had them, spread over dp=4 on cpu"."""
-        had = f"{counted(self.tensors, 'tensor')} ({listed(list(self.kinds))}) as {self.owner} had them"
+        had = f"{pluralize(self.tensors, 'tensor')} ({join_limited(list(self.kinds))}) as {self.owner} had them"
         return f"{had}, spread over {self.over}" + ("" if self.partial else ", all of them whole")
 
     @property
     def over(self) -> str:
         """The meshes as text: "dp=2, tp=4 on cuda", and others."""
-        return listed([mesh.words for mesh in self.meshes], most=3)
+        return join_limited([mesh.words for mesh in self.meshes], most=3)
 
 
 def is_sharded(tensor: Tensor) -> bool:

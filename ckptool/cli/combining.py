@@ -8,7 +8,7 @@ import click
 
 from .. import api
 from ..base.globs import Globs
-from ..base.text import counted
+from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, PrivateItem, find_private
 from .editing import Job, edit_all
@@ -173,7 +173,7 @@ def _head(path: str, found: list[PrivateItem]) -> str:
     kinds = [kind for kind in KINDS if any(item.kind == kind for item in found)]
     if not kinds:
         return f"{clean(path)}: nothing private is recognised"
-    return f"{clean(path)}: {counted(len(found), 'private matter')}"
+    return f"{clean(path)}: {pluralize(len(found), 'private matter')}"
 
 
 def _way(path: str, found: list[PrivateItem]) -> list[str]:

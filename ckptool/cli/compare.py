@@ -11,7 +11,7 @@ import click
 
 from .. import api
 from ..base.errors import UnreadableError
-from ..base.text import counted, cut, listed
+from ..base.text import cut, join_limited, pluralize
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .retyping import retyped
@@ -163,7 +163,7 @@ def _same(report: DiffReport) -> str:
     """What was found to be the same."""
     sums = report["tensors"]
     close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
-    return f"{counted(sums['in_both'], 'tensor')}{close}"
+    return f"{pluralize(sums['in_both'], 'tensor')}{close}"
 
 
 def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if len(names) < _ALIKE:
             yield from (f"  {name}  {words}" for name in names)
         else:
-            yield f"  {words} in {counted(len(names), 'tensor')}: {listed(names, most=3)}"
+            yield f"  {words} in {pluralize(len(names), 'tensor')}: {join_limited(names, most=3)}"
 
 
 def _listed(title: str, rows: Sequence[str]) -> list[str]:

@@ -10,14 +10,13 @@ import click
 
 from .. import api
 from ..base.errors import CkptoolError, OutputError, RefusedError
-from ..base.text import counted, human_bytes, listed, undo_step
+from ..base.text import human_bytes, join_limited, pluralize, undo_step
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
 from ..files.archives import file_name
 from ..files.sources import Files, FileSource
-from ..files.write.folder import check_folder
-from ..files.write.output import check_output
+from ..files.write.output import check_folder, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
 from .options import worst
@@ -250,7 +249,7 @@ def account(report: dict[str, Any]) -> list[str]:
     changes = report["changes"]
     lines = [line for change in changes[:_SHOWN] for line in _told(Change(**change))]
     if len(changes) > _SHOWN:
-        lines.append(f"  and {counted(len(changes) - _SHOWN, 'more change')}: --format json")
+        lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
         lines.append(
             "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
@@ -263,11 +262,11 @@ def account(report: dict[str, Any]) -> list[str]:
             for path in report["modules"]
         ]
     if report.get("copied"):
-        lines.append(f"  copied as they are: {clean(listed(report['copied']))}")
+        lines.append(f"  copied as they are: {clean(join_limited(report['copied']))}")
     if report.get("not_copied"):
-        lines.append(f"  note: not copied: {clean(listed(report['not_copied']))}")
+        lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
     if report.get("links"):
-        lines.append(f"  note: links out of the folder, not followed: {clean(listed(report['links']))}")
+        lines.append(f"  note: links out of the folder, not followed: {clean(join_limited(report['links']))}")
         lines.append("  -> with what they lead to: --follow-links")
     if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ..base.text import counted, human_bytes
+from ..base.text import human_bytes, pluralize
 from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
 from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
@@ -64,7 +64,7 @@ def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
         total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
         headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
-        line = f"{counted(len(entries), 'tensor')}{clean(where)}, {total}"
+        line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
         if inner:
             line += clean(f": what {inner.owner} had, spread over {inner.over}")
         found.append(Section(headers, columns, line))

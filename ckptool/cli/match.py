@@ -8,7 +8,7 @@ import click
 
 from .. import api
 from ..base.errors import RefusedError
-from ..base.text import counted, cut, listed
+from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
@@ -152,7 +152,7 @@ def _applied(report: dict[str, Any]) -> list[str]:
     lines = []
     for change in report["changes"]:
         where = f"{change['path']}: " if change["path"] else ""
-        number = f" {counted(change['number'], 'key')}" if change["edit"] in _OF_KEYS and change["number"] else ""
+        number = f" {pluralize(change['number'], 'key')}" if change["edit"] in _OF_KEYS and change["number"] else ""
         lines.append(f"  {clean(where + change['what'] + number)}")
     fix = report["fix"]
     if fix is None:
@@ -199,7 +199,7 @@ def _place(path: str) -> str:
 
 
 def _share(loads: int, report: dict[str, Any]) -> str:
-    return f"{loads:,} of {counted(report['wanted'], 'key')}"
+    return f"{loads:,} of {pluralize(report['wanted'], 'key')}"
 
 
 def _modules(report: dict[str, Any]) -> str:
@@ -212,7 +212,7 @@ def _modules(report: dict[str, Any]) -> str:
     headers = ("module", *(_KINDS[kind] for kind in kinds))
     drawn = table(headers, rows[:_LINES], right=range(1, len(headers)))
     more = len(rows) - _LINES
-    return drawn if more <= 0 else f"{drawn}\n... and {counted(more, 'more module')}"
+    return drawn if more <= 0 else f"{drawn}\n... and {pluralize(more, 'more module')}"
 
 
 def _differences(found: dict[str, Any]) -> list[str]:
@@ -223,7 +223,9 @@ def _differences(found: dict[str, Any]) -> list[str]:
     ]
     more = len(found["size_mismatches"]) - _LINES
     lines += [f"other size: {more:,} more"] if more > 0 else []
-    lines += [clean(f"{kind}: {listed(found[kind], most=3)}") for kind in ("missing", "unexpected") if found[kind]]
+    lines += [
+        clean(f"{kind}: {join_limited(found[kind], most=3)}") for kind in ("missing", "unexpected") if found[kind]
+    ]
     return lines + _dtypes(found)
 
 
@@ -233,12 +235,12 @@ def _dtypes(found: dict[str, Any]) -> list[str]:
     for item in found["dtype_differences"]:
         groups.setdefault((item["have"], item["wanted"]), []).append(item["key"])
     lines = [
-        clean(f"other dtype: {have} here, {wanted} in the target, converted on loading: {listed(names, most=3)}")
+        clean(f"other dtype: {have} here, {wanted} in the target, converted on loading: {join_limited(names, most=3)}")
         for (have, wanted), names in groups.items()
     ]
     if found["filled_in"] and found["loads"]:
         lines.append(
-            f"filled in by torch: {counted(len(found['filled_in']), 'counter')} of batch norms, not in the file"
+            f"filled in by torch: {pluralize(len(found['filled_in']), 'counter')} of batch norms, not in the file"
         )
     return lines
 

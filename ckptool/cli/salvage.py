@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..base.text import counted, listed
+from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import Salvaged
 from ..edits.salvage import salvage as salvaged
@@ -52,14 +52,14 @@ def salvage(paths: tuple[str, ...], **how: Any) -> int:
 
 
 def _words(report: dict[str, Any]) -> list[str]:
-    lines = [f"  saved: {counted(report['saved'], 'tensor')}, and everything that is no tensor"]
+    lines = [f"  saved: {pluralize(report['saved'], 'tensor')}, and everything that is no tensor"]
     if not report["verified"]:
         lines.append("  the format has no checksums: what was saved could not be verified")
     if report["refused"]:
-        lines.append(f"  torch.load(weights_only=True) refuses it: {clean(listed(report['refused']))}")
+        lines.append(f"  torch.load(weights_only=True) refuses it: {clean(join_limited(report['refused']))}")
     lost = report["lost"]
     if not lost:
         return [*lines, "  lost: nothing" + ("" if report["changed"] else "; the output is the input, byte for byte")]
-    lines.append(f"  lost: {counted(len(lost), 'tensor')}")
+    lines.append(f"  lost: {pluralize(len(lost), 'tensor')}")
     lines += [f"    {clean(item['path'] or 'the tensor')}: {clean(item['reason'])}" for item in lost[:_SHOWN]]
     return lines + ([f"    and {len(lost) - _SHOWN:,} more: --format json"] if len(lost) > _SHOWN else [])

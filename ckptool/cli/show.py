@@ -15,7 +15,7 @@ from .. import api
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
-from ..base.text import counted, cut, human_bytes
+from ..base.text import cut, human_bytes, pluralize
 from ..formats.checkpoint_search import find_checkpoints, names_one_file
 from ..reports.keys import keys_report, select_entries
 from .jobs import answers, jobs_option
@@ -205,7 +205,7 @@ def _overview(told: Iterator[_Told], moving: Any) -> int:
         if moving:
             moving(1)
     rows.close()
-    emit(f"\n{counted(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
+    emit(f"\n{pluralize(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
     if remarkable:
         emit(clean(f"  -> all about it: ckptool inspect {quote(remarkable)}"))
     flush()

@@ -10,7 +10,7 @@ import click
 from .. import api
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
-from ..base.text import counted, listed, salvage_step
+from ..base.text import join_limited, pluralize, salvage_step
 from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
@@ -118,7 +118,7 @@ def _code(path: str, report: StatsReport) -> int:
     missing = report["summary"]["missing"]
     if not missing:
         return 0
-    say(f"{path}: the bytes of {counted(len(missing), 'tensor')} are not there: {listed(missing, most=3)}")
+    say(f"{path}: the bytes of {pluralize(len(missing), 'tensor')} are not there: {join_limited(missing, most=3)}")
     tell(f"  -> {salvage_step(path)}")
     return UnreadableError.exit_code
 
@@ -208,9 +208,9 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
         return [f"no tensors; {rest:,} more in the file: --all" if rest and not everything else "no tensors"]
     tied = summary["tensors"] - summary["distinct"]
     lines = [
-        f"{counted(summary['tensors'], 'tensor')}"
+        f"{pluralize(summary['tensors'], 'tensor')}"
         + (f" ({tied:,} of them the same as another)" if tied else "")
-        + f", {counted(summary['elements'], 'element')}, {summary['zeros']:,} zero"
+        + f", {pluralize(summary['elements'], 'element')}, {summary['zeros']:,} zero"
         + (f"; {rest:,} more in the file" + ("" if everything else ": --all") if rest else "")
     ]
     for name, what in (("with_nan", "NaN in"), ("with_inf", "Inf in"), ("all_zero", "all zero:")):
@@ -224,5 +224,5 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
 
 
 def _names(paths: list[str], names: dict[str, str]) -> str:
-    shown = listed([names[path] for path in paths])
-    return shown if len(paths) == 1 else f"{counted(len(paths), 'tensor')}: {shown}"
+    shown = join_limited([names[path] for path in paths])
+    return shown if len(paths) == 1 else f"{pluralize(len(paths), 'tensor')}: {shown}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.text import counted, cut, human_bytes, human_count, listed
+from ..base.text import cut, human_bytes, human_count, join_limited, pluralize
 from .render import clean, pairs, table
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def overview_row(report: InspectReport) -> tuple[str, ...]:
         report["format"],
         container if kind == "other" else kind,
         f"{sum(item['keys'] for item in sure):,}" if sure else "",
-        listed(list(dict.fromkeys(prefixes)), most=2),
-        listed(devices, most=3),
-        f"{bad[0]['level']}: {listed(list(dict.fromkeys(item['code'] for item in bad)), most=3)}" if bad else "",
+        join_limited(list(dict.fromkeys(prefixes)), most=2),
+        join_limited(devices, most=3),
+        f"{bad[0]['level']}: {join_limited(list(dict.fromkeys(item['code'] for item in bad)), most=3)}" if bad else "",
     )
 
 
@@ -92,8 +92,8 @@ def _state_dict_words(item: StateDictReport) -> str:
         words = f"prefix {prefix['name']!r} on {prefix['keys']:,} of {item['keys']:,} keys"
     inside = [name for name in item["wrappers"] if name + "." not in prefix["name"] and name != "module"]
     if inside:
-        words += f", {listed([repr(name + '.') for name in inside])} inside"
-    return f"{counted(item['tensors'], 'tensor')}, {words}"
+        words += f", {join_limited([repr(name + '.') for name in inside])} inside"
+    return f"{pluralize(item['tensors'], 'tensor')}, {words}"
 
 
 def _facts(report: InspectReport) -> list[tuple[str, str]]:
@@ -102,7 +102,7 @@ def _facts(report: InspectReport) -> list[tuple[str, str]]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"
         facts.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
-        stored = f"{human_bytes(report['storage_bytes'])} in {counted(report['storages'], 'storage')}"
+        stored = f"{human_bytes(report['storage_bytes'])} in {pluralize(report['storages'], 'storage')}"
         if report["unused_bytes"]:
             stored += f", {human_bytes(report['unused_bytes'])} of it unused"
         if report["shared_storages"]:
@@ -115,7 +115,7 @@ def _facts(report: InspectReport) -> list[tuple[str, str]]:
         facts.append(("dtypes", ", ".join(dtypes)))
     if report["metadata"]:
         texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
-        facts.append(("metadata", listed(texts, most=6)))
+        facts.append(("metadata", join_limited(texts, most=6)))
     verdict = report["weights_only"]
     if report["protocol"] is None and report["loads"] == "converted":
         facts.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
@@ -135,7 +135,7 @@ def _device(item: DeviceReport) -> str:
     others = item.get("other_bytes", 0)
     rest = f", and {human_bytes(others)} in none of them" if others else ""
     size = human_bytes(item["bytes"] - others)
-    return f"{item['location']}{lands} ({counted(item['tensors'], 'tensor')}, {size}{rest})"
+    return f"{item['location']}{lands} ({pluralize(item['tensors'], 'tensor')}, {size}{rest})"
 
 
 def _loads(report: InspectReport) -> str:
@@ -150,12 +150,12 @@ def _verdict(report: InspectReport) -> str:
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.
     reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
-    return f"weights_only=True of torch {verdict['torch']} refuses it: {listed(reasons, most=4)}"
+    return f"weights_only=True of torch {verdict['torch']} refuses it: {join_limited(reasons, most=4)}"
 
 
 def _loaded(load: LoadReport) -> str:
     if load["ok"]:
-        places = ", ".join(f"{counted(count, 'tensor')} on {device}" for device, count in load["devices"].items())
+        places = ", ".join(f"{pluralize(count, 'tensor')} on {device}" for device, count in load["devices"].items())
         places = places or "no tensors"
         return f"yes: {places}"
     return f"no: {load['error']}"
@@ -183,9 +183,9 @@ def _value(entry: EntryReport, report: InspectReport) -> str:
         return f"state dict{maybe}: {_state_dict_words(item)}"
     words = []
     if "length" in entry:
-        words.append(counted(entry["length"], "entry"))
+        words.append(pluralize(entry["length"], "entry"))
     if entry["tensors"]:
-        words.append(counted(entry["tensors"], "tensor"))
+        words.append(pluralize(entry["tensors"], "tensor"))
     return ", ".join(words)
 
 

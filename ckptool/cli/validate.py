@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 from ..base.errors import CkptoolError, TargetError, UnreadableError
-from ..base.text import counted, listed
+from ..base.text import join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
 from ..reports.expectations import Policy, policy_of
@@ -127,7 +127,7 @@ def validate(
     reports.close()
     tally.tell(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
     if tally.others and not quiet:
-        say(f"not validated, as these are not torch checkpoints: {listed(tally.others, most=5)}")
+        say(f"not validated, as these are not torch checkpoints: {join_limited(tally.others, most=5)}")
     return worst(tally.codes)
 
 
@@ -246,7 +246,7 @@ class _Tally:
             say_error(error)
         if not words or not several or self.unreadable == self.files:
             return
-        sums = f"{counted(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"
+        sums = f"{pluralize(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"
         emit(f"\n{sums}; coverage " + (f"PARTIAL for {self.partial:,}" if self.partial else "COMPLETE"))
 
 

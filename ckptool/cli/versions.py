@@ -8,7 +8,7 @@ import click
 
 from .. import api
 from ..base.errors import CkptoolError
-from ..base.text import counted, human_bytes, undo_step
+from ..base.text import human_bytes, pluralize, undo_step
 from ..files.archives import is_address
 from .editing import Job, edit_all
 from .options import format_option, paths, worst, writing
@@ -63,7 +63,7 @@ def _undone(report: dict[str, Any]) -> list[str]:
         unfinished = "" if version["finished"] else " (it was not finished)"
         lines.append(f"  taken back: {clean(version['edit'])}{unfinished}")
     if report["left"]:
-        lines.append(f"  {counted(report['left'], 'edit')} before it can be taken back as well")
+        lines.append(f"  {pluralize(report['left'], 'edit')} before it can be taken back as well")
     return lines
 
 
@@ -111,7 +111,7 @@ def _listed(report: dict[str, Any]) -> list[str]:
         )
         for version in found
     ]
-    lines = [f"{path}: edited in place, {counted(len(found), 'version')}", ""]
+    lines = [f"{path}: edited in place, {pluralize(len(found), 'version')}", ""]
     lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
     if is_address(report["path"]):
         return lines  # what is in an archive is not changed in place

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError
-from ..base.globs import EVERY, Globs
-from ..base.text import counted, shown
+from ..base.globs import MATCH_ALL, Globs
+from ..base.text import pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
@@ -40,7 +40,7 @@ def average(
     weights: Sequence[float] | None = None,
     dtype: Literal["float64", "float32"] = "float64",
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Return the first checkpoint with the mean of all in place of its floating tensors in state dicts.
 
@@ -71,12 +71,12 @@ def average(
                 continue
             keys = [tensor.storage, *(partner.storage for partner in partners)]
             if plan.setdefault(tensor.storage, keys) != keys:
-                raise refusal(f"{shown(name)} shares its storage with others in one checkpoint and not in another")
+                raise refusal(f"{quoted(name)} shares its storage with others in one checkpoint and not in another")
             differing += any(_layout(partner) != _layout(tensor) for partner in partners)
             layouts.setdefault(tensor.storage, set()).add(_layout(tensor))
             tensors += 1
     if differing:
-        raise refusal(f"{counted(differing, 'tensor')} are laid out differently in another checkpoint")
+        raise refusal(f"{pluralize(differing, 'tensor')} are laid out differently in another checkpoint")
     added: dict[str, Body] = {}
     all_uses = [uses, *(storage_uses(other.graph, other.survey.reader) for other in others)] if plan else []
     for name, keys in plan.items():
@@ -104,8 +104,8 @@ def average(
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"
         raise refusal("there is no floating tensor in a state dict to average", step if spread else "")
-    what = f"{counted(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
-    notes = (f"{counted(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
+    what = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
+    notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, what, notes)]
     sources = [source for other in others for source in other.sources]
     return first.changed(first.graph, changes, added, needs_relayout=True, extra_sources=sources)
@@ -116,7 +116,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
         raise TargetError("an average needs two checkpoints or more")
     factors = [1.0] * len(checkpoints) if weights is None else list(weights)
     if len(factors) != len(checkpoints):
-        what = f"{counted(len(factors), 'weight')} for {counted(len(checkpoints), 'checkpoint')}"
+        what = f"{pluralize(len(factors), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
         raise TargetError(what, next="give one for each: --weights 0.7,0.3")
     if not all(map(isfinite, factors)) or not sum(factors):
         raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")
@@ -147,10 +147,10 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
     """Return the tensor of this name in another checkpoint; raise RefusedError if there is none that fits."""
     partner = table.get(name)
     if partner is None:
-        what = f"it has no tensor {shown(name)}"
+        what = f"it has no tensor {quoted(name)}"
     elif (partner.shape, partner.dtype, partner.kind) != (tensor.shape, tensor.dtype, tensor.kind):
         there = f"{partner.dtype} {list(partner.shape)}"
-        what = f"{shown(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
+        what = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
     else:
         return partner
     step = f"leave it out: --exclude {quote(name)}"

@@ -7,8 +7,8 @@ from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
 from ..base.errors import CkptoolError, RefusedError, TargetError
-from ..base.globs import EVERY, Globs
-from ..base.text import counted, human_bytes, listed
+from ..base.globs import MATCH_ALL, Globs
+from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
@@ -60,7 +60,7 @@ def cast(
     caster: Caster,
     *,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     strict: bool = False,
     everything: bool = False,
 ) -> Checkpoint:
@@ -130,15 +130,15 @@ def cast(
             tensors += not storages
     changes = []
     if tensors:
-        notes = (f"{counted(tied, 'storage')} shared by several stays shared",) if tied else ()
-        what = f"{counted(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
+        notes = (f"{pluralize(tied, 'storage')} shared by several stays shared",) if tied else ()
+        what = f"{pluralize(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
         changes.append(Change("cast", key or "", tensors, 0, what, notes))
     kept = sum(_is_in(entry, spared) and _is_cast(entry.tensor, target, only) for entry in survey.tensors)
     if kept:
-        what = f"{counted(kept, 'tensor')} of {listed([repr(path) for path in spared])} stay"
+        what = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in spared])} stay"
         changes.append(Change("cast", "", 0, kept, what, ("--all casts the states of optimizers, too",)))
     if left:
-        changes.append(Change("cast", "", 0, len(left), f"not cast: {listed(left, most=3)}"))
+        changes.append(Change("cast", "", 0, len(left), f"not cast: {join_limited(left, most=3)}"))
     if not tensors:
         what = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
         return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
@@ -198,7 +198,7 @@ class _OverflowCounts:
         self.counts[key] = self.counts.get(key, 0) + count
         if self.strict and count:
             what = (
-                f"{self._paths({key})[0]}: {counted(count, 'finite value')} would be infinite or NaN in {target.name}"
+                f"{self._paths({key})[0]}: {pluralize(count, 'finite value')} would be infinite or NaN in {target.name}"
             )
             step = "leave it out with --exclude, or leave out --strict"
             raise RefusedError(what, path=self.checkpoint.path, next=step)
@@ -213,8 +213,8 @@ class _OverflowCounts:
         keys = {key for key, count in self.counts.items() if count}
         if not keys:
             return []
-        what = f"{counted(sum(self.counts.values()), 'finite value')} became infinite or NaN"
-        return [Change("overflow", "", len(keys), 0, f"{what}: in {listed(self._paths(keys), most=3)}")]
+        what = f"{pluralize(sum(self.counts.values()), 'finite value')} became infinite or NaN"
+        return [Change("overflow", "", len(keys), 0, f"{what}: in {join_limited(self._paths(keys), most=3)}")]
 
 
 def _cast_chunks(

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.text import argument, human_bytes, listed
+from ..base.text import argument, human_bytes, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import NO_WEIGHTS, program_of
@@ -69,7 +69,7 @@ def output_format(path: str) -> str:
     if target:
         return target
     stem, suffix = os.path.splitext(path)
-    known = f"there are {listed(list(TARGETS))}"
+    known = f"there are {join_limited(list(TARGETS))}"
     if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
         name = stem + TARGETS["safetensors"][0]
         what, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
@@ -106,10 +106,12 @@ def convert(
     TargetError for an unknown format.
     """
     if target not in TARGETS:
-        raise TargetError(f"{target!r} is not a format that can be written", next=f"one of {listed(list(TARGETS))}")
+        raise TargetError(
+            f"{target!r} is not a format that can be written", next=f"one of {join_limited(list(TARGETS))}"
+        )
     unknown = [kind for kind in allow if kind not in (*KINDS, "all")]
     if unknown:
-        raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {listed(list(KINDS), most=9)}")
+        raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if size and target not in SHARDED:
         what = f"no reader of {target} supports shards with an index"
@@ -171,7 +173,7 @@ def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
 def _dropped_names(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
     """Return the note on names that "keep-first" drops, each with the one that is kept."""
     names = safetensors_writer.chosen_tensors(checkpoint, chosen, tied).names if tied == "keep-first" else {}
-    pairs = listed([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
+    pairs = join_limited([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
     return (f"without the second names of tied tensors, noted in the header: {pairs}",) if names else ()
 
 
@@ -260,6 +262,6 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
         step = f"what is in it: ckptool inspect {quote(checkpoint.path)} --tree"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
-    what = f"there are {len(chosen)} state dicts, {listed(list(map(repr, places)))}, and such an output holds one"
+    what = f"there are {len(chosen)} state dicts, {join_limited(list(map(repr, places)))}, and such an output holds one"
     step = f"choose, such as --key {quote(places[0])}"
     raise TargetError(what, path=checkpoint.path, next=step, again=Again((("--key", places[0]),)))

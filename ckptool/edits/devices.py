@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import EVERY, Globs
-from ..base.map_location import check_target
-from ..base.text import counted, listed
+from ..base.globs import MATCH_ALL, Globs
+from ..base.map_location import check_device
+from ..base.text import join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -49,7 +49,7 @@ class DeviceMap(NamedTuple):
     def check(self) -> None:
         """Raise TargetError for a target that torch could not restore, or when there is nothing to map."""
         for target in (*([self.to] if self.to else []), *self.pairs.values()):
-            check_target(target)
+            check_device(target)
         for origin in self.pairs:
             if not origin or "=" in origin:
                 raise TargetError(f"{origin!r} is not a device", next="write --map cuda:1=cuda:0")
@@ -65,7 +65,7 @@ def remap_devices(
     *,
     strings: bool = False,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
 
@@ -122,14 +122,15 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
             _retag(editor, ref, new)
     objects = _move_objects(editor, devices) if chosen is None else 0
     changes = [
-        Change("remap", "", count, 0, f"{counted(count, 'storage')} tagged {old}, now tagged {new}")
+        Change("remap", "", count, 0, f"{pluralize(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
     ]
     changes += [
-        Change("remap", "", 0, count, f"{counted(count, 'storage')} on {old} as before") for old, count in kept.items()
+        Change("remap", "", 0, count, f"{pluralize(count, 'storage')} on {old} as before")
+        for old, count in kept.items()
     ]
     tags = {*kept, *(old for old, _ in moved)}
-    there = f" (there are {listed(sorted(tags))})" if tags else ""
+    there = f" (there are {join_limited(sorted(tags))})" if tags else ""
     known = {*tags, *(f"{tag.partition(':')[0]}:*" for tag in tags)}
     changes += [
         Change("remap", "", 0, 0, f"no storage is tagged {pattern}{there}")
@@ -139,7 +140,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
     if any(new == "meta" for _, new in moved):
         changes.append(Change("remap", "", 0, 0, "what is tagged meta loads without its values"))
     if objects:
-        changes.append(Change("remap-objects", "", objects, 0, f"{counted(objects, 'torch.device object')} moved"))
+        changes.append(Change("remap-objects", "", objects, 0, f"{pluralize(objects, 'torch.device object')} moved"))
     if chosen is None:
         changes += _strings(checkpoint, devices, editor if strings else None)
         changes += _meshes(checkpoint, devices, editor if strings else None)
@@ -153,7 +154,7 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
     changes = []
     for named in program.named_devices if program is not None else ():
         if devices(named.device) != named.device:
-            what = f"{named.what} names {named.device} {counted(named.number, 'time')}"
+            what = f"{named.what} names {named.device} {pluralize(named.number, 'time')}"
             changes.append(Change("remap-code", named.where, 0, named.number, what, ("it stays as it is",)))
     return changes
 

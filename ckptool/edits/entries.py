@@ -9,8 +9,8 @@ from shlex import quote
 from typing import Final
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import EVERY, Globs
-from ..base.text import counted, cut, listed, shown
+from ..base.globs import MATCH_ALL, Globs
+from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
@@ -47,7 +47,7 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
         raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
     editor = GraphEditor(checkpoint.graph)
     root = editor.add(Dict([editor.add(key), checkpoint.graph.root]))
-    return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {shown(key)}")])
+    return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {quoted(key)}")])
 
 
 def drop(
@@ -55,7 +55,7 @@ def drop(
     globs: Sequence[str],
     *,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop the entries and keys that match.
@@ -90,7 +90,7 @@ def keep(
     globs: Sequence[str],
     *,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop what does not match, at the level where something does: of the entries, or of the keys.
@@ -155,7 +155,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
         step = f"did you mean {near[0]!r}?"
     elif any(deeper.match(entry.path) for entry in survey.tensors):
         step = "patterns match entries and keys of state dicts; ckptool unset takes out other entries"
-    what = f"nothing matches {listed([repr(glob) for glob in missing])}"
+    what = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
     raise RefusedError(what, path=checkpoint.path, next=step)
 
 
@@ -181,7 +181,7 @@ def _filtered(
         kept, names = _split(graph, "", graph.root, entry_goes)
         if names:
             editor.refill(graph.root, kept)
-            changes.append(Change(edit, "", len(names), len(kept), f"dropped {listed(names)}"))
+            changes.append(Change(edit, "", len(names), len(kept), f"dropped {join_limited(names)}"))
             gone = {value for _, value in root} - {value for _, value in kept}
     for ref, number in numbers.items():
         if ref in gone:
@@ -191,7 +191,7 @@ def _filtered(
         if names:
             editor.refill(ref, kept)
             dropped[number] = names
-            what = f"dropped {counted(len(names), 'key')}: {listed(names, most=3)}"
+            what = f"dropped {pluralize(len(names), 'key')}: {join_limited(names, most=3)}"
             changes.append(Change(edit, path, len(names), len(kept), what))
     if prune_optimizer and dropped:
         changes += prune_optimizers(checkpoint, editor, dropped)

@@ -9,10 +9,10 @@ from shlex import quote
 from typing import Final, Literal
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import EVERY, Glob, Globs
+from ..base.globs import MATCH_ALL, Glob, Globs
 from ..base.limits import LIMITS
-from ..base.prefixes import common_prefix, unwrapping, wrapper_counts
-from ..base.text import counted, listed, shown
+from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -36,7 +36,7 @@ def strip_prefix(
     *,
     key: str | None = None,
     repeat: int | Literal["all"] = 1,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Strip a prefix of whole segments from the keys that have it.
 
@@ -53,7 +53,7 @@ def strip_prefix(
         still = sum(strip(name).startswith(head) for name in names)
         notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
         inside = [repr(name) for name in wrapper_counts(map(strip, names)) if name + "." != head]
-        return (*notes, f"{listed(inside)} still inside: --wrappers") if inside else notes
+        return (*notes, f"{join_limited(inside)} still inside: --wrappers") if inside else notes
 
     words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
     return _rename_keys(checkpoint, lambda _: strip, key, only, "strip-prefix", words, remark)
@@ -76,17 +76,17 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
     return strip
 
 
-def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
+def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = MATCH_ALL) -> Checkpoint:
     """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
 
     Parameters and errors as for ``strip_prefix``.
     """
     words = "wrapper names taken out of", "no key has the name of a wrapper in it"
-    return _rename_keys(checkpoint, unwrapping, key, only, "strip-wrappers", words)
+    return _rename_keys(checkpoint, unwrapper, key, only, "strip-wrappers", words)
 
 
 def add_prefix(
-    checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = EVERY
+    checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = MATCH_ALL
 ) -> Checkpoint:
     """Put a prefix of whole segments before every key, including those that already have it.
 
@@ -103,7 +103,9 @@ def add_prefix(
     return _rename_keys(checkpoint, lambda _: head.__add__, key, only, "add-prefix", words, remark)
 
 
-def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = EVERY) -> Checkpoint:
+def by_glob(
+    checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = MATCH_ALL
+) -> Checkpoint:
     """Rename the keys that match ``old`` to ``new``; wildcards in ``new`` stand for what those of ``old`` matched.
 
     ``backbone.*`` to ``encoder.*``; ``*`` is any text including dots, ``?`` one character. Raise RefusedError when no
@@ -117,7 +119,7 @@ def by_glob(checkpoint: Checkpoint, old: str, new: str, *, key: str | None = Non
     first, *parts = _WILDCARD.split(new)
 
     def rename(name: str) -> str:
-        texts = glob.wild(name)
+        texts = glob.wildcards(name)
         return name if texts is None else first + "".join(text + part for text, part in zip(texts, parts))
 
     return _renamed(checkpoint, rename, glob.matches, f"{old}={new}", key, only)
@@ -130,7 +132,7 @@ def by_regex(
     *,
     count: int = 1,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Replace the first ``count`` matches of a regular expression in each key (0: all), as ``re.sub`` does.
 
@@ -153,7 +155,7 @@ def by_table(
     table: Mapping[str, str],
     *,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     label: str = "renamed by a table",
 ) -> Checkpoint:
     """Rename keys by a table, old to new; a module in ``_metadata`` goes where all of its keys go.
@@ -165,7 +167,7 @@ def by_table(
     missing = [repr(name) for name in table if name not in names]
     if missing:
         step = f"what is there: ckptool keys {quote(checkpoint.path)}"
-        raise RefusedError(f"there is no key {listed(missing)}", path=checkpoint.path, next=step)
+        raise RefusedError(f"there is no key {join_limited(missing)}", path=checkpoint.path, next=step)
     return _renamed(checkpoint, _table_rename(table), lambda name: name in table, label, key, only)
 
 
@@ -182,7 +184,7 @@ def _renamed(
 ) -> Checkpoint:
     names = _all_names(checkpoint, key)
     if not any(map(matches, names)):
-        what = f"no key matches {shown(label)}" if names else "there is no state dict in it"
+        what = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
         raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
     words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
@@ -330,12 +332,12 @@ def _refuse_collisions(checkpoint: Checkpoint, state_dict: StateDict, renames: I
         if other != old:
             collisions.append((other, old, new))
         if not new:
-            raise RefusedError(f"the key {shown(old)} would have no name left", path=checkpoint.path)
+            raise RefusedError(f"the key {quoted(old)} would have no name left", path=checkpoint.path)
     if collisions:
         other, old, new = collisions[0]
         where = f" in {state_dict.path!r}" if state_dict.path else ""
-        more = f", and {counted(len(collisions) - 1, 'more pair')} likewise" if len(collisions) > 1 else ""
-        what = f"the keys {shown(other)} and {shown(old)}{where} would both be called {shown(new)}{more}"
+        more = f", and {pluralize(len(collisions) - 1, 'more pair')} likewise" if len(collisions) > 1 else ""
+        what = f"the keys {quoted(other)} and {quoted(old)}{where} would both be called {quoted(new)}{more}"
         raise RefusedError(what, path=checkpoint.path, next="take one of each pair out with drop")
 
 

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, TargetError
-from ..base.text import listed
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
 from ..checkpoint.paths import parse_steps, spell_key
@@ -52,7 +52,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
         return Located(ref, path)
     if matches:
         spelled = list(matches.values())
-        what = f"{text!r} can be read as {listed(spelled, most=4)}"
+        what = f"{text!r} can be read as {join_limited(spelled, most=4)}"
         raise TargetError(what, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
     raise _nothing(checkpoint, text, deepest)
 

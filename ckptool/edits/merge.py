@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from shlex import quote
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import EVERY, Globs
-from ..base.prefixes import unwrapping
-from ..base.text import counted, listed, shown
+from ..base.globs import MATCH_ALL, Globs
+from ..base.prefixes import unwrapper
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
@@ -30,7 +30,7 @@ def merge(
     *,
     key: str | None = None,
     other_key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
     add: bool = True,
 ) -> Checkpoint:
     """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
@@ -60,7 +60,7 @@ def _pairs(
             return both
     for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--from")):
         if len(chosen) != 1:
-            paths = listed([repr(item.path or ".") for item in chosen])
+            paths = join_limited([repr(item.path or ".") for item in chosen])
             what = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
             raise TargetError(what, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
     return [(ours[0], theirs[0])]
@@ -85,7 +85,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
         old_tensor, tensor = here.survey.reader.tensor(items[number][1]), there.survey.reader.tensor(value)
         if old_tensor is not None and tensor is not None:
             if old_tensor.shape != tensor.shape:
-                what = f"{shown(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
+                what = f"{quoted(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
                 raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
             recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
@@ -94,12 +94,12 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
         return None
     graft.editor.refill(ours.ref, items)
     _merge_metadata(graft, ours, theirs, new)
-    parts = [f"{counted(replaced, 'key')} replaced"] if replaced else []
-    parts += [f"{counted(len(new), 'key')} added"] if new else []
+    parts = [f"{pluralize(replaced, 'key')} replaced"] if replaced else []
+    parts += [f"{pluralize(len(new), 'key')} added"] if new else []
     what = f"{' and '.join(parts)} from {there.path}"
-    notes: tuple[str, ...] = (f"{counted(recast, 'key')} of another dtype now",) if recast else ()
+    notes: tuple[str, ...] = (f"{pluralize(recast, 'key')} of another dtype now",) if recast else ()
     notes += _untied_note(here, ours, items)
-    if not replaced and set(map(unwrapping(places), places)) & set(map(unwrapping(new), new)):
+    if not replaced and set(map(unwrapper(places), places)) & set(map(unwrapper(new), new)):
         step = f"ckptool match {quote(there.path)} {quote(here.path)}"
         notes += (f"but for the names of wrappers these keys were there before, and are there twice now: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what, notes)
@@ -115,7 +115,7 @@ def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[
             tied.setdefault(tensor.storage, []).append((str(nodes[name]), old != new))
     mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]
     untied = [repr(name) for names in mixed for name, replaced in names if replaced]
-    return (f"no longer tied to what shared their storage: {listed(untied, most=3)}",) if untied else ()
+    return (f"no longer tied to what shared their storage: {join_limited(untied, most=3)}",) if untied else ()
 
 
 def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.errors import RefusedError
-from ..base.prefixes import unwrapping
-from ..base.text import counted
+from ..base.prefixes import unwrapper
+from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -118,7 +118,7 @@ def renamed_parameters(
         names = {node for node in nodes if type(node) is str}
         if not plain:
             # The optimizer was given the names of the model inside its wrappers.
-            before, after = unwrapping(new_names), unwrapping(new_names.values())
+            before, after = unwrapper(new_names), unwrapper(new_names.values())
             plain = {before(old): after(new) for old, new in new_names.items()}
         table = new_names if names <= new_names.keys() else plain
         moved = sum(table[name] != name for name in names if name in table)
@@ -136,7 +136,7 @@ def renamed_parameters(
         items = [(_renamed(editor, name, table), value) for name, value in states]
         if items != states:
             editor.refill(optimizer.state, items)
-        what = f"{counted(moved, 'parameter name')} in the state of the optimizer renamed likewise"
+        what = f"{pluralize(moved, 'parameter name')} in the state of the optimizer renamed likewise"
         changes.append(Change("rename-optimizer", optimizer.path, moved, len(names) - moved, what))
     return changes
 
@@ -224,7 +224,7 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
         pairs = list(zip(ids, parameters))
         if len(parameters) == len(ids) and all(shape in shapes.get(param, (shape,)) for param, (_, shape) in pairs):
             return Owner(state_dict, {param: tied[name] for param, (name, _) in pairs}, False)
-    return f"it has {counted(len(ids), 'parameter')} without names, which do not fit the keys in their order"
+    return f"it has {pluralize(len(ids), 'parameter')} without names, which do not fit the keys in their order"
 
 
 def _ties(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
@@ -287,7 +287,7 @@ def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collec
     # States that no group mentions stay.
     states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]
     editor.refill(optimizer.state, [(_renumbered(editor, name, new_ids), value) for name, value in states])
-    what = f"the state of {counted(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
+    what = f"the state of {pluralize(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
     nameless = all(group.names < 0 for group in optimizer.groups) and all(type(param) is int for param in gone)
     notes = ("it names no parameters: they were taken in the order of the keys",) if nameless else ()
     return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), what, notes)

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
-from ..base.globs import EVERY, Globs
+from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint
 from ..values.torch.compute import cast_elements
@@ -54,7 +54,7 @@ class Scope(NamedTuple):
     @property
     def only(self) -> Globs:
         """The choice of keys."""
-        return Globs(self.include, self.exclude) if self.include or self.exclude else EVERY
+        return Globs(self.include, self.exclude) if self.include or self.exclude else MATCH_ALL
 
     @property
     def names(self) -> dict[str, Any]:

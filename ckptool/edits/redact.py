@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base.errors import TargetError
-from ..base.globs import EVERY, Globs
-from ..base.text import cut, listed
+from ..base.globs import MATCH_ALL, Globs
+from ..base.text import cut, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -86,7 +86,7 @@ class PrivateItem(NamedTuple):
     new: str | None
 
 
-def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs = EVERY) -> Checkpoint:
+def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs = MATCH_ALL) -> Checkpoint:
     """Redact what ``find_private`` finds of these kinds.
 
     Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
@@ -103,7 +103,7 @@ def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs
     names = [item.path for item in items if item.new is None]
     if names:
         gone = {entry.key for entry in checkpoint.survey.entries if entry.path in names}
-        what = f"dropped {listed(names)}"
+        what = f"dropped {join_limited(names)}"
         checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
         items = [item for item in items if not any(within(item.path, name) for name in names)]
     editor = GraphEditor(checkpoint.graph)
@@ -127,7 +127,9 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
     return checkpoint.changed(graph, changes, needs_relayout=is_zip, root="archive" if is_zip else "")
 
 
-def find_private(checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = EVERY) -> list[PrivateItem]:
+def find_private(
+    checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
+) -> list[PrivateItem]:
     """Return everything private of these kinds, in the order of the file; ``only`` chooses by path.
 
     A text at several places is one object: it is included if one of its places is chosen.

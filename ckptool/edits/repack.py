@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base.text import counted, human_bytes
+from ..base.text import human_bytes, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import used_storages
@@ -21,11 +21,11 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
     deflated = sum((body := checkpoint.body(key)) is not None and body.compressed for key in used)
-    notes = [f"{counted(deflated, 'deflated storage')} inflated"] if deflated else []
+    notes = [f"{pluralize(deflated, 'deflated storage')} inflated"] if deflated else []
     unused = [record for record in checkpoint.container.records() if record.key and record.key not in used]
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
-        notes.append(f"{counted(len(unused), 'storage')} that nothing uses left out, {size}")
+        notes.append(f"{pluralize(len(unused), 'storage')} that nothing uses left out, {size}")
     writer = "torch.save" if checkpoint.pickled else "safetensors"
     change = Change("repack", "", 1, 0, f"laid out anew, as {writer} does", tuple(notes))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
-from ..base.text import counted
+from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import UNEDITABLE, Body, Container
@@ -162,11 +162,13 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     lost += [Lost(path, "its description is damaged") for ref, path in flawed.items() if ref not in listed]
     saved = len(survey.tensors) - sum(entry.ref in gone for entry in survey.tensors)
     if not saved or graph.root in gone:
-        what = f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{counted(len(lost), 'tensor')} are"
+        what = (
+            f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{pluralize(len(lost), 'tensor')} are"
+        )
         raise MalformedError(f"{what} lost", path=checkpoint.path, next="get another copy of the file")
     editor = GraphEditor(graph)
     prune(editor, gone)
-    what = f"{counted(len(lost), 'tensor')} left out, {counted(saved, 'tensor')} saved"
+    what = f"{pluralize(len(lost), 'tensor')} left out, {pluralize(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, what)
     return Salvaged(checkpoint.changed(editor.done(), [change], empty, needs_relayout=True), saved, lost, verified)
 

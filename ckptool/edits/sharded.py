@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..base.errors import RefusedError
-from ..base.text import counted, listed, shown
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -59,9 +59,9 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     owner = overview.owner if overview is not None else "one rank"
     split = [entry.path for entry, shards in spread_entries if len(shards.parts) > 1]
     empty = [entry.path for entry, shards in spread_entries if not shards.parts]
-    notes: tuple[str, ...] = (f"in several parts: {listed(split, most=3)}",) if split else ()
-    notes += (f"left out, without a part here: {listed(empty, most=3)}",) if empty else ()
-    what = f"{counted(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
+    notes: tuple[str, ...] = (f"in several parts: {join_limited(split, most=3)}",) if split else ()
+    notes += (f"left out, without a part here: {join_limited(empty, most=3)}",) if empty else ()
+    what = f"{pluralize(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
     change = Change("local-parts", "", len(spread_entries), 0, what, notes)
     return checkpoint.changed(editor.done(), [change], needs_relayout=True)
 
@@ -94,7 +94,7 @@ def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, S
             for number, part in enumerate(several[value].parts):
                 part_name = f"{name}.part{number}"
                 if part_name in names:
-                    what = f"there is a key {shown(part_name)} already, as a part of {shown(name)} would be called"
+                    what = f"there is a key {quoted(part_name)} already, as a part of {quoted(name)} would be called"
                     raise RefusedError(what, path=checkpoint.path, next="rename it first: ckptool rename")
                 new_items.append((editor.add(part_name, key), part.ref))
         editor.refill(ref, new_items)

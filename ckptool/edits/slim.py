@@ -8,8 +8,8 @@ from typing import Final, Literal, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import TargetError
-from ..base.globs import EVERY, Globs
-from ..base.text import counted, human_bytes, listed
+from ..base.globs import MATCH_ALL, Globs
+from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import account
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
-from ..files.threads import in_threads
+from ..files.threads import run_in_threads
 from ..values.elements import (
     dtype_of,
     elements,
@@ -46,7 +46,7 @@ _TRAINING: Final = (
 
 
 def slim(
-    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Purpose | None = None, only: Globs = EVERY
+    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Purpose | None = None, only: Globs = MATCH_ALL
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
 
@@ -104,8 +104,8 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     if not cut:
         change = Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")
         return original.changed(original.graph, [change])
-    what = f"{counted(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
-    notes = (f"{counted(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
+    what = f"{pluralize(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
+    notes = (f"{pluralize(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
     return checkpoint.changed(
         editor.done(), [Change("slim-views", "", cut, 0, what, notes)], added, needs_relayout=True
     )
@@ -181,7 +181,7 @@ def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, s
     editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, strides=strides)
 
 
-def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
+def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
     """Merge storages of state dicts with the same bytes, class and device: their tensors are tied from then on.
 
     ``only`` chooses tensors. Scalars and the states of optimizers stay separate: they are counters, which must not
@@ -216,9 +216,9 @@ def merged_doubles(original: Checkpoint, only: Globs = EVERY) -> Checkpoint:
         for use in uses.tensors[key]:
             editor.changed[use.args] = repointed(editor, use, first, reader.storages[key].numel)
     size = sum(reader.storages[key].nbytes for key in same)
-    what = f"{counted(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
+    what = f"{pluralize(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
-    notes = (f"tied now: {listed(pairs, most=3)}",)
+    notes = (f"tied now: {join_limited(pairs, most=3)}",)
     return checkpoint.changed(editor.done(), [Change("dedupe", "", len(same), 0, what, notes)], needs_relayout=True)
 
 
@@ -250,7 +250,7 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
 
     reader = checkpoint.survey.reader
     keys = sorted((key for group in groups for key in group), key=place)
-    in_threads(keys, digest, sum(reader.storages[key].nbytes for key in keys))
+    run_in_threads(keys, digest, sum(reader.storages[key].nbytes for key in keys))
     for group in groups:
         first: dict[bytes, str] = {}
         for key in group:
@@ -286,7 +286,7 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
         names = [name for name, other in causes.items() if other == cause]
         size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
         notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
-        what = f"{cause} dropped: {listed(names)}, {human_bytes(size)}"
+        what = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
         changes.append(Change("drop", "", len(names), 0, what, notes))
     if not changes:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])

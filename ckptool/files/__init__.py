@@ -1,1 +1,1 @@
-"""Bytes on disk: sources to read, archives within archives, and the one room that writes (``write``)."""
+"""Files: byte sources, archives and their members, threads, and the only package that writes (``write``)."""

@@ -1,87 +1,78 @@
-"""Files within zip, tar and gzipped tar archives, by addresses such as ``outer.zip!policy.pth``.
+"""Members of zip, tar and gzipped tar archives, opened by addresses such as ``outer.zip!policy.pth``.
 
-The one file in gzip data that is no tar has the name of the data without ``.gz``: ``model.pth.gz!model.pth``.
-A stored member is read where it stands. A deflated or gzipped one is inflated to memory, up to ``limits.member_bytes``;
-a larger one must be unpacked first. A path with ``!`` that exists is that file.
+Gzip data that is not a tar archive has one member, named like the data without ``.gz``: ``model.pth.gz!model.pth``.
+A stored member is read in place. A deflated or gzipped one is inflated to memory, up to ``limits.member_bytes``; a
+larger one must be unpacked first. A path with ``!`` that exists is that file.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
-from ..base.text import cut, human_bytes, listed, shown
+from ..base.text import human_bytes, join_limited, quoted
 from .sources import BytesSource, ContainedSource, FileSource, SliceSource, Source, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
 
-#: Stands between an archive and its member.
-MARK: Final = "!"
-#: Marks in a path that are looked at: more are no address.
-_MARKS: Final = 64
-#: Names of checkpoints, and of archives that may hold some.
-_SUFFIXES: Final = (
-    ".pth",
-    ".pt",
-    ".ckpt",
-    ".bin",
-    ".th",
-    ".pth.tar",
-    ".safetensors",
-    ".zip",
-    ".tar",
-    ".tar.gz",
-    ".tgz",
-)
-#: Bytes of a gzipped tar that are inflated only to say what is in it.
-_LOOK: Final = 64 << 20
-#: Members that are looked at to say what is in an archive.
-_LOOKED: Final = 10_000
+#: Separates an archive from its member.
+SEPARATOR: Final = "!"
+#: Separators of a path that are looked at: an address has fewer.
+_MAX_SEPARATORS: Final = 64
+#: Names of checkpoints, and of archives that may contain some.
+_SUFFIXES: Final = (".pth", ".pt", ".ckpt", ".bin", ".th", ".safetensors", ".zip", ".tar", ".tar.gz", ".tgz")
+#: Bytes of a gzipped tar that are inflated merely to list it.
+_PREVIEW_BYTES: Final = 64 << 20
+#: Members that are listed at most.
+_PREVIEW_MEMBERS: Final = 10_000
 _CHUNK: Final = 1 << 18
-_GZIP: Final = b"\x1f\x8b"
+_GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
-class Inside(NamedTuple):
-    """A member that is called like a checkpoint: its name, and its size in bytes."""
+class CheckpointMember(NamedTuple):
+    """A member with the name of a checkpoint, and its size in bytes."""
 
     name: str
     size: int
 
 
 def _split(path: str) -> tuple[str, str]:
-    """(the file, the rest behind its mark): the longest beginning that is a file; ("", "") where there is none."""
-    if MARK not in path or os.path.lexists(path):
+    """Split an address into (file, members behind its separator), with the longest file; ("", "") if it has none."""
+    if SEPARATOR not in path or os.path.lexists(path):
         return "", ""
-    parts = path.split(MARK, _MARKS)
+    parts = path.split(SEPARATOR, _MAX_SEPARATORS)
     for count in range(len(parts) - 1, 0, -1):
-        outer = MARK.join(parts[:count])
+        outer = SEPARATOR.join(parts[:count])
         if os.path.isfile(outer):
             return outer, path[len(outer) + 1 :]
     return "", ""
 
 
 def is_address(path: str) -> bool:
-    """Does the path name a file within an archive?"""
+    """Return whether the path names a member of an archive."""
     return bool(_split(path)[0])
 
 
 def file_name(path: str) -> str:
-    """The name of the file itself, for an output beside others: ``policy.pth`` of ``outer.zip!run/policy.pth``."""
+    """Return the name of the file itself, to name an output after: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
     inner = _split(path)[1]
-    return os.path.basename(inner.rpartition(MARK)[2] or inner) if inner else os.path.basename(os.path.normpath(path))
+    return (
+        os.path.basename(inner.rpartition(SEPARATOR)[2] or inner) if inner else os.path.basename(os.path.normpath(path))
+    )
 
 
 def open_any(path: str | os.PathLike[str]) -> FileSource | ContainedSource:
     """Open a file, or a member of an archive by its address.
 
-    Raises UnreadableError as ``open_source`` does, for what is no archive or has no such member, and for members that
-    are too large to be inflated to memory; MalformedError for a damaged archive.
+    Raises UnreadableError as ``open_source`` does, if there is no archive or no such member, and for members too large
+    to be inflated to memory; MalformedError for a damaged archive.
     """
     name = os.fspath(path)
     outer, rest = _split(name)
@@ -89,8 +80,8 @@ def open_any(path: str | os.PathLike[str]) -> FileSource | ContainedSource:
         return open_source(name)
     file = open_source(outer)
     try:
-        unpack = _unpack(file, rest.partition(MARK)[0])
-        return ContainedSource(_member(file, outer, rest), file, name, unpack)
+        unpack = _unpack_command(file, rest.partition(SEPARATOR)[0])
+        return ContainedSource(_open_member(file, outer, rest), file, name, unpack)
     except UnreadableError as error:
         file.close()
         error.path = name
@@ -101,31 +92,27 @@ def open_any(path: str | os.PathLike[str]) -> FileSource | ContainedSource:
         raise
 
 
-def _member(source: Source, address: str, rest: str) -> Source:
-    """Step by step to the innermost member."""
+def _open_member(source: Source, address: str, rest: str) -> Source:
+    """Open the innermost member of the members ``rest``, archive by archive."""
     for _ in range(LIMITS.nesting):
-        names = _candidates(rest)
+        # Names may contain the separator: the longest is tried first.
+        parts = rest.split(SEPARATOR, _MAX_SEPARATORS)
+        names = [rest, *(SEPARATOR.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))]
         head = source.read(0, 1024)
-        gzipped = head[:2] == _GZIP
+        gzipped = head[:2] == _GZIP_MAGIC
         if head[:2] == b"PK":
-            name, found = _from_zip(source, address, names)
-        elif gzipped and not is_header(_Gzip(source).read(0, 512)):
-            name, found = _from_gzip(source, address, names)
+            name, member = _from_zip(source, address, names)
+        elif gzipped and not is_header(_GzipSource(source).read(0, 512)):
+            name, member = _from_gzip(source, address, names)
         elif gzipped or is_header(head[:512]):
-            name, found = _from_tar(source, gzipped, address, names)
+            name, member = _from_tar(source, gzipped, address, names)
         else:
-            what = f"{shown(address)} is no zip or tar archive, so there is nothing to name in it"
+            what = f"{quoted(address)} is not a zip or tar archive, so it has no members"
             raise UnreadableError(what, next=f"ckptool inspect {quote(address)}")
         if len(name) == len(rest):
-            return found
-        source, rest, address = found, rest[len(name) + 1 :], address + MARK + name
-    raise UnreadableError(f"more than {LIMITS.nesting} archives in each other are not followed")
-
-
-def _candidates(rest: str) -> list[str]:
-    """What the member may be called, the longest first: names may have marks, too."""
-    parts = rest.split(MARK, _MARKS)
-    return [rest, *(MARK.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))]
+            return member
+        source, rest, address = member, rest[len(name) + 1 :], address + SEPARATOR + name
+    raise UnreadableError(f"more than {LIMITS.nesting} nested archives are not followed")
 
 
 def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
@@ -135,56 +122,54 @@ def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Sour
         raise _no_member(address, names[-1], [record.name for record in archive.records])
     record = archive.by_name[name]
     if record.flags & 1:
-        raise UnreadableError(f"{shown(name)} is encrypted")
+        raise UnreadableError(f"{quoted(name)} is encrypted")
     if record.method == 0:
         span = archive.payload(record)
         return name, SliceSource(source, span.offset, span.size, name)
     if record.method != 8:
-        raise UnreadableError(f"{shown(name)} is compressed by method {record.method}, which is not read")
+        raise UnreadableError(f"{quoted(name)} is compressed by method {record.method}, which is not supported")
     _check_size(name, record.size, "deflated")
     data = archive.read(record, LIMITS.member_bytes)
     if record.crc and zlib.crc32(data) != record.crc:
-        raise MalformedError("its checksum is not the one on record: the archive is damaged", where=name)
+        raise MalformedError("its checksum is not the recorded one: the archive is damaged", where=name)
     return name, BytesSource(data, name)
 
 
 def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> tuple[str, Source]:
     wanted = set(names) | {f"./{name}" for name in names}
     first: list[str] = []
-    found = {}
-    for member in members(_Gzip(source) if gzipped else source):
-        if len(first) < _LOOKED:
+    matches = {}
+    for member in members(_GzipSource(source) if gzipped else source):
+        if len(first) < _PREVIEW_MEMBERS:
             first.append(member.name)
         if member.name in wanted:
-            found[member.name.removeprefix("./")] = member  # of two with one name the last counts, as for tar
-    name = next((name for name in names if name in found), None)
+            matches[member.name.removeprefix("./")] = member  # of two members with one name the last counts, as in tar
+    name = next((name for name in names if name in matches), None)
     if name is None:
         raise _no_member(address, names[-1], first)
-    member = found[name]
+    member = matches[name]
     if not member.plain:
-        raise UnreadableError(f"{shown(name)} is no file, or one with holes")
+        raise UnreadableError(f"{quoted(name)} is not a regular file, or is a sparse one")
+    content: Source = SliceSource(source, member.begin, member.size, name)
     if gzipped:
         _check_size(name, member.size, "gzipped")
-        data = _Gzip(source).read(member.begin, member.size)
-        if len(data) < member.size:
-            raise MalformedError("the archive is cut: it ends within the member", where=name)
-        return name, BytesSource(data, name)
-    if member.begin + member.size > source.size:
+        content = BytesSource(_GzipSource(source).read(member.begin, member.size), name)
+    if content.size < member.size:
         raise MalformedError("the archive is cut: it ends within the member", where=name)
-    return name, SliceSource(source, member.begin, member.size, name)
+    return name, content
 
 
 def gzip_name(path: str) -> str:
-    """Return the name of the one file that gzip data holds: that of the data itself, without ``.gz``."""
-    return os.path.basename(path.rpartition(MARK)[2]).removesuffix(".gz")
+    """Return the name of the only member of gzip data: that of the data itself, without ``.gz``."""
+    return os.path.basename(path.rpartition(SEPARATOR)[2]).removesuffix(".gz")
 
 
 def _from_gzip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
-    """The one file that gzip data holds, where that is no tar archive."""
+    """Open the only member of gzip data that is not a tar archive."""
     name = gzip_name(address)
     if name not in names:
         raise _no_member(address, names[-1], [name])
-    data = _Gzip(source, LIMITS.inflated_bytes).read(0, LIMITS.member_bytes + 1)
+    data = _GzipSource(source).read(0, LIMITS.member_bytes + 1)
     if len(data) > LIMITS.member_bytes:
         raise UnreadableError(f"it has more than {human_bytes(LIMITS.member_bytes)}, which are not inflated to memory")
     return name, BytesSource(data, name)
@@ -192,68 +177,65 @@ def _from_gzip(source: Source, address: str, names: list[str]) -> tuple[str, Sou
 
 def _check_size(name: str, size: int, how: str) -> None:
     if size > LIMITS.member_bytes:
-        what = f"{shown(name)} is {how} and has {human_bytes(size)}: more than {human_bytes(LIMITS.member_bytes)}"
+        what = f"{quoted(name)} is {how} and has {human_bytes(size)}: more than {human_bytes(LIMITS.member_bytes)}"
         raise UnreadableError(f"{what} are not inflated to memory")
 
 
 def _no_member(address: str, wanted: str, names: list[str]) -> UnreadableError:
-    what = f"there is no {shown(wanted)} in {shown(address)}"
-    inside = [name for name in names if name.lower().endswith(_SUFFIXES)]
-    if inside:
-        return UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{MARK}{inside[0]}')}")
-    return UnreadableError(f"{what}, which holds {listed([repr(cut(name)) for name in names], most=3) or 'nothing'}")
+    what = f"there is no {quoted(wanted)} in {quoted(address)}"
+    similar = next((name for name in names if name.lower().endswith(_SUFFIXES)), None)
+    if similar is not None:
+        return UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
+    return UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, names)), most=3) or 'nothing'}")
 
 
-def _unpack(file: FileSource, member: str) -> str:
-    """The command that unpacks a member of a file."""
+def _unpack_command(file: FileSource, member: str) -> str:
+    """Return the command that unpacks a member of a file."""
     head = file.read(0, 4)
     if head[:2] == b"PK":
         return f"unzip {quote(file.name)} {quote(member)}, then name the file inside"
-    if head[:2] == _GZIP and member == gzip_name(file.name):
+    if head[:2] == _GZIP_MAGIC and member == gzip_name(file.name):
         return f"gunzip -c < {quote(file.name)} > {quote(member)}.unpacked, then name that"
-    flags = "-xzf" if head[:2] == _GZIP else "-xf"
+    flags = "-xzf" if head[:2] == _GZIP_MAGIC else "-xf"
     return f"tar {flags} {quote(file.name)} {quote(member)}, then name the file inside"
 
 
-def checkpoints_in(source: Source) -> list[Inside]:
-    """The members of an archive that are called like checkpoints; as far as it can be read."""
+def checkpoints_in(source: Source) -> list[CheckpointMember]:
+    """Return the members of an archive with names of checkpoints; of a damaged one, those before the damage."""
+    matches: list[CheckpointMember] = []
+    with suppress(MalformedError):  # what extend() got before the error stays
+        files = islice(_files(source), _PREVIEW_MEMBERS)
+        matches.extend(CheckpointMember(*file) for file in files if file[0].lower().endswith(_SUFFIXES))
+    return matches
+
+
+def _files(source: Source) -> Iterator[tuple[str, int]]:
+    """Yield (name, size) of the members of an archive; ("", 0) for one that is not a file."""
     head = source.read(0, 1024)
-    found: list[Inside] = []
-    with suppress(MalformedError):
-        found.extend(_listing(source, head))  # what stands before the damage is there
-    return found
-
-
-def _listing(source: Source, head: bytes) -> Iterable[Inside]:
     if head[:2] == b"PK":
-        for record in read_archive(source).records[:_LOOKED]:
-            if record.name.lower().endswith(_SUFFIXES):
-                yield Inside(record.name, record.size)
-    elif head[:2] == _GZIP and not is_header(_Gzip(source, _LOOK).read(0, 512)):
-        return  # its one file may be anything
-    elif head[:2] == _GZIP or is_header(head[:512]):
-        inner = _Gzip(source, _LOOK) if head[:2] == _GZIP else source
-        for number, member in enumerate(members(inner)):
-            if number >= _LOOKED:
-                return
-            if member.plain and member.name.lower().endswith(_SUFFIXES):
-                yield Inside(member.name, member.size)
+        yield from ((record.name, record.size) for record in read_archive(source).records)
+        return
+    gzipped = head[:2] == _GZIP_MAGIC
+    # The only member of other gzip data may be anything.
+    if is_header(_GzipSource(source, _PREVIEW_BYTES).read(0, 512) if gzipped else head[:512]):
+        for member in members(_GzipSource(source, _PREVIEW_BYTES) if gzipped else source):
+            yield (member.name, member.size) if member.plain else ("", 0)
 
 
-class _Gzip:
-    """What a gzip file inflates to, read forward only; ``most`` bounds what is inflated in bytes.
+class _GzipSource:
+    """The inflated content of a gzip file, read forward only; at most ``limit`` bytes are inflated.
 
-    Raises MalformedError for damage, and beyond the bound.
+    Raises MalformedError for damage, and beyond the limit.
     """
 
-    def __init__(self, source: Source, most: int = LIMITS.inflated_bytes) -> None:
+    def __init__(self, source: Source, limit: int = LIMITS.inflated_bytes) -> None:
         self.name = source.name
-        self.size = most
+        self.size = limit
         self._source = source
         self._read = 0
         self._inflater = zlib.decompressobj(31)
         self._rest = b""
-        #: Bytes inflated and not yet taken, where the first of them stands, and how many were inflated in all.
+        #: Inflated bytes not yet consumed, their offset, and the number of bytes inflated so far.
         self._buffer = b""
         self._at = 0
         self._total = 0
@@ -272,19 +254,19 @@ class _Gzip:
                 break
             parts.append(data)
             got += len(data)
-        whole = b"".join(parts)
-        self._at, self._buffer = offset + min(size, got), whole[size:]
-        return whole[:size]
+        data = b"".join(parts)
+        self._at, self._buffer = offset + min(size, got), data[size:]
+        return data[:size]
 
     def _next(self) -> bytes:
-        """The next bytes, none at the end."""
+        """Inflate some more bytes; none at the end."""
         while True:
             if not self._rest:
                 self._rest = self._source.read(self._read, _CHUNK)
                 self._read += len(self._rest)
             if self._inflater.eof:
-                if self._rest[:1] != _GZIP[:1]:
-                    return b""  # blanks, or what gzip itself leaves alone
+                if self._rest[:1] != _GZIP_MAGIC[:1]:
+                    return b""  # padding, or trailing bytes that gzip itself ignores
                 self._inflater = zlib.decompressobj(31)
             elif not self._rest:
                 raise MalformedError("it is cut: it ends too early", where="gzip data")

@@ -1,6 +1,6 @@
-"""The files of a folder, of which some are open at a time: there may be more of them than a process may open.
+"""A pool of open files for folders, which may have more files than a process may open at once.
 
-A file that is opened again must be the one that it was: its device, inode, size and time are compared.
+A file that is reopened must be the same one: its device, inode, size and modification time are compared.
 """
 
 from __future__ import annotations
@@ -18,57 +18,54 @@ from ..base.errors import ChangedError, UnreadableError
 from ..base.limits import LIMITS
 from .sources import FileSource, open_file
 
+_CHANGED: Final = "the file changed while the folder was read"
+
 
 class PooledFile(FileSource):
-    """A file that is open only while it is read, and some time beyond that. Threads may share it."""
+    """A file that is closed while idle if too many others are open. Threads may share it."""
 
     def __init__(self, name: str, fd: int, status: os.stat_result) -> None:
         super().__init__(name, fd, status)
-        #: Where it is opened again, whatever the working directory is then.
+        #: Reopened by this path, whatever the working directory is by then.
         self._path = os.path.realpath(name)
-        self._mark = _mark(status)
-        #: How many are reading it.
-        self._users = 0
+        self._signature = _signature(status)
+        self._readers = 0
         self._closed = False
         with _LOCK:
-            _keep(self)
+            _register(self)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        self._take()
+        self._acquire()
         try:
             yield
         finally:
             self._release()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         with _LOCK:
             if self.fd < 0 and not self._closed:
-                self._open()
-            self._users += 1
-            _keep(self)
+                self._reopen()
+            self._readers += 1
+            _register(self)
 
     def _release(self) -> None:
         with _LOCK:
-            self._users -= 1
+            self._readers -= 1
 
-    def _open(self) -> None:
+    def _reopen(self) -> None:
         try:
             fd, status = open_file(self._path)
         except UnreadableError as error:
-            what = f"it was read before and cannot be opened again: {error.what}"
+            what = f"it was read before and cannot be reopened: {error.what}"
             raise ChangedError(what, path=self.name, next="try again when nobody changes the folder") from error
-        if _mark(status) != self._mark:
+        if _signature(status) != self._signature:
             os.close(fd)
-            raise self._changed()
+            raise self._changed(_CHANGED)
         self.fd = fd
 
-    def _changed(self) -> ChangedError:
-        what = "the file changed while the folder was read"
-        return ChangedError(what, path=self.name, next="try again when nobody writes to it")
-
     def read(self, offset: int, size: int) -> bytes:
-        self._take()  # a context manager would take twice the time of a small reading
+        self._acquire()  # a context manager would double the time of a small read
         try:
             return super().read(offset, size)
         finally:
@@ -87,13 +84,13 @@ class PooledFile(FileSource):
             return super().next_hole(offset)
 
     def check_unchanged(self) -> None:
-        """Also where another file has taken its name: the next one to open it would read that."""
+        """Raise ChangedError also if another file took the name: reopening would read that one."""
         try:
             status = os.stat(self._path)
         except OSError as error:
-            raise self._changed() from error
-        if _mark(status) != self._mark or not stat.S_ISREG(status.st_mode):
-            raise self._changed()
+            raise self._changed(_CHANGED) from error
+        if _signature(status) != self._signature or not stat.S_ISREG(status.st_mode):
+            raise self._changed(_CHANGED)
 
     def close(self) -> None:
         with _LOCK:
@@ -101,24 +98,20 @@ class PooledFile(FileSource):
             _OPEN.pop(id(self), None)
             super().close()
 
-    def _rest(self) -> None:
-        """Let go of the descriptor until the next reading."""
-        super().close()
 
-
-def _mark(status: os.stat_result) -> tuple[int, int, int, int]:
+def _signature(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-#: The open ones, that which was read last at the end. Reentrant: a file may be collected, and closed, at any point.
+#: The open files, least recently used first. The lock is reentrant: garbage collection may close a file at any point.
 _OPEN: Final[OrderedDict[int, ref[PooledFile]]] = OrderedDict()
 _LOCK: Final = threading.RLock()
 
 
-def _keep(file: PooledFile) -> None:
-    """Note that a file is open and in use, and close those beyond the limit that were not read for the longest time.
+def _register(file: PooledFile) -> None:
+    """Note that a file was just used, and close the least recently used ones beyond the limit.
 
-    What a thread is reading stays open, so there may be some more for a moment.
+    Files being read stay open, so the limit may be exceeded for a moment.
     """
     if file.fd < 0:
         return
@@ -127,14 +120,14 @@ def _keep(file: PooledFile) -> None:
     _OPEN.move_to_end(id(file))
     if len(_OPEN) <= LIMITS.open_files:
         return
-    for key, known in list(_OPEN.items()):
+    for key, reference in list(_OPEN.items()):
         if len(_OPEN) <= LIMITS.open_files:
             return
-        other = known()
-        if other is None or (other is not file and not other._users):
+        other = reference()
+        if other is None or (other is not file and not other._readers):
             _OPEN.pop(key, None)
             if other is not None:
-                other._rest()
+                FileSource.close(other)  # until the next read
 
 
 def open_pooled(path: str) -> PooledFile:

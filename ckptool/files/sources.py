@@ -1,4 +1,4 @@
-"""Opening things to read: byte sources, spans of them, and the pieces that an output is made of."""
+"""Byte sources, spans of them, and plans: the pieces that an output consists of."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ..base.errors import ChangedError, UnreadableError
 
-#: Bytes of a block that filesystems share between files: the page of most systems.
+#: Bytes of a block, the unit that filesystems share between files: a page on most systems.
 BLOCK: Final = 4096
 
 
 class Source(Protocol):
-    """Bytes at offsets. ``size`` in bytes; ``name`` as the user gave it."""
+    """Random access to ``size`` bytes; ``name`` is as the user gave it."""
 
     name: str
     size: int
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly ``size`` bytes from ``offset``, or fewer where the source ends."""
+        """Return exactly ``size`` bytes from ``offset``, or fewer at the end of the source."""
         ...
 
     def close(self) -> None: ...
@@ -37,14 +37,14 @@ class FileSource:
         self.size = status.st_size
         self.mode = stat.S_IMODE(status.st_mode)
         self.identity = (status.st_dev, status.st_ino)
-        #: How many names it has.
+        #: The number of its hard links.
         self.links = status.st_nlink
         self._mtime = status.st_mtime_ns
-        #: May it have holes? Fewer blocks (of 512 bytes) than it has bytes; compression makes such files, too.
+        #: Whether it may have holes: its blocks (of 512 bytes) are fewer than its bytes, as for compressed files, too.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
 
     def held(self) -> AbstractContextManager[object]:
-        """As long as this lasts, ``fd`` is the open file."""
+        """Return a context in which ``fd`` is open."""
         return nullcontext()
 
     def read(self, offset: int, size: int) -> bytes:
@@ -64,23 +64,21 @@ class FileSource:
         except OSError as error:
             raise UnreadableError(f"reading failed at byte {offset:,}: {error.strerror}", path=self.name) from error
         if got < size and offset + size <= self.size:
-            # Files that the kernel makes up (/sys) are shorter than they say from the start.
-            what = f"it ends at byte {offset + got:,} of {self.size:,}: it shrank while it was read"
-            raise ChangedError(what, path=self.name, next="try again when nobody writes to it")
+            # Virtual files of the kernel (/sys) are shorter than declared from the start.
+            raise self._changed(f"it ends at byte {offset + got:,} of {self.size:,}: it shrank while it was read")
         return b"".join(parts)
 
     def read_into(self, offset: int, buffer: bytearray) -> None:
-        """Fill a buffer, which can be used again, with the bytes from ``offset`` on; all of them must be there."""
+        """Fill a reusable buffer with the bytes from ``offset`` on; raises ChangedError if the file has fewer."""
         done = _preadv(self.fd, buffer, offset) if self.fd >= 0 else 0
         if done < len(buffer):
             data = self.read(offset + done, len(buffer) - done)
             if len(data) < len(buffer) - done:
-                what = "the file shrank while it was read"
-                raise ChangedError(what, path=self.name, next="try again when nobody writes to it")
+                raise self._changed("the file shrank while it was read")
             buffer[done:] = data
 
     def next_data(self, offset: int) -> int:
-        """The first offset from here on that is not in a hole of a sparse file, where the system can tell."""
+        """Return the first offset from here on that is not in a hole, if the system can tell."""
         if not hasattr(os, "SEEK_DATA"):
             return offset
         try:
@@ -90,11 +88,9 @@ class FileSource:
             return self.size if error.errno == errno.ENXIO else offset
 
     def next_hole(self, offset: int) -> int:
-        """The first offset from here on that is in a hole, or the end of the file; the end where nobody can tell."""
-        if not hasattr(os, "SEEK_HOLE"):
-            return self.size
+        """Return the first offset from here on that is in a hole; the end of the file if there is none."""
         try:
-            return os.lseek(self.fd, offset, os.SEEK_HOLE)
+            return os.lseek(self.fd, offset, os.SEEK_HOLE) if hasattr(os, "SEEK_HOLE") else self.size
         except OSError:
             return self.size
 
@@ -102,26 +98,26 @@ class FileSource:
         """Raise ChangedError if somebody wrote to the file since it was opened."""
         status = os.fstat(self.fd)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._mtime):
-            raise ChangedError(
-                "the file changed while it was read", path=self.name, next="try again when nobody writes to it"
-            )
+            raise self._changed("the file changed while it was read")
+
+    def _changed(self, what: str) -> ChangedError:
+        return ChangedError(what, path=self.name, next="try again when nobody writes to it")
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        try:
-            os.close(fd)
-        except OSError:
-            return  # nothing was written through it: there is nothing to lose
+        if fd >= 0:
+            with suppress(OSError):  # nothing was written through it: nothing can be lost
+                os.close(fd)
 
     def __del__(self) -> None:
         self.close()
 
 
 def leads_out(path: str) -> bool:
-    """Is it a link to a file that is not in its folder? The cache of huggingface_hub is a folder of links into
-    ``../../blobs``, which it filled itself."""
+    """Return whether the path is a link to a file outside its folder.
+
+    Links into ``../../blobs`` are not: the cache of huggingface_hub is a folder of such links, which it made itself.
+    """
     if not os.path.islink(path):
         return False
     folder = os.path.realpath(os.path.dirname(path))
@@ -132,10 +128,12 @@ def leads_out(path: str) -> bool:
 
 
 class FolderSource:
-    """A folder of files that are one checkpoint: its size is the sum of theirs. It has no bytes of its own.
-    ``beside`` are the paths of other files that belong to it: an edit of the folder takes them along. ``links`` are
-    such that are links out of the folder: nothing is known of what they lead to. ``parts`` are the names of the files
-    that are the checkpoint, but for ``strays``, which nothing in it names."""
+    """A folder of files that are one checkpoint; it has no bytes of its own, its size is the sum of theirs.
+
+    ``beside`` are the paths of other files that belong to it, which an edit of the folder copies; ``links`` are those
+    that lead out of the folder to something unknown. ``parts`` are the names of the checkpoint's files, without
+    ``strays``, which nothing in it refers to.
+    """
 
     def __init__(
         self,
@@ -175,7 +173,7 @@ class BytesSource:
 
 
 class SliceSource:
-    """A stretch of another source: a file within a file. It neither owns nor closes the other."""
+    """A range of another source, which it does not own and so does not close: a file within a file."""
 
     def __init__(self, source: Source, offset: int, size: int, name: str = "") -> None:
         self.name = name or source.name
@@ -193,9 +191,9 @@ class SliceSource:
 
 
 class ContainedSource:
-    """A file within an archive: ``inner`` are its bytes, ``file`` is the archive, which is closed with it.
+    """A member of an archive: ``inner`` are its bytes, ``file`` is the archive, which is closed with it.
 
-    ``unpack`` is the command that makes a file of its own of it.
+    ``unpack`` is the command that extracts it.
     """
 
     def __init__(self, inner: Source, file: FileSource, name: str, unpack: str) -> None:
@@ -222,7 +220,7 @@ else:  # Windows has no pread; one thread reads one source, so a seek is as good
 
 
 def _preadv(fd: int, buffer: bytearray, offset: int) -> int:
-    """Bytes read right into a buffer, 0 where that is not possible: then ``read`` says why."""
+    """Read into a buffer; return the number of bytes, 0 if that fails: then ``read`` tells why."""
     if not hasattr(os, "preadv"):
         return 0
     try:
@@ -241,13 +239,13 @@ _KINDS = (
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
-    """Open a regular file for reading; raises UnreadableError for anything else, and never waits."""
+    """Open a regular file for reading; raises UnreadableError for anything else, and never blocks."""
     name = os.fspath(path)
     return FileSource(name, *open_file(name))
 
 
 def open_file(name: str) -> tuple[int, os.stat_result]:
-    """A descriptor of a regular file, and what the system says of it; raises as ``open_source`` does."""
+    """Return a descriptor of a regular file, and its status; raises as ``open_source`` does."""
     # O_NONBLOCK: opening a FIFO that nobody writes to would hang.
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -256,25 +254,25 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
         reason, hint = _why(error, name)
         raise UnreadableError(reason, path=name, next=hint) from error
     status = os.fstat(fd)
-    for test, words in _KINDS:
+    for test, kind in _KINDS:
         if test(status.st_mode):
             os.close(fd)
-            if test is stat.S_ISDIR:
-                raise UnreadableError(f"it is {words}, not a file", path=name, next="name a checkpoint file in it")
-            raise UnreadableError(f"it is {words}, not a file", path=name, next="copy its content to a file first")
+            hint = "name a checkpoint file in it" if test is stat.S_ISDIR else "copy its content to a file first"
+            raise UnreadableError(f"it is {kind}, not a file", path=name, next=hint)
     return fd, status
 
 
 def _why(error: OSError | ValueError, name: str) -> tuple[str, str]:
+    """Return why a file cannot be opened, and the next step."""
     if not isinstance(error, OSError):
-        return f"no file name: {error}", ""
+        return f"not a file name: {error}", ""
     if error.errno == errno.ENOENT:
         if os.path.islink(name):
             return "the link points to nothing", f"see where it leads: ls -l {name}"
         return "no such file", ""
-    if error.errno in (errno.EACCES, errno.EPERM) and os.path.isdir(name):
-        return "it is a directory, not a file", "name a checkpoint file in it"
     if error.errno in (errno.EACCES, errno.EPERM):
+        if os.path.isdir(name):
+            return "it is a directory, not a file", "name a checkpoint file in it"
         return "no permission to read it", ""
     if error.errno == errno.ENXIO:
         return "it is a socket or a device without its driver, not a file", ""
@@ -282,7 +280,7 @@ def _why(error: OSError | ValueError, name: str) -> tuple[str, str]:
 
 
 class Span(NamedTuple):
-    """Bytes of a source, to be carried over as they are: ``size`` bytes from ``offset``."""
+    """``size`` bytes of a source from ``offset``, to be copied unchanged."""
 
     source: Source
     offset: int
@@ -290,9 +288,9 @@ class Span(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """``size`` bytes that come into being while the output is written.
+    """``size`` bytes that are computed while the output is written.
 
-    ``chunks`` gives them in order, and the same ones whenever it is called: a checksum that it keeps begins anew.
+    ``chunks`` yields them in order, the same ones on every call: a checksum that it keeps starts again.
     """
 
     size: int
@@ -303,13 +301,15 @@ Piece: TypeAlias = "bytes | Span | Computed"
 
 
 def size_of(piece: Piece) -> int:
-    """The bytes of a piece."""
+    """Return the bytes of a piece."""
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
 class Claim(NamedTuple):
-    """What an input says of bytes of its own, and an output will not: ``span`` holds ``size`` bytes, inflated where it
-    is ``compressed``, whose CRC-32 is ``crc``. ``where`` names them in words."""
+    """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
+
+    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages.
+    """
 
     span: Span
     size: int
@@ -321,7 +321,7 @@ class Claim(NamedTuple):
 class Plan(NamedTuple):
     """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it.
 
-    ``claims`` must turn out to be true while it is written, or there is no output.
+    ``claims`` are verified while it is written; if one is false, there is no output.
     """
 
     pieces: tuple[Piece, ...]
@@ -333,7 +333,7 @@ class Plan(NamedTuple):
 
 
 class Files(NamedTuple):
-    """An output folder as data: the plan of each file by its name, in the order in which they are written."""
+    """An output folder as data: the name and the plan of each file, in the order in which they are written."""
 
     files: tuple[tuple[str, Plan], ...]
 
@@ -343,10 +343,10 @@ class Files(NamedTuple):
 
 
 class Appending(NamedTuple):
-    """A new version of a file behind its ``at`` bytes, as data: only ``write`` executes it.
+    """A new version of a file after its ``at`` bytes, as data. Only ``write`` executes it.
 
-    ``body`` follows what is there. The file then ends with ``holding``, at most a sector of 512 bytes, which leads
-    readers to the former version until ``ending`` takes the place of its last bytes. Those differ in one byte.
+    ``body`` follows the existing bytes. The file then ends with ``holding``, at most a sector of 512 bytes. That leads
+    readers to the former version until ``ending`` replaces its last bytes; the two differ in one byte.
     """
 
     at: int
@@ -361,7 +361,7 @@ class Appending(NamedTuple):
 
 
 def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same bytes in as few pieces as possible: neighbours join, empty pieces go."""
+    """Return the same bytes in as few pieces as possible: adjacent ones joined, empty ones dropped."""
     result: list[Piece] = []
     literal = bytearray()
     for piece in pieces:
@@ -370,18 +370,17 @@ def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
             continue
         if piece.size == 0:
             continue
-        if isinstance(piece, Computed):
-            if literal:
-                result.append(bytes(literal))
-                literal.clear()
-            result.append(piece)
-            continue
         if literal:
             result.append(bytes(literal))
             literal.clear()
         last = result[-1] if result else b""
-        if isinstance(last, Span) and last.source is piece.source and last.offset + last.size == piece.offset:
-            result[-1] = Span(last.source, last.offset, last.size + piece.size)
+        if (
+            isinstance(piece, Span)
+            and isinstance(last, Span)
+            and last.source is piece.source
+            and last.offset + last.size == piece.offset
+        ):
+            result[-1] = last._replace(size=last.size + piece.size)
         else:
             result.append(piece)
     if literal:

@@ -1,4 +1,4 @@
-"""Several threads for what leaves Python's lock alone: reading, summing, hashing, inflating large pieces."""
+"""Threads for work that releases the GIL: reading, checksumming, hashing and inflating large pieces."""
 
 from __future__ import annotations
 
@@ -10,49 +10,90 @@ from typing import Final, TypeVar
 from ..base.errors import ChangedError
 from .sources import FileSource, Span
 
-#: Bytes read in one go: two of them stay in the cache of a core.
-BLOCK: Final = 1 << 20
-#: More threads than these do not read faster than memory gives.
-_THREADS: Final = 4
-#: Bytes from which on another thread is worth its start.
-_WORTH_IT: Final = 16 << 20
+#: Bytes read at once: two such buffers fit into the cache of a core.
+READ_SIZE: Final = 1 << 20
+#: Beyond this many threads, memory bandwidth is the limit.
+_MAX_THREADS: Final = 4
+#: Bytes from which more threads pay off.
+_MIN_PARALLEL: Final = 16 << 20
 
 Work = TypeVar("Work")
+Worker = TypeVar("Worker", bound="Background")
 
-_kept = threading.local()
+_local = threading.local()
 
 
-def blocks(span: Span) -> Iterator[bytes | bytearray]:
-    """The bytes of a span that is all there, in pieces; each is good until the next one is asked for.
+def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of a span that lies within its source; each chunk is valid until the next one is requested.
 
-    The pieces of a file are read into one buffer a thread: fresh memory for each costs more than a checksum of it.
-    Two spans must not be read in turn by one thread. Raises ChangedError where the file shrank.
+    Chunks of a file are read into one buffer per thread: fresh memory for each costs more than its checksum. So one
+    thread must not read two spans alternately. Raises ChangedError if the file shrank.
     """
     source, at, end = span.source, span.offset, span.offset + span.size
-    if isinstance(source, FileSource) and span.size > BLOCK:
-        if not hasattr(_kept, "block"):
-            _kept.block = bytearray(BLOCK)
-        while end - at >= BLOCK:
-            source.read_into(at, _kept.block)
-            yield _kept.block
-            at += BLOCK
+    if isinstance(source, FileSource) and span.size > READ_SIZE:
+        if not hasattr(_local, "block"):
+            _local.block = bytearray(READ_SIZE)
+        while end - at >= READ_SIZE:
+            source.read_into(at, _local.block)
+            yield _local.block
+            at += READ_SIZE
     while at < end:
-        data = source.read(at, min(BLOCK, end - at))
+        data = source.read(at, min(READ_SIZE, end - at))
         if not data:
             raise ChangedError("the file shrank while it was read", path=source.name, next="try again")
         yield data
         at += len(data)
 
 
-def in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) -> None:
-    """Do all of the work, ``nbytes`` of reading, in its order; by several threads where that pays.
+class Background:
+    """Work done by a thread of its own while the context lasts, if that is ``worth_it``, else by ``finish``.
 
-    Raises what a thread raised, and after an error the others stop at their next piece of work. They are not waited
-    for after ^C or another signal: that piece may take minutes.
+    A subclass does the work in ``_run``, which should return early once ``_stopped`` is set.
+    """
+
+    def __init__(self, worth_it: bool) -> None:
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._keep_error, daemon=True) if worth_it else None
+
+    def __enter__(self: Worker) -> Worker:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait until the work is done; raises what it raised."""
+        if self._thread:
+            self._thread.join()
+        else:
+            self._keep_error()
+        if self._error is not None:
+            raise self._error
+
+    def _keep_error(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+def run_in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) -> None:
+    """Call ``do`` for each item of ``work``, ``nbytes`` of reading in all, in order; in several threads if that pays.
+
+    Raises what a thread raised; after an error the others stop at their next item. They are not joined after ^C or
+    another signal, since an item may take minutes.
     """
     items = iter(work)
     lock = threading.Lock()
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
     stopped = threading.Event()
 
     def run() -> None:
@@ -65,21 +106,21 @@ def in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) ->
                         return
                 do(item)
             except BaseException as error:
-                failed.append(error)
+                errors.append(error)
                 stopped.set()
                 if not isinstance(error, Exception):
                     return
 
-    workers = min(_THREADS, os.cpu_count() or 1) if nbytes >= _WORTH_IT else 1
+    workers = min(_MAX_THREADS, os.cpu_count() or 1) if nbytes >= _MIN_PARALLEL else 1
     others = [threading.Thread(target=run, daemon=True) for _ in range(workers - 1)]
     try:
         for thread in others:
             thread.start()
         run()
         for thread in others:
-            if all(isinstance(error, Exception) for error in failed):
+            if all(isinstance(error, Exception) for error in errors):
                 thread.join()
     finally:
         stopped.set()
-    if failed:
-        raise next((error for error in failed if not isinstance(error, Exception)), failed[0])
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Exception)), errors[0])

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
-from ..base.text import listed, shown
+from ..base.text import join_limited, quoted
 from ..files.archives import checkpoints_in, is_address
 from ..files.sources import open_source
 from ..files.zips.reader import read_archive
@@ -141,8 +141,10 @@ def _no_checkpoint(path: str) -> UnreadableError:
     first = list(islice(known, _NAMED + 1))
     if not first:
         return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
-    words = [f"{shown(name)} is {kind}" for name, kind in first[:_NAMED]]
-    what = f"there is no torch checkpoint in this folder: {listed(words)}{', among others' * (len(first) > _NAMED)}"
+    words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
+    what = (
+        f"there is no torch checkpoint in this folder: {join_limited(words)}{', among others' * (len(first) > _NAMED)}"
+    )
     return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, first[0][0]))}")
 
 
@@ -227,7 +229,7 @@ def explain_directory(path: str) -> UnreadableError:
     files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     if checkpoints:
-        what = f"it is a directory; it holds {listed(checkpoints)}"
+        what = f"it is a directory; it holds {join_limited(checkpoints)}"
         return UnreadableError(
             what, path=path, next=f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
         )
@@ -238,4 +240,4 @@ def explain_directory(path: str) -> UnreadableError:
     pipeline = "model_index.json" in names
     what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, a checkpoint in each of its folders"
     step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: ckptool inspect {quote(path)}"
-    return UnreadableError(f"{what}: {listed(folders)}", path=path, next=step)
+    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.text import argument, listed, suggested_output
+from ..base.text import argument, join_limited, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
 
@@ -41,7 +41,7 @@ class Loss(NamedTuple):
     @property
     def words(self) -> str:
         """The loss in words."""
-        return f"{KINDS[self.kind]}: {listed([place or '(the whole file)' for place in self.where], most=3)}"
+        return f"{KINDS[self.kind]}: {join_limited([place or '(the whole file)' for place in self.where], most=3)}"
 
 
 def refuse(

@@ -16,8 +16,8 @@ from ..base.limits import LIMITS
 from ..checkpoint.container import FoundPickle
 from ..files.sources import BytesSource, SliceSource, Source, Span
 from ..files.tars import is_header, members
-from ..files.zips.audit import audit, signatures
-from ..files.zips.reader import LOCAL, Archive, Record, read_archive, search_begin
+from ..files.zips.audit import audit, find_signatures
+from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
 
@@ -110,13 +110,13 @@ def find_pickles(source: Source) -> Iterator[FoundPickle]:
 def _in_file(source: Source, search: _Search) -> Iterator[FoundPickle]:
     head = source.read(0, 512)
     # The end of an archive is looked for where torch does.
-    tail_begin = search_begin(source.size)
+    tail_begin = end_search_start(source.size)
     if head[:4] == _ZIP or b"PK\x05\x06" in source.read(tail_begin, source.size - tail_begin):
         try:
             archive = read_archive(source)
             search.budget.take(archive.end.size)
         except MalformedError:
-            yield from _in_unlisted_records(source, signatures(source, 0, source.size), "", search)
+            yield from _in_unlisted_records(source, find_signatures(source, 0, source.size), "", search)
         else:
             yield from _in_zip(archive, None, audit(archive).hidden, (), search)
     if is_header(head):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ..base.errors import CkptoolError, ReadBackError
-from ..base.text import shown
+from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, Manifest
 from ..checkpoint.objects import mapping
@@ -100,10 +100,10 @@ def _check_manifest(promise: Promise, there: Manifest) -> None:
         return
     for name, facts in wanted.items():
         if there.get(name) != facts and (name in there or name.lower() not in promise.dropped):
-            _alike(shown(name), facts, there.get(name))
+            _alike(quoted(name), facts, there.get(name))
     for name, facts in there.items():
         if name not in wanted:
-            _alike(shown(name), None, facts)
+            _alike(quoted(name), None, facts)
 
 
 def _check_object(graph: Graph, container: Container, storages: Mapping[str, tuple[int, int | None]] | None) -> None:
@@ -117,7 +117,7 @@ def _check_object(graph: Graph, container: Container, storages: Mapping[str, tup
         if not size and key not in keys:
             continue  # of empty ones each mention stands for itself
         record = records.get(keys.get(key, ""))
-        name = f"storage {shown(key)}"
+        name = f"storage {quoted(key)}"
         _alike(f"the size of {name}", size, record.size if record else None)
         if crc and record and record.crc:
             _alike(f"the checksum of {name}", f"{crc:08x}", f"{record.crc:08x}")
@@ -133,7 +133,7 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
             return one, two
         key, twin = str(ours[one[2]]), str(theirs[two[2]])
         if ours[one[4]] and (keys.setdefault(key, twin) != twin or back.setdefault(twin, key) != key):
-            raise ValueError(f"storage {shown(key)} is shared otherwise")
+            raise ValueError(f"storage {quoted(key)} is shared otherwise")
         # The sixth is a view of a storage, or nothing, in legacy files.
         views = [[ref for ref in pid[_ID:] if nodes[ref] is not None] for pid, nodes in ((one, ours), (two, theirs))]
         return (*one[:2], *one[3:_ID], *views[0]), (*two[:2], *two[3:_ID], *views[1])
@@ -154,7 +154,7 @@ def _check_tensors(promise: Promise, source: Source, container: Container) -> No
         keys: dict[str, str] = {}
         for name, graph in promise.leaves.items():
             outside = _renamed(graph, found[name], keys)
-            _equal(shown(name), difference(graph, found[name], texts_by_value=True, compare_ids=outside))
+            _equal(quoted(name), difference(graph, found[name], texts_by_value=True, compare_ids=outside))
         return
     container.manifest(checked=True)
     graph, reader = container.graph, TensorReader(container.graph)
@@ -169,7 +169,7 @@ def _check_tensors(promise: Promise, source: Source, container: Container) -> No
 def _check_facts(promised: Facts, found: Facts) -> None:
     if promised != found:
         for name in {**promised, **found}:
-            _alike(f"tensor {shown(name)}", promised.get(name), found.get(name))
+            _alike(f"tensor {quoted(name)}", promised.get(name), found.get(name))
 
 
 def _alike(what: str, promised: object, read: object) -> None:

@@ -17,8 +17,8 @@ from ..checkpoint.container import Container, FoundPickle, StoredBytes, StoredRe
 from ..checkpoint.survey import survey
 from ..checkpoint.tensors import Storage, TensorReader
 from ..files.sources import Appending, Plan, Source, Span
-from ..files.zips.reader import LOCAL, Archive, contents, folded, read_archive
-from ..files.zips.recovery import Walked, walk
+from ..files.zips.reader import LOCAL, Archive, content_chunks, fold_case, read_archive
+from ..files.zips.recovery import RecoveredRecord, recover_records
 from ..pickles.decode import decode
 from ..pickles.nodes import Graph
 
@@ -91,12 +91,12 @@ class _ZipScan:
 
     def __init__(self, source: Source) -> None:
         self.sizes: dict[str, int] = {}
-        self.records: list[Walked] = []
-        self.pickles: list[Walked] = []
-        self.main: tuple[Walked, bytes, Graph] | None = None
+        self.records: list[RecoveredRecord] = []
+        self.pickles: list[RecoveredRecord] = []
+        self.main: tuple[RecoveredRecord, bytes, Graph] | None = None
         self.storages: dict[str, Storage] = {}
         self.reason = "there is no data.pkl in what is left"
-        for record in walk(source, self.sizes):
+        for record in recover_records(source, self.sizes):
             self.records.append(record)
             if "data.pkl" in (record.name.lower(), record.name.lower().partition("/")[2]):
                 self.pickles.append(record)
@@ -112,7 +112,7 @@ class _ZipScan:
         """The common prefix of the record names: the folder with its slash, or nothing."""
         return self.main[0].name[: -len("data.pkl")] if self.main else ""
 
-    def read_pickle(self, record: Walked) -> None:
+    def read_pickle(self, record: RecoveredRecord) -> None:
         """Read the pickle in a record, if its checksum agrees."""
         try:
             data = _content(record)
@@ -184,9 +184,9 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     _, data, graph = scan.main
     rescued = Rescued(source, scan.folder.rstrip("/"), graph, data, scan.byteorder())
     # Torch finds records without regard to case.
-    names = {key: folded(f"{scan.folder}data/{key}") for key in scan.storages}
+    names = {key: fold_case(f"{scan.folder}data/{key}") for key in scan.storages}
     candidates = _candidates(scan.records, archive, set(names.values()))
-    seen = {folded(record.name) for record in scan.records}
+    seen = {fold_case(record.name) for record in scan.records}
     for key, storage in scan.storages.items():
         if storage.location == "meta" and not storage.nbytes:
             continue
@@ -201,7 +201,7 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     return rescued
 
 
-def _directory_records(archive: Archive) -> dict[str, Walked]:
+def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
     """Return the records as the directory lists them.
 
     Of the local header only the two lengths that lead to the payload are used: a checksum must confirm them.
@@ -215,19 +215,21 @@ def _directory_records(archive: Archive) -> dict[str, Walked]:
         if len(raw) == LOCAL.size and begin + record.compressed <= source.size:
             span = Span(source, begin, record.compressed)
             name = record.name
-            records[name] = Walked(name, record.header, span, record.size, record.crc, record.method, True)
+            records[name] = RecoveredRecord(name, record.header, span, record.size, record.crc, record.method, True)
     return records
 
 
-def _candidates(walked: list[Walked], archive: Archive | None, wanted: Collection[str]) -> dict[str, list[Walked]]:
+def _candidates(
+    walked: list[RecoveredRecord], archive: Archive | None, wanted: Collection[str]
+) -> dict[str, list[RecoveredRecord]]:
     """Return the records that may hold each of the folded names ``wanted``, by local headers, then by the directory.
 
     A name that two headers claim is dropped; where header and directory disagree, the name that is wanted counts.
     """
-    names = {record.header: folded(record.name) for record in archive.records} if archive else {}
-    by_name: dict[str, list[Walked]] = {}
+    names = {record.header: fold_case(record.name) for record in archive.records} if archive else {}
+    by_name: dict[str, list[RecoveredRecord]] = {}
     for record in walked:
-        name = folded(record.name)
+        name = fold_case(record.name)
         other = names.get(record.header, name)
         claims = {name, other} & set(wanted) if name != other else {name}
         if record.whole and len(claims) == 1:
@@ -235,12 +237,12 @@ def _candidates(walked: list[Walked], archive: Archive | None, wanted: Collectio
     by_name = {name: records for name, records in by_name.items() if len(records) == 1}
     for record in _directory_records(archive).values() if archive else ():
         # Without a checksum a record of the directory counts only where a local header confirms it.
-        if record.crc and folded(record.name) in wanted:
-            by_name.setdefault(folded(record.name), []).append(record)
+        if record.crc and fold_case(record.name) in wanted:
+            by_name.setdefault(fold_case(record.name), []).append(record)
     return by_name
 
 
-def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | None) -> str:
+def _flaw(record: RecoveredRecord, storage: Storage, progress: Callable[[int], None] | None) -> str:
     """Return why a record cannot be this storage, or ""."""
     if record.size != storage.nbytes:
         return f"it has {human_bytes(record.size)} where the pickle says {human_bytes(storage.nbytes)}"
@@ -248,7 +250,7 @@ def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | No
         return ""
     crc = 0
     try:
-        for data in contents(record.span, record.size, record.method != 0, record.name):
+        for data in content_chunks(record.span, record.size, record.method != 0, record.name):
             crc = zlib.crc32(data, crc)
             if progress:
                 progress(len(data))
@@ -257,13 +259,13 @@ def _flaw(record: Walked, storage: Storage, progress: Callable[[int], None] | No
     return "" if crc == record.crc else "its bytes do not agree with the checksum on record"
 
 
-def _content(record: Walked) -> bytes:
+def _content(record: RecoveredRecord) -> bytes:
     """Return the inflated content of a pickle's record."""
     if max(record.span.size, record.size) > LIMITS.pickle_bytes:
         raise PickleError(f"{record.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=record.name)
     if record.method not in (0, 8):
         raise PickleError(f"compression method {record.method}, which torch cannot read", where=record.name)
     try:
-        return b"".join(contents(record.span, record.size, record.method != 0, record.name))
+        return b"".join(content_chunks(record.span, record.size, record.method != 0, record.name))
     except MalformedError as error:
         raise PickleError(error.what, where=record.name) from error

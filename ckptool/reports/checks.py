@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError
-from ..base.text import counted, human_bytes, listed, shown
+from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, FoundPickle, Problem
 from ..checkpoint.programs import PROGRAM_CODES, program_of
@@ -94,7 +94,7 @@ def check_checkpoint(
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
     notes["sizes"] += [
-        Note("storage-twice", "warning", f"storage {shown(key)} is described in two ways; torch takes the first", key)
+        Note("storage-twice", "warning", f"storage {quoted(key)} is described in two ways; torch takes the first", key)
         for key in sorted(checkpoint.survey.reader.disagreeing)
     ]
     unfollowed = checkpoint.survey.unfollowed
@@ -105,12 +105,12 @@ def check_checkpoint(
     for flaw in (flaw for flaw in flaws if flaw.refused):
         check = _CHECK_OF.get(flaw.code, "geometry")
         notes.setdefault(check, []).append(Note(flaw.code, "error", flaw.message, flaw.path))
-    stored = f"{counted(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
+    stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory, either.
     end_to_end = bool(checkpoint.traits.unsummed)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
-    geometry = f"{counted(len(checkpoint.survey.tensors), 'tensor')} within their storages"
+    geometry = f"{pluralize(len(checkpoint.survey.tensors), 'tensor')} within their storages"
     checks = [
         _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
         judge("complete", "container", notes["complete"], f"all there: {stored}"),
@@ -161,7 +161,7 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
     if shards is None:
         return []
     if not shards.partial:
-        message = f"{counted(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
+        message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, message)]
     share = "its" if shards.partial == len(survey.tensors) else f"{shards.partial:,} of its {len(survey.tensors):,}"
     message = (
@@ -203,9 +203,9 @@ def _checksums(
     if checkpoint.traits.unsummed:
         message = f"{checkpoint.traits.unsummed} has no checksums: a flipped bit cannot be seen"
         return Check(name, group, NOT_POSSIBLE, message)
-    agree = f"{counted(result.checked, 'record')}, {human_bytes(result.nbytes)} agree with their CRC-32"
+    agree = f"{pluralize(result.checked, 'record')}, {human_bytes(result.nbytes)} agree with their CRC-32"
     if result.uncomputed:
-        message = f"{counted(result.uncomputed, 'record')} have no checksum on record (0: not computed)"
+        message = f"{pluralize(result.uncomputed, 'record')} have no checksum on record (0: not computed)"
         return Check(name, group, NOT_POSSIBLE, f"{message}; {agree}" if result.checked else message)
     return Check(name, group, PASS, agree)
 
@@ -219,12 +219,12 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Note]:
                     users[part.storage].append(entry.path)
     notes = []
     for record in result.wrong:
-        message = f"{shown(record.name)} has another checksum than the one on record"
+        message = f"{quoted(record.name)} has another checksum than the one on record"
         tensors = [path or "the tensor" for path in users.get(record.key, [])]
         if tensors:
-            message += f": damaged {'tensor' if len(tensors) == 1 else 'tensors'} {listed(tensors)}"
+            message += f": damaged {'tensor' if len(tensors) == 1 else 'tensors'} {join_limited(tensors)}"
         notes.append(Note("checksum", "error", message, record.name, record.span.offset))
-    return notes + [Note("unreadable-record", "error", f"{shown(name)}: {why}", name) for name, why in result.lost]
+    return notes + [Note("unreadable-record", "error", f"{quoted(name)}: {why}", name) for name, why in result.lost]
 
 
 def check_pickles(
@@ -253,9 +253,9 @@ def check_pickles(
                 for offset, text in pickle.graph.oddities
             ]
             if pickle.rest:
-                message = f"{counted(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
+                message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
                 notes.append(Note("after-stop", "warning", message, pickle.where))
-    good = f"{counted(len(pickles), 'pickle')} followed to the end, nothing run"
+    good = f"{pluralize(len(pickles), 'pickle')} followed to the end, nothing run"
     checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, names, torch)]
     if verdict is not None:
         checks.append(_loads(verdict, pickles))
@@ -273,7 +273,7 @@ def _globals(pickles: Sequence[FoundPickle], names: Sequence[NamedGlobal], torch
         message = f"{item.mapped} is not on torch {torch}'s list; {words}"
         notes.append(Note("global", "warning", message, item.pickle))
     notes += [
-        Note("global-name", "error", f"{shown(item.mapped)} is not a valid name in Python: damaged", item.pickle)
+        Note("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
         for item in outside
         if not is_name(item)
     ]
@@ -281,7 +281,7 @@ def _globals(pickles: Sequence[FoundPickle], names: Sequence[NamedGlobal], torch
     if check.status == FAIL or not outside:
         return check
     unlisted = list(dict.fromkeys(item.mapped for item in outside))
-    return check._replace(message=f"not on torch {torch}'s list: {listed(unlisted)}")
+    return check._replace(message=f"not on torch {torch}'s list: {join_limited(unlisted)}")
 
 
 def _loads(verdict: LoadPrediction, pickles: Sequence[FoundPickle]) -> Check:
@@ -291,7 +291,7 @@ def _loads(verdict: LoadPrediction, pickles: Sequence[FoundPickle]) -> Check:
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     graph = pickles[0].graph if pickles else None
     rules = rule_texts([b for b in verdict.blockers if b.rule], graph.style.protocol if graph else 2)
-    message = f"{call} refuses it: {listed(names + rules)}"
+    message = f"{call} refuses it: {join_limited(names + rules)}"
     return Check("weights-only", "safety", WARNING, message, (Note("weights-only", "warning", message),))
 
 

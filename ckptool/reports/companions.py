@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.limits import LIMITS
-from ..base.text import counted, listed
+from ..base.text import join_limited, pluralize
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..files.sources import FileSource, FolderSource, open_source
 from ..formats.opening import checkpoint_of
@@ -94,12 +94,12 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     notes = [note for item in files for note in item.notes]
     count = sum(item.looked_at for item in files)
     if count or notes:
-        good = f"{counted(count, 'other file')} looked at: nothing that is run or odd"
+        good = f"{pluralize(count, 'other file')} looked at: nothing that is run or odd"
         checks.append(judge("beside", "safety", notes, good))
     skipped = [item for item in files if not item.looked_at]
     if skipped:
         unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped)
-        names = listed([f"{item.name} ({item.reason})" for item in skipped], most=5)
+        names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
         checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
     return Companions(files, checks, pickles, named_globals(pickles, torch))
 

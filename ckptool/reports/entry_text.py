@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ..base.errors import MalformedError
-from ..base.text import counted
+from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import bounded, joined
 from ..checkpoint.tensors import Tensor
@@ -42,7 +42,7 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: ContainerValue, path: str) ->
         yield _empty(found)
         return
     if found.kind == "object":
-        yield f"{found.cls}, {counted(len(found.members), 'attribute')}"
+        yield f"{found.cls}, {pluralize(len(found.members), 'attribute')}"
     work: list[Iterator[tuple[str, Ref, str]]] = [_members(found, path)]
     while work:
         step = next(work[-1], None)
@@ -71,7 +71,7 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: ContainerValue, path: str) ->
         else:
             opened[child] = where
             noun = "attribute" if inner.kind == "object" else "element" if inner.kind == "sequence" else "entry"
-            yield f"{indent}{name}: {inner.cls}, {counted(len(inner.members), noun)}"
+            yield f"{indent}{name}: {inner.cls}, {pluralize(len(inner.members), noun)}"
             work.append(_members(inner, where))
 
 

@@ -11,8 +11,8 @@ from ..base.dtypes import BY_NAME, SHORT_NAMES
 from ..base.errors import TargetError
 from ..base.globs import Globs
 from ..base.map_location import is_device
-from ..base.prefixes import prefix_of
-from ..base.text import counted, human_bytes, listed, shown
+from ..base.prefixes import wrapper_prefix
+from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
@@ -125,7 +125,7 @@ def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction
         reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
         as_file = "as one file: " if checkpoint.traits.loads == "converted" else ""
         good = f"{as_file}torch.load(weights_only=True) of torch {verdict.torch} takes it"
-        yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {listed(reasons)}")
+        yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {join_limited(reasons)}")
 
 
 def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Note] = ()) -> Check:
@@ -145,7 +145,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
         names = [str(nodes[key]) for key, _ in item.items]
         where = f" in {item.path!r}" if item.path else ""
         if wanted == "none":
-            prefix = prefix_of(names)
+            prefix = wrapper_prefix(names)
             wrong = prefix.keys
             message = f"prefix {prefix.name!r} on {prefix.keys:,} of {prefix.total:,} keys{where}"
         else:
@@ -164,9 +164,9 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     storages = checkpoint.survey.reader.storages.values()
     counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
     notes = [
-        Note("device", "error", f"{counted(count, 'storage')} tagged {shown(tag)}") for tag, count in counts.items()
+        Note("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}") for tag, count in counts.items()
     ]
-    bad = listed([note.message for note in notes])
+    bad = join_limited([note.message for note in notes])
     return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes)
 
 
@@ -178,7 +178,7 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     checked = floating if any(BY_NAME[name].floating for name in names) else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
     notes = [Note("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
-    bad = listed([note.message for note in notes])
+    bad = join_limited([note.message for note in notes])
     return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}", bool(notes), bad, notes)
 
 
@@ -188,15 +188,15 @@ def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in keys)]
     notes = [Note("require", "error", f"no key matches {glob!r}") for glob in missing]
     bad = "; ".join(note.message for note in notes[:5])
-    return _check("require", f"keys that match {listed([repr(glob) for glob in globs])}", bool(notes), bad, notes)
+    return _check("require", f"keys that match {join_limited([repr(glob) for glob in globs])}", bool(notes), bad, notes)
 
 
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
     pattern = Globs(globs)
     paths = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
     notes = [Note("forbid", "error", f"{path} is there", path) for path in paths]
-    good = f"no key that matches {listed([repr(glob) for glob in globs])}"
-    return _check("forbid", good, bool(notes), f"there are {listed(paths)}", notes)
+    good = f"no key that matches {join_limited([repr(glob) for glob in globs])}"
+    return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:

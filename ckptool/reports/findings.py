@@ -10,9 +10,18 @@ from typing import Final, NamedTuple
 
 from ..base.errors import CkptoolError
 from ..base.limits import LIMITS
-from ..base.map_location import MapLocation, lands_on
-from ..base.prefixes import Prefix, prefix_of, wrapper_counts
-from ..base.text import argument, counted, human_bytes, listed, rename_step, salvage_step, suggested_output, undo_step
+from ..base.map_location import MapLocation, restored_location
+from ..base.prefixes import Prefix, wrapper_counts, wrapper_prefix
+from ..base.text import (
+    argument,
+    human_bytes,
+    join_limited,
+    pluralize,
+    rename_step,
+    salvage_step,
+    suggested_output,
+    undo_step,
+)
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE
@@ -181,7 +190,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
     if calls:
         step = "do not load it; delete it, or report it where it came from"
         yield Finding(
-            "dangerous-call", "error", f"torch.load(weights_only=False) would run {listed(calls, most=3)}", step
+            "dangerous-call", "error", f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}", step
         )
     elif not checkpoint.pickled:
         for blocker in verdict.blockers:
@@ -190,15 +199,15 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
     elif names:
         modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
         if modules:
-            message = f"{call} takes {listed(names, most=2)} only when {modules[0]} is imported"
+            message = f"{call} takes {join_limited(names, most=2)} only when {modules[0]} is imported"
             yield Finding(code, "warning", message, f"import {modules[0]} before torch.load")
             return
-        message = f"{call} refuses it: {listed(names)} not on torch {verdict.torch}'s list"
+        message = f"{call} refuses it: {join_limited(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             message += "; with weights_only=False their code runs"
         yield Finding(code, "warning", message, sanitize_step(checkpoint))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
-        message = f"{call} refuses it: {listed(rule_texts(rules, checkpoint.graph.style.protocol))}"
+        message = f"{call} refuses it: {join_limited(rule_texts(rules, checkpoint.graph.style.protocol))}"
         mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
         yield Finding(code, "warning", message, sanitize_step(checkpoint) if mendable else "")
 
@@ -213,7 +222,7 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
     others = [blocker.rule for blocker in rules if blocker.rule and not blocker.rule.startswith("opcode ")]
     if len(opcodes) > 1 and protocol != 2:
         return [f"it was saved with pickle protocol {protocol}, weights_only reads protocol 2", *others]
-    return [f"its pickle uses {listed(opcodes)}", *others] if opcodes else others
+    return [f"its pickle uses {join_limited(opcodes)}", *others] if opcodes else others
 
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -227,11 +236,11 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
         yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", _WHOLE)
     else:
-        message = f"{counted(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
+        message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding("shards", "note", message, step)
     if "ShardedTensor" in shards.kinds:
         ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
-        group = f"a group of {counted(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
+        group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
         step = f"torch.distributed.init_process_group(...), or {step}"
@@ -244,20 +253,20 @@ def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
         if state_dict.confidence != "high":
             continue
         names = [str(nodes[key]) for key, _ in state_dict.items]
-        prefix = prefix_of(names)
+        prefix = wrapper_prefix(names)
         where = f" in {state_dict.path!r}" if state_dict.path else ""
         inner = wrapper_counts(names)
         bare = set(names)
         twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
         if prefix.keys and twins:
             message = (
-                f"{counted(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be removed"
+                f"{pluralize(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be removed"
             )
             yield Finding("prefix-collision", "warning", message, "remove one of each pair with drop")
         elif prefix.keys:
             yield _prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"}))
         elif inner.keys() - {"module"}:
-            segments = listed([f"'{name}.'" for name in inner if name != "module"])
+            segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
             step = command("strip-module", checkpoint.path, "--wrappers", word="plain")
             yield Finding("wrappers", "warning", message, step)
@@ -276,9 +285,11 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     if isinstance(map_location, Mapping):
         unused = [device for device in map_location if device not in tags]
         if unused:
-            yield Finding("map-location", "warning", f"no storage is tagged {listed(unused)}")
+            yield Finding("map-location", "warning", f"no storage is tagged {join_limited(unused)}")
     away = [
-        tag for tag in tags if tag not in ("cpu", "meta", "") and lands_on(tag, map_location) not in ("cpu", "meta")
+        tag
+        for tag in tags
+        if tag not in ("cpu", "meta", "") and restored_location(tag, map_location) not in ("cpu", "meta")
     ]
     objects = [f"{item.path} = {item.device}" for item in devices if item.is_object and item.device != "cpu"]
     remap = command("remap", path, "--to", "cpu", word="cpu") if away or objects else ""
@@ -288,13 +299,17 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         maps = program is None or program.maps
         needs = f"{loader} needs map_location" if maps else f"{loader} fails, as it has no map_location"
         device = "that device" if len(away) == 1 else "these devices"
-        yield Finding("device", "warning", f"tagged {listed(away)}: on a machine without {device}, {needs}", remap)
+        yield Finding(
+            "device", "warning", f"tagged {join_limited(away)}: on a machine without {device}, {needs}", remap
+        )
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
-        message = f"plain strings name a device: {listed(strings)}; remap leaves them, with --strings it changes them"
+        message = (
+            f"plain strings name a device: {join_limited(strings)}; remap leaves them, with --strings it changes them"
+        )
         yield Finding("device-strings", "note", message)
     if objects:
-        message = f"torch.device objects: {listed(objects)}; map_location does not reach them, remap does"
+        message = f"torch.device objects: {join_limited(objects)}; map_location does not reach them, remap does"
         yield Finding("device-objects", "note", message, "" if away else remap)
 
 
@@ -325,7 +340,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
     if account.unused_bytes:
         path, used, size = account.wasteful[0]
-        more = f" and {counted(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
+        more = f" and {pluralize(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
         sizes = human_bytes(used), human_bytes(size)
         if sizes[0] == sizes[1]:
             sizes = f"{used:,} bytes", f"{size:,} bytes"  # rounded, they would be the same
@@ -337,7 +352,7 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
         step = command("slim", checkpoint.path, word="slim") if editable else ""
         yield Finding("unused-bytes", "note", message, step)
     if account.shared_storages:
-        count = counted(account.shared_storages, "storage")
+        count = pluralize(account.shared_storages, "storage")
         yield Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
-from ..base.map_location import MapLocation, lands_on
-from ..base.prefixes import common_prefix, prefix_of, wrapper_counts
+from ..base.map_location import MapLocation, restored_location
+from ..base.prefixes import common_prefix, wrapper_counts, wrapper_prefix
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import class_name, mapping, scalar
@@ -248,7 +248,7 @@ def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
     """Return where a tag lands. Tensors saved on meta have no storage, and nothing moves them."""
     if tag == "meta" and all(storage.location != "meta" for storage in survey.reader.storages.values()):
         return tag
-    return lands_on(tag, location)
+    return restored_location(tag, location)
 
 
 def _view(entry: TensorEntry) -> Hashable:
@@ -273,7 +273,7 @@ def _state_dicts(checkpoint: Checkpoint) -> list[StateDictReport]:
 
 def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[TensorEntry]) -> StateDictReport:
     names = [str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items]
-    prefix = prefix_of(names)
+    prefix = wrapper_prefix(names)
     distinct = {_view(entry): entry.tensor for entry in reversed(entries)}.values()
     return {
         "key": state_dict.path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Final, NamedTuple, TypedDict
 
-from ..base.text import counted
+from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, extra_children, sequence
@@ -101,7 +101,7 @@ class _Tree:
         children, count = self.children(ref)
         if children:
             self.opened[ref] = path
-        return Branch(depth, name, kind, counted(count, "entry")), children, count
+        return Branch(depth, name, kind, pluralize(count, "entry")), children, count
 
     def children(self, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
         """Return the first children by their names, and how many there are."""

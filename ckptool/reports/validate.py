@@ -10,7 +10,7 @@ from typing import Final, TypedDict, cast
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
-from ..base.text import counted, listed, rename_step
+from ..base.text import join_limited, pluralize, rename_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
@@ -118,7 +118,7 @@ class ValidateReport(_Result):
 def check_policy(policy: Policy) -> None:
     """Raise TargetError for a policy that no file can meet: unknown torch, bad map_location, unreadable lock."""
     if policy.torch and policy.torch not in VERSIONS:
-        known = listed(VERSIONS, most=len(VERSIONS))
+        known = join_limited(VERSIONS, most=len(VERSIONS))
         raise TargetError(f"the list of torch {policy.torch!r} is not known", next=f"known are {known}")
     parse_map_location(policy.map_location or None)
     if policy.lock:
@@ -246,7 +246,9 @@ def _finite(checkpoint: Checkpoint, progress: Progress | None) -> Check:
         return Check(name, group, NOT_POSSIBLE, error.what)
     if not notes:
         return Check(name, group, PASS, "no NaN and no Inf in any tensor")
-    message = f"{counted(len(notes), 'tensor')} with NaN or Inf: {listed([note.message for note in notes], most=3)}"
+    message = (
+        f"{pluralize(len(notes), 'tensor')} with NaN or Inf: {join_limited([note.message for note in notes], most=3)}"
+    )
     return Check(name, group, FAIL, message, tuple(notes))
 
 
@@ -308,7 +310,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     report = load_report(path, parse_map_location(map_location or None))
     if report["error"] is not None:
         return Check(name, group, FAIL, report["error"], (Note("load", "error", report["error"]),))
-    where = listed([f"{counted(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
+    where = join_limited([f"{pluralize(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
     message = f"torch.load loads {'it' if loads == 'file' else 'each file'}: {where or 'no tensors'}"
     return Check(name, group, PASS, message)
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError
 from ..checkpoint.container import Container, StoredRecord
-from ..files.threads import in_threads
+from ..files.threads import run_in_threads
 from ..files.zips.reader import checksum as checksum_of
 
 #: Records held at a time: a folder may have millions.
@@ -51,7 +51,7 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
             except MalformedError as error:
                 errors[number] = error.what
 
-        in_threads(range(len(batch)), read, sum(record.size for record in batch))
+        run_in_threads(range(len(batch)), read, sum(record.size for record in batch))
         lost.extend((batch[number].name, errors[number]) for number in sorted(errors))
         wrong.extend(record for number, record in enumerate(batch) if sums.get(number, record.crc) != record.crc)
         batch.clear()

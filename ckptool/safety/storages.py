@@ -7,7 +7,7 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, storage_dtype
-from ..base.text import shown
+from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import UNEDITABLE
 from ..checkpoint.objects import callable_name, mapped_name
@@ -137,7 +137,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
         if pid[1] not in dtypes:
             dtypes[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
         if not dtypes[pid[1]]:
-            yield f"torch has no dtype for the storage class {shown(cls)}"
+            yield f"torch has no dtype for the storage class {quoted(cls)}"
         # The readers of older formats, and of shards, check the ids themselves.
         if len(pid) > ID_PARTS and not (checkpoint.traits.former or checkpoint.traits.sharded):
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"

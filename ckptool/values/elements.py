@@ -21,7 +21,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
-from ..files.zips.reader import contents
+from ..files.zips.reader import content_chunks
 
 #: Bytes read at a time.
 _CHUNK: Final = 1 << 19
@@ -103,7 +103,7 @@ def _sequential(body: Body, key: str) -> Iterable[bytes]:
         return body.piece.chunks()
     if isinstance(body.piece, bytes):
         return (body.piece,)
-    return contents(body.piece, body.size, body.compressed, f"storage {key}")
+    return content_chunks(body.piece, body.size, body.compressed, f"storage {key}")
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 
 from ckptool.files.sources import BytesSource
-from ckptool.files.zips.recovery import Walked
+from ckptool.files.zips.recovery import RecoveredRecord
 from ckptool.formats import rescue
 from ckptool.formats.rescue import rescue_zip
 
 
-class Counted(list[Walked]):
+class Counted(list[RecoveredRecord]):
     passes = 0
 
-    def __iter__(self) -> Iterator[Walked]:
+    def __iter__(self) -> Iterator[RecoveredRecord]:
         self.passes += 1
         return super().__iter__()
 

@@ -31,7 +31,7 @@ from hostile_files import (
     with_record,
 )
 
-from ckptool.files.zips.versions import Note, spelled
+from ckptool.files.zips.versions import EditNote, encode_note
 
 #: Of processor time: a machine with other work to do is no reason to fail.
 SECONDS = 10
@@ -142,7 +142,7 @@ def forged_versions(count: int) -> bytes:
     parts = [data]
     size = len(data)
     for _ in range(count):
-        note = spelled(Note(size, zlib.crc32(end), "x", 0))
+        note = encode_note(EditNote(size, zlib.crc32(end), "x", 0))
         parts += [note, end]
         size += len(note) + len(end)
     return b"".join(parts)

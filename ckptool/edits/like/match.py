@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
-from ...base.text import counted, listed
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
@@ -178,9 +178,11 @@ def _fix(
     guess = any(step.guess for step in steps)
     notes = []
     if left_out:
-        notes.append(f"leaves out the entries beside it: {listed(left_out)}")
+        notes.append(f"leaves out the entries beside it: {join_limited(left_out)}")
     if dropped:
-        notes.append(f"drops {counted(len(dropped), 'key')} that the target does not have: {listed(dropped, most=3)}")
+        notes.append(
+            f"drops {pluralize(len(dropped), 'key')} that the target does not have: {join_limited(dropped, most=3)}"
+        )
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
     return steps, {
@@ -312,7 +314,7 @@ def _next(
     if fix is not None and fix["complete"]:
         return "", ""
     if fix is None and _is_other_model(now, best, target):
-        count = counted(len(best.specs), "value")
+        count = pluralize(len(best.specs), "value")
         most = f"{_shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: by shape alone, {most}", ""
     renamed = best.renamed if fix is not None else best.specs
@@ -321,7 +323,9 @@ def _next(
         return f"load_state_dict(..., strict=False) takes it so; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad)
-    what = f"without the {counted(len(bad), 'key')} of another size load_state_dict(..., strict=False) takes the others"
+    what = (
+        f"without the {pluralize(len(bad), 'key')} of another size load_state_dict(..., strict=False) takes the others"
+    )
     if not drops:
         return what, ""
     last = best.after if fix is not None else ()
@@ -333,15 +337,15 @@ def _next(
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
     """Describe what happens to missing or unexpected keys when the model is not strict."""
     if not comparison.missing:
-        return f"{counted(len(comparison.unexpected), 'key')} would be ignored"
+        return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
     loaded = {*comparison.loads}
     tied = [name for name in comparison.missing if target.tied.get(name) in loaded]
     kept = len(comparison.missing) - len(tied)
     parts = []
     if kept:
-        parts.append(f"{counted(kept, 'key')} of the model would keep {'its' if kept == 1 else 'their'} values")
+        parts.append(f"{pluralize(kept, 'key')} of the model would keep {'its' if kept == 1 else 'their'} values")
     if tied:
-        pairs = listed([f"{name} is {target.tied[name]} under another name" for name in tied], most=3)
+        pairs = join_limited([f"{name} is {target.tied[name]} under another name" for name in tied], most=3)
         parts.append(f"{pairs}: it loads with that where the model ties them")
     return "; ".join(parts)
 
@@ -357,19 +361,23 @@ def _notes(
             for one in attempts
             if one is not best
         ]
-        number = counted(len(checkpoint.state_dicts), "state dict")
-        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {listed(others)}")
+        number = pluralize(len(checkpoint.state_dicts), "state dict")
+        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {join_limited(others)}")
     if target.others:
         others = [repr(other or ".") for other in target.others]
-        notes.append(f"of the target {target.path or '.'!r} is taken; --target-key takes another: {listed(others)}")
+        notes.append(
+            f"of the target {target.path or '.'!r} is taken; --target-key takes another: {join_limited(others)}"
+        )
     survey = checkpoint.survey
     places = [item.path for item in survey.state_dicts]
     ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == path]
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
-        tensors = counted(shards.tensors, "tensor")
+        tensors = pluralize(shards.tensors, "tensor")
         where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
-        notes.append(f"{where} ({listed(list(shards.kinds))}): load_state_dict takes them only into a model spread so")
+        notes.append(
+            f"{where} ({join_limited(list(shards.kinds))}): load_state_dict takes them only into a model spread so"
+        )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
     if _string_keys(target.path) is None and path != target.path:

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import RefusedError
-from ...base.prefixes import unwrapping
-from ...base.text import counted, shown
+from ...base.prefixes import unwrapper
+from ...base.text import pluralize, quoted
 
 #: Sizes in elements; None for what is not a tensor, and for a parameter that gets its shape when it is first used.
 Shape: TypeAlias = tuple[int, ...] | None
@@ -157,7 +157,7 @@ def _by_unwrapped_name(names: Iterable[str]) -> dict[str, str]:
     """Return names by their form without the segments of wrappers; those that would become one stay as they are."""
     groups: dict[str, list[str]] = {}
     originals = list(names)
-    for plain, name in zip(map(unwrapping(originals), originals), originals):
+    for plain, name in zip(map(unwrapper(originals), originals), originals):
         groups.setdefault(plain, []).append(name)
     return {plain if len(same) == 1 else name: name for plain, same in groups.items() for name in same}
 
@@ -170,10 +170,10 @@ def pair_in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dic
     step = "names can be taken by order only where the shapes agree one by one"
     for number, (own, other) in enumerate(zip_longest(have, wanted)):
         if own is None or other is None:
-            sides = f"{counted(len(have), 'key')} here, {len(wanted):,} there"
-            raise RefusedError(f"{sides}; the first without a partner is {shown(own or other or '')}", next=step)
+            sides = f"{pluralize(len(have), 'key')} here, {len(wanted):,} there"
+            raise RefusedError(f"{sides}; the first without a partner is {quoted(own or other or '')}", next=step)
         if have[own] != wanted[other]:
-            here, there = f"{shown(own)} {_shape_words(have[own])}", f"{shown(other)} {_shape_words(wanted[other])}"
+            here, there = f"{quoted(own)} {_shape_words(have[own])}", f"{quoted(other)} {_shape_words(wanted[other])}"
             raise RefusedError(f"key {number + 1:,} is {here} here, {there} there", next=step)
     return dict(zip(have, wanted))
 

@@ -15,7 +15,7 @@ from shlex import quote
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
-from ...base.prefixes import common_prefix, unwrapping
+from ...base.prefixes import common_prefix, unwrapper
 from ..keys import Rename, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
@@ -71,7 +71,7 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
     if step.option == "strip-prefix":
         return stripping(step.value)
     if step.option == "wrappers":
-        return unwrapping(names)
+        return unwrapper(names)
     if step.option == "add-prefix":
         return (step.value.rstrip(".") + ".").__add__
     if step.option == "rename":
@@ -303,7 +303,7 @@ def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[F
     """Yield steps about all names: the wrappers, their common prefix, and what heads lack."""
     if any(name.startswith("module.") for name in names):
         yield FixStep("strip-module")
-    unwrapped = unwrapping(names)
+    unwrapped = unwrapper(names)
     if any(unwrapped(name) != name for name in names):
         yield FixStep("wrappers")
     shared = common_prefix(names)

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...base.errors import MalformedError, RefusedError, TargetError
-from ...base.globs import EVERY, Globs
+from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
-from ...base.text import argument, listed, suggested_output
+from ...base.text import argument, join_limited, suggested_output
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
@@ -197,7 +197,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
         raise TargetError("there is no state dict in it", path=path)
     places = {"" if name == "." else name: value for name, value in dicts.items()}
     if key is not None and normal_path(key) not in places:
-        known = listed([repr(name or ".") for name in places])
+        known = join_limited([repr(name or ".") for name in places])
         raise TargetError(f"no state dict at {key!r}; there is {known}", path=path)
     place = normal_path(preferred) if preferred is not None else None
     best = max(places, key=lambda name: (name == place, len(places[name]))) if key is None else normal_path(key)
@@ -224,7 +224,7 @@ def rename_like(
     *,
     by_order: bool = False,
     key: str | None = None,
-    only: Globs = EVERY,
+    only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Give a checkpoint the names of ``wanted``: those that surely mean the same, or ``by_order`` one by one.
 
@@ -234,7 +234,7 @@ def rename_like(
     """
     candidates = candidate_dicts(checkpoint, key)
     if len(candidates) > 1:
-        paths = listed([repr(item.path or ".") for item in candidates])
+        paths = join_limited([repr(item.path or ".") for item in candidates])
         what = f"there are {len(candidates)} state dicts: {paths}"
         raise TargetError(what, path=checkpoint.path, next="name one with --key")
     have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}

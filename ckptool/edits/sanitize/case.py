@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from ...base.text import counted
+from ...base.text import pluralize
 from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
@@ -137,17 +137,17 @@ def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
 
 def as_dict(pairs: Sequence[tuple[Ref, Ref]], note: str = "") -> Replacement:
     """Replace an object by a dict of these entries."""
-    return Replacement(dict_of(pairs), f"dict, {counted(len(pairs), 'entry')}{note}")
+    return Replacement(dict_of(pairs), f"dict, {pluralize(len(pairs), 'entry')}{note}")
 
 
 def as_list(items: Sequence[Ref], note: str = "") -> Replacement:
     """Replace an object by a list of these elements."""
-    return Replacement(List(list(items)), f"list, {counted(len(items), 'element')}{note}")
+    return Replacement(List(list(items)), f"list, {pluralize(len(items), 'element')}{note}")
 
 
 def as_tuple(items: Sequence[Ref]) -> Replacement:
     """Replace an object by a tuple of these elements."""
-    return Replacement(tuple(items), f"tuple, {counted(len(items), 'element')}")
+    return Replacement(tuple(items), f"tuple, {pluralize(len(items), 'element')}")
 
 
 def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from ...base.text import counted, cut
+from ...base.text import cut, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import callable_name, mapping
@@ -191,10 +191,10 @@ def numpy_object(case: Case) -> RuleResult:
     if type(state) is tuple and state and mapping(case.graph, state[0]) is not None:
         ref, state = state[0], case.current(state[0])
     if isinstance(state, Dict):
-        return Replacement(state, f"its state, a dict of {counted(len(state.pairs) // 2, 'entry')}")
+        return Replacement(state, f"its state, a dict of {pluralize(len(state.pairs) // 2, 'entry')}")
     if type(state) is tuple and state and isinstance(case.current(state[0]), str):
         # As get_state returns it.
-        return Replacement(state, f"its state, a tuple of {counted(len(state), 'element')}")
+        return Replacement(state, f"its state, a tuple of {pluralize(len(state), 'element')}")
     if case.node.states or not isinstance(state, Call) or not state.states:
         return UNKNOWN
     return numpy_object(case.inner(ref, state))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.objects import elements, mapped_name, mapping, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
@@ -51,7 +51,7 @@ def _path(case: Case) -> RuleResult:
 
 
 def _string(text: str | None, note: str = "") -> RuleResult:
-    return UNKNOWN if text is None else Replacement(text, f"str {shown(text)}{note}")
+    return UNKNOWN if text is None else Replacement(text, f"str {quoted(text)}{note}")
 
 
 def _date(case: Case) -> RuleResult:
@@ -161,7 +161,7 @@ def _collection(case: Case) -> RuleResult:
             return as_list(items)
         members = case.editor.add(List(items))
         return Replacement(
-            new_call(case.editor, "__builtin__", "set", members), f"set, {counted(len(items), 'element')}"
+            new_call(case.editor, "__builtin__", "set", members), f"set, {pluralize(len(items), 'element')}"
         )
     if name in ("builtins.range", "builtins.slice"):
         return _range(case)
@@ -290,7 +290,7 @@ def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence
     internal = [str(nodes[key]) for key, _ in extra if _is_internal(nodes[key])]
     more = [(key, value) for key, value in extra if not _is_internal(nodes[key])]
     note = f", {len(more):,} of them attributes" if more else ""
-    return as_dict([*pairs, *more], note + (f"; left out: {listed(internal)}" if internal else ""))
+    return as_dict([*pairs, *more], note + (f"; left out: {join_limited(internal)}" if internal else ""))
 
 
 def _is_internal(name: Node) -> bool:
@@ -304,7 +304,7 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     if not (case.is_class or last[:1].isupper() or sequence):
         return UNKNOWN  # a function: its result is not in the file
     if state:
-        words = f"dict, {counted(len(state), 'entry')}"
+        words = f"dict, {pluralize(len(state), 'entry')}"
         if any(case.graph.nodes[key] == "args" for key, _ in state):
             return Replacement(dict_of(state), f"{words}; its arguments are left out")
         args = (case.editor.constant("args"), case.editor.add(tuple(case.args)))
@@ -319,9 +319,9 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
         if type(first) is tuple:
             return as_tuple(first)
         if isinstance(first, List) and case.node.op == op.REDUCE:
-            return Replacement(first, f"list, {counted(len(first.items), 'element')}")
+            return Replacement(first, f"list, {pluralize(len(first.items), 'element')}")
         if isinstance(first, Dict) and case.node.op == op.REDUCE:
-            return Replacement(first, f"dict, {counted(len(first.pairs) // 2, 'entry')}")
+            return Replacement(first, f"dict, {pluralize(len(first.pairs) // 2, 'entry')}")
     return as_tuple(case.args)
 
 
@@ -394,9 +394,9 @@ def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
     metadata = new_call(editor, "collections", "OrderedDict").filled((), metadata_pairs, ())
     attributes = Dict([editor.constant("_metadata"), editor.add(metadata)])
     state_dict = new_call(editor, "collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
-    words = f"state dict, {counted(len(builder.entries), 'tensor')}; other attributes of the module are left out"
+    words = f"state dict, {pluralize(len(builder.entries), 'tensor')}; other attributes of the module are left out"
     if builder.hooks:
-        words += f", {counted(builder.hooks, 'hook')} of it not run"
+        words += f", {pluralize(builder.hooks, 'hook')} of it not run"
     return Replacement(state_dict, words)
 
 

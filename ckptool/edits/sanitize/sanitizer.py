@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
-from ...base.text import argument, counted, listed, salvage_step
+from ...base.text import argument, join_limited, pluralize, salvage_step
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
@@ -119,7 +119,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
     left += dict.fromkeys(written.survey.unfollowed.values())
     if left:
         step = salvage_step(edited.path) if flaws else f"ckptool validate {argument(edited.path)} says where"
-        raise RefusedError(f"torch.load would still refuse it: {listed(left)}", path=edited.path, next=step)
+        raise RefusedError(f"torch.load would still refuse it: {join_limited(left)}", path=edited.path, next=step)
     return written
 
 
@@ -226,10 +226,10 @@ def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> 
     """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it."""
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
-        what = f"it holds a pickled module at {listed(rooted)}"
+        what = f"it holds a pickled module at {join_limited(rooted)}"
         return RefusedError(what, path=path, next="--as-state-dict makes it its state dict")
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
-    what = f"{counted(len(places), 'object')} cannot be made plain: {listed(places)}"
+    what = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
     if sanitizer.packed:
         what += "; only the class of such a module can make its state dict"
     if root_goes:
@@ -355,7 +355,7 @@ class _Sanitizer:
         if isinstance(node, FrozenSet | Set):
             # Sets are calls in protocol 2; a frozen one has no form that torch accepts.
             if isinstance(node, FrozenSet):
-                self.note(visit.path, "frozenset", f"set, {counted(len(node.items), 'element')}")
+                self.note(visit.path, "frozenset", f"set, {pluralize(len(node.items), 'element')}")
             editor.changed[ref] = new_call(editor, "__builtin__", "set", editor.add(List(list(node.items))))
         elif isinstance(node, bytes | ByteArray):
             data = node if isinstance(node, bytes) else node.data

@@ -1,5 +1,5 @@
-"""The only room that opens files for writing: it runs plans.
+"""The only package that opens files for writing: it executes plans.
 
-``output`` makes a new file, whole or not at all; ``in_place`` appends to one, so that it is the old version or the
-new one at every instant; ``copying`` moves the bytes of both.
+``output`` atomically creates a new file or folder; ``in_place`` appends to a file, which is the old version or the new
+one at every instant; ``copying`` moves the bytes of both.
 """

@@ -1,15 +1,14 @@
-"""Moving the pieces of a plan into a file: shared blocks where the filesystem has them, the kernel's copy elsewhere.
+"""Moving the pieces of a plan into a file: with shared blocks if the filesystem has them, else copied by the kernel.
 
-XFS, btrfs and others can let two files share blocks. ``copy_file_range`` does so where input and output stand at the
-same place within a block, both from the beginning of a block on; plans are laid out for that (``zips.layout``). What
-stands before the first whole block is copied.
+On XFS, btrfs and others two files can share blocks. ``copy_file_range`` does so if input and output have the same
+offset within a block, from the start of a block on; plans are laid out for that (``zips.layout``). Anything before the
+first whole block is copied.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue
@@ -18,18 +17,21 @@ from typing import Final, TypeAlias
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.text import salvage_step
 from ..sources import BLOCK, Claim, Computed, Files, FileSource, Piece, Plan, Span
+from ..threads import Background
 from ..zips.reader import checksum
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _CHUNK: Final = 16 << 20
-#: The buffer where the kernel cannot copy.
+#: The buffer used if the kernel cannot copy.
 _BUFFER: Final = 4 << 20
-#: Pieces that are computed before they are written, and the bytes from which on that pays.
+#: Chunks computed ahead of writing, and the bytes from which this pays off.
 _AHEAD: Final = 4
 _AHEAD_FROM: Final = 2 << 20
-#: Outputs from this size on are brought to the disk while they grow.
+#: Outputs of this size or more are synced while they grow.
 _FLUSH_FROM: Final = 64 << 20
-#: Why the kernel may not be able to copy: another filesystem, an old one, a forbidden call.
+#: Bytes from which verifying checksums in a thread pays off.
+_WORTH_IT: Final = 2 << 20
+#: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNABLE: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
@@ -37,7 +39,7 @@ Progress: TypeAlias = Callable[[int], None]
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """An input that changes while an output is made of it is a failure of the output, and exits as one."""
+    """Give a ChangedError the exit code of OutputError: an input changed while an output was made of it."""
     try:
         yield
     except ChangedError as error:
@@ -46,9 +48,9 @@ def writing() -> Iterator[None]:
 
 
 def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
-    """Write all pieces of a plan to an empty file; nothing is synced yet.
+    """Write all pieces of a plan to an empty file, without a final sync.
 
-    Holes of sparse inputs become holes. Raises OSError, and ChangedError where an input ends too early.
+    Holes of sparse inputs stay holes. Raises OSError, and ChangedError if an input ends too early.
     """
     with _Flusher(fd, plan.size), _Ahead(plan.pieces) as ahead:
         at = 0
@@ -75,7 +77,7 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
 
 
 def rehearse(plan: Plan | Files, progress: Progress | None = None) -> None:
-    """Compute what would be computed while the plan is written, and write nothing; raises what that raises."""
+    """Compute everything that writing the plan would compute, but write nothing; raises what that raises."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
     with _Ahead(pieces) as ahead:
         for piece in pieces:
@@ -85,7 +87,7 @@ def rehearse(plan: Plan | Files, progress: Progress | None = None) -> None:
 
 
 def _stretches(piece: Span) -> Iterator[tuple[Span, bool]]:
-    """The piece in turns of data and holes: (stretch, whether it is a hole)."""
+    """Split a piece into (part, whether it is a hole)."""
     source, at, end = piece
     end += at
     if not isinstance(source, FileSource) or not source.sparse:
@@ -98,26 +100,26 @@ def _stretches(piece: Span) -> Iterator[tuple[Span, bool]]:
         hole = min(source.next_hole(data), end)
         if hole > data:
             yield Span(source, data, hole - data), False
-        elif data == at:  # the file changed under us, or the system cannot tell: copy what is left
+        elif data == at:  # the file changed under us, or the system cannot tell: copy the rest
             yield Span(source, at, end - at), False
             return
         at = hole
 
 
 def _copy(piece: Span, fd: int, at: int, progress: Progress | None) -> None:
-    """Copy from file to file; ``at`` is the place in the output, in bytes."""
+    """Copy from file to file; ``at`` is the offset in the output."""
     source = piece.source
     done = 0
     if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
         with source.held():
             if (piece.offset - at) % BLOCK == 0:
-                # A call that begins within a block copies everything: this one ends where a block begins.
+                # A call that starts within a block copies everything: this one ends at the start of a block.
                 done = _kernel_copy(piece._replace(size=min(-at % BLOCK, piece.size)), source.fd, fd, progress)
             done += _kernel_copy(Span(source, piece.offset + done, piece.size - done), source.fd, fd, progress)
     while done < piece.size:
         data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
         if not data:
-            raise ChangedError("the input ends before the bytes that were to be copied")
+            raise ChangedError("the input ends before the bytes to copy")
         write_all(fd, data)
         done += len(data)
         if progress:
@@ -125,7 +127,7 @@ def _copy(piece: Span, fd: int, at: int, progress: Progress | None) -> None:
 
 
 def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:
-    """Bytes that the kernel copied or shared; it may not be able to, then the rest is up to the caller."""
+    """Let the kernel copy or share bytes; return how many, fewer if it is unable to."""
     done = 0
     while done < piece.size:
         try:
@@ -152,37 +154,29 @@ def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progre
         if progress:
             progress(len(data))
     if left:
-        raise ChangedError("the input gave another number of bytes than were to be written")
+        raise ChangedError("the input yielded another number of bytes than planned")
 
 
-class _Ahead:
-    """Computes pieces in one thread of its own while another writes what is there already.
+class _Ahead(Background):
+    """Computes pieces in a thread while the caller writes those that are ready.
 
-    One thread for all: what torch computes in a new thread makes it start a new pool of threads.
+    One thread for all of them: torch starts a new thread pool for each thread that computes.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = [piece for piece in pieces if isinstance(piece, Computed)]
         self._ready: Queue[bytes | BaseException | None] = Queue(_AHEAD)
-        self._stopped = threading.Event()
-        worth_it = sum(piece.size for piece in self._pieces) >= _AHEAD_FROM
-        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
+        super().__init__(sum(piece.size for piece in self._pieces) >= _AHEAD_FROM)
 
-    def __enter__(self) -> _Ahead:
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._stopped.set()
         while self._thread and self._thread.is_alive():
             with suppress(Empty):
-                self._ready.get(timeout=0.01)  # it may wait for room to put one more
-        if self._thread:
-            self._thread.join()
+                self._ready.get(timeout=0.01)  # it may be waiting for room to put one more
+        super().__exit__(kind)
 
     def chunks(self, piece: Computed) -> Iterable[bytes]:
-        """The bytes of the next computed piece; to be asked for in the order of the plan."""
+        """Return the chunks of the next computed piece, in the order of the plan."""
         return self._taken() if self._thread else piece.chunks()
 
     def _taken(self) -> Iterator[bytes]:
@@ -203,97 +197,54 @@ class _Ahead:
             self._ready.put(error)
 
 
-class _Flusher:
-    """Brings what is written to the disk while more is written: the disk works from the first byte on.
+class _Flusher(Background):
+    """Syncs the written bytes while more are written: the disk is busy from the first byte on.
 
-    A copy that is synced only at its end takes the time of both, one after the other.
+    Copying first and syncing at the end would take the time of both.
     """
 
     def __init__(self, fd: int, size: int) -> None:
+        super().__init__(size >= _FLUSH_FROM and hasattr(os, "fdatasync"))
         self._fd = fd
-        self._done = threading.Event()
-        self._error: OSError | None = None
-        worth_it = size >= _FLUSH_FROM and hasattr(os, "fdatasync")
-        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
-
-    def __enter__(self) -> None:
-        if self._thread:
-            self._thread.start()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._done.set()
-        if self._thread:
-            self._thread.join()
-        # The kernel reports a failed write-back once: it must not get lost here.
+        super().__exit__(kind)
+        # The kernel reports a failed write-back only once: it must not get lost here.
         if self._error and kind is None:
             raise self._error
 
     def _run(self) -> None:
-        while not self._done.wait(0.01):
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                self._error = error
-                return
+        while not self._stopped.wait(0.01):
+            os.fdatasync(self._fd)
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """All of it, in as many calls as it takes."""
+    """Write all of the data, in as many calls as it takes."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
-# -- The claims of an input are looked at while its bytes are copied, by a thread of its own
-
-#: Bytes from which on a thread of its own pays.
-_WORTH_IT: Final = 2 << 20
-
-
 class _Stop(Exception):
-    """Nobody waits for the answer any more."""
+    """The result is not needed any more."""
 
 
-class Verifier:
-    """Checks claims in the background, as a context; ``finish`` waits for the answer."""
+class Verifier(Background):
+    """Verifies the checksums recorded in an input while its bytes are copied.
+
+    ``finish`` raises MalformedError for the first that is wrong, and what reading raises.
+    """
 
     def __init__(self, claims: Sequence[Claim]) -> None:
+        super().__init__(sum(claim.span.size for claim in claims) >= _WORTH_IT)
         self._claims = claims
-        self._stopped = threading.Event()
-        self._error: BaseException | None = None
-        worth_it = sum(claim.span.size for claim in claims) >= _WORTH_IT
-        self._thread = threading.Thread(target=self._run, daemon=True) if worth_it else None
-
-    def __enter__(self) -> Verifier:
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        if self._thread:
-            self._thread.join()
-
-    def finish(self) -> None:
-        """Wait for the last claim; raises MalformedError for the first that is not true, and what reading raises."""
-        if self._thread:
-            self._thread.join()
-        else:
-            self._run()
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
-        try:
-            for claim in self._claims:
-                if checksum(claim.span, claim.size, claim.compressed, claim.where, self._advance) != claim.crc:
-                    path = claim.span.source.name
-                    what = f"{claim.where} does not agree with its checksum: it is damaged"
-                    raise MalformedError(what, path=path, next=salvage_step(path))
-        except _Stop:
-            pass
-        except BaseException as error:
-            self._error = error
+        for claim in self._claims:
+            if checksum(claim.span, claim.size, claim.compressed, claim.where, self._advance) != claim.crc:
+                path = claim.span.source.name
+                what = f"{claim.where} does not match its checksum: it is damaged"
+                raise MalformedError(what, path=path, next=salvage_step(path))
 
     def _advance(self, size: int) -> None:
         if self._stopped.is_set():

@@ -1,8 +1,8 @@
-"""Edits in place: what is there never changes, a new version is appended behind it and can be taken back.
+"""Edits in place: existing bytes never change, a new version is appended and can be taken back.
 
-Three steps, each on the disk before the next one begins: the new end of the file, which leads to the old directory; all
-that comes before it; the one byte by which the end leads to the new directory. Killed, or out of power, the file is the
-former version before the last step and the new one behind it.
+There are three steps, each synced before the next one starts: the new end of the file, which leads to the old
+directory; everything before it; the single byte that makes the end lead to the new directory. If the process is killed
+or power is lost, the file is the former version before the last step, and the new one after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIGHT: Final = 15 * BLOCK
 
 
 class _Finished:
-    """A file as it will be when its last bytes are ``ending``; see ``Source``."""
+    """A source: the file as it will be once its last bytes are ``ending``."""
 
     def __init__(self, file: FileSource, ending: bytes) -> None:
         self.name, self.size = file.name, file.size
@@ -51,12 +51,11 @@ class _Finished:
 
 @writing()
 def append(appending: Appending, source: FileSource, check: Check | None = None) -> None:
-    """Append a version to the file behind ``source``; readers that have it open or mapped are not disturbed.
+    """Append a version to the file of ``source``; readers that have it open or mapped are not disturbed.
 
-    ``check`` is given the file as it will be after the last step, before that is done; it raises ReadBackError where
-    that is not what it must be. Raises OutputError when it cannot be written, RefusedError when another process edits
-    it, ChangedError when it changed since it was read. Whatever happens, the file is the former version, byte for byte,
-    or the new one.
+    ``check`` is called before the last step with the file as it will be after it, and raises ReadBackError if that is
+    wrong. Raises OutputError if the file cannot be written, RefusedError if another process edits it, ChangedError if
+    it changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
     """
     with _opened(source) as fd:
         done = False
@@ -86,10 +85,10 @@ def _read_back(appending: Appending, path: str, check: Check) -> None:
 
 
 def _ends(size: int, end: int) -> Iterator[int]:
-    """The sizes through which a file grows, in bytes.
+    """Yield the sizes through which a file grows, in bytes.
 
-    Readers look for the end records in the last 64 KiB alone, and a disk may keep the size of a file without what was
-    written there: so each step leaves the end records of the one before it in their sight.
+    Readers look for the end records only in the last 64 KiB, and a disk may save the size of a file without the new
+    bytes: so each step leaves the end records of the one before it within that range.
     """
     while size + _SIGHT < end:
         size = (size + _SIGHT) // BLOCK * BLOCK
@@ -99,7 +98,7 @@ def _ends(size: int, end: int) -> Iterator[int]:
 
 @writing()
 def shorten(source: FileSource, size: int) -> None:
-    """Cut the file behind ``source`` to its first ``size`` bytes: the version that ended there is back.
+    """Truncate the file of ``source`` to ``size`` bytes, and so restore the version that ended there.
 
     Raises as ``append`` does.
     """
@@ -120,7 +119,7 @@ def check_idle(source: FileSource) -> None:
 
 @contextmanager
 def _opened(source: FileSource) -> Iterator[int]:
-    """The file behind a source for writing, locked; OSErrors become OutputErrors."""
+    """Open the file of a source for writing, and lock it; OSErrors become OutputErrors."""
     flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
         fd = os.open(source.name, flags)
@@ -136,7 +135,7 @@ def _opened(source: FileSource) -> Iterator[int]:
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
     finally:
-        with suppress(OSError):  # what it tells was asked for by fsync before
+        with suppress(OSError):  # fsync already reported errors of writing
             os.close(fd)
 
 
@@ -157,12 +156,12 @@ def _put(fd: int, at: int, data: bytes) -> None:
 
 
 def _take_back(fd: int, size: int, path: str, done: bool) -> None:
-    """Cut an edit that failed off again; ``done`` says that readers may see it already."""
+    """Truncate a failed edit; ``done`` says that readers may see it already."""
     try:
         os.ftruncate(fd, size)
     except OSError as error:
         state = "may be the new one already" if done else "is the former one"
-        what = f"an edit that failed cannot be taken back ({error.strerror}): the version that torch reads {state}"
+        what = f"a failed edit cannot be taken back ({error.strerror}): the version that torch reads {state}"
         raise OutputError(what, path=path, next=undo_step(path)) from error
-    with suppress(OSError):  # where it comes back after all, it leads to the former version still
+    with suppress(OSError):  # should the edit reappear, it still leads to the former version
         os.fsync(fd)

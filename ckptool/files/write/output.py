@@ -1,8 +1,7 @@
-"""A plan becomes a new file, whole or not at all.
+"""Atomic creation of files and folders from plans.
 
-The output grows in a temporary sibling ``.NAME.<random>.ckptool-tmp``, is brought to the disk, and only
-then takes its name; then the folder is brought to the disk, too. Whatever happens before that, the path
-holds what it held.
+The output is written to a temporary sibling ``.NAME.<random>.ckptool-tmp``, read back and synced, and only then
+renamed; then its folder is synced, too. If anything fails before that, the path keeps its former content.
 """
 
 from __future__ import annotations
@@ -13,27 +12,51 @@ import re
 import shlex
 import stat
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError
-from ..sources import FileSource, Piece, Plan, Source, Span, size_of
+from ..sources import Files, FileSource, Piece, Plan, Source, Span, size_of
+from ..threads import Background
 from .copying import Progress, Verifier, produce, writing
 
-# -- Two names for each other's file or folder, in one step where the system has that
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _RENAME_SWAP: Final = 2
+#: Bytes compared at both ends of what was copied from a file.
+_ENDS: Final = 4096
+#: Bytes from which syncing in a thread pays off.
+_WORTH_IT: Final = 1 << 20
+#: Bytes read at once.
+_BUFFER: Final = 4 << 20
+_SUFFIX: Final = ".ckptool-tmp"
+#: The placeholder for a hash of the content in the name of an output.
+HASH: Final = "{hash8}"
+_PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
+
+#: Raises ReadBackError if a staged file, or a folder by its path, is not as it must be.
+Check: TypeAlias = Callable[[Source], None]
+FolderCheck: TypeAlias = Callable[[str], None]
+
+
+class Written(NamedTuple):
+    """An output: its path and its size in bytes."""
+
+    path: str
+    size: int
 
 
 def exchange(one: str, other: str) -> None:
-    """Let both paths, which must exist, stand for what the other one stood for.
+    """Exchange two existing paths.
 
-    Where the filesystem cannot do that at once, ``one`` is away for a moment: a run that is killed right then leaves
-    what it stood for under the name of ``other`` with ``.old`` behind it. Raises OSError.
+    If the filesystem cannot do that atomically, ``one`` is missing for a moment: a run killed right then leaves its
+    content under the name of ``other`` with ``.old`` appended. Raises OSError.
     """
     if _at_once(os.fsencode(one), os.fsencode(other)):
         return
@@ -48,7 +71,7 @@ def exchange(one: str, other: str) -> None:
 
 
 def _at_once(one: bytes, other: bytes) -> bool:
-    """Did the system exchange them?"""
+    """Exchange two paths atomically; return whether the system did."""
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
 
@@ -60,19 +83,8 @@ def _at_once(one: bytes, other: bytes) -> bool:
         return False
 
 
-# -- What is staged is looked at before it takes its name: nothing is committed that was not read back
-
-#: Raises ReadBackError where a staged file, or a folder by its path, is not what it must be.
-Check: TypeAlias = Callable[[Source], None]
-FolderCheck: TypeAlias = Callable[[str], None]
-#: Of what was copied from a file, bytes at both ends that are compared.
-_ENDS: Final = 4096
-#: Bytes from which on a thread of its own pays.
-_WORTH_IT: Final = 1 << 20
-
-
 def as_planned(plan: Plan) -> Check:
-    """Is the file as long as the plan, with its literal bytes in their places, and the ends of those it copied?"""
+    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied ones."""
 
     def check(staged: Source) -> None:
         if staged.size != plan.size:
@@ -81,15 +93,15 @@ def as_planned(plan: Plan) -> Check:
         at = 0
         for piece in plan.pieces:
             if not _stands(piece, staged, at):
-                words = f"{size_of(piece):,} bytes from byte {at:,} on"
-                raise ReadBackError("it holds other bytes than planned", promised=words, read="other bytes there")
+                promised = f"{size_of(piece):,} bytes from byte {at:,} on"
+                raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
             at += size_of(piece)
 
     return check
 
 
 def _stands(piece: Piece, staged: Source, at: int) -> bool:
-    """Is the piece there, as far as that can be seen without computing or reading all of it?"""
+    """Return whether the piece is at ``at``, as far as that shows without computing or reading all of it."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
     if not isinstance(piece, Span):
@@ -99,71 +111,35 @@ def _stands(piece: Piece, staged: Source, at: int) -> bool:
     return all(staged.read(at + end, count) == source.read(offset + end, count) for end in {0, size - count})
 
 
-class Synced:
-    """Brings a file to the disk while something else is done with it. The error of either is raised."""
+class Synced(Background):
+    """Syncs a file while something else is done with it."""
 
     def __init__(self, fd: int, size: int) -> None:
+        super().__init__(size >= _WORTH_IT)
         self._fd = fd
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True) if size >= _WORTH_IT else None
-
-    def __enter__(self) -> None:
-        if self._thread:
-            self._thread.start()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._thread:
-            self._thread.join()
-        elif kind is None:
-            os.fsync(self._fd)
-        if self._error and kind is None:
-            raise self._error
 
     def _run(self) -> None:
-        try:
-            os.fsync(self._fd)
-        except BaseException as error:
-            self._error = error
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-
-#: Bytes read at once.
-_BUFFER: Final = 4 << 20
-_SUFFIX: Final = ".ckptool-tmp"
-#: In the name of an output: what the content decides.
-HASH: Final = "{hash8}"
-_PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
-
-
-class Written(NamedTuple):
-    """An output: its path and its size in bytes."""
-
-    path: str
-    size: int
+        os.fsync(self._fd)
 
 
 def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
-    """The real path to write to, symbolic links followed.
+    """Return the real path to write to, symbolic links followed.
 
-    Raises RefusedError when it is one of the inputs (also by another name), or exists and ``force`` is not
-    given; OutputError when nothing can be written there.
+    Raises RefusedError if it is one of the inputs (also by another name), or exists and ``force`` is not given;
+    OutputError if nothing can be written there.
     """
     if not path or "\0" in path:
-        raise OutputError("it is no file name", path=repr(path))
-    unknown = next((found for found in _PLACEHOLDER.findall(os.path.basename(path)) if found != HASH), "")
+        raise OutputError("it is not a file name", path=repr(path))
+    unknown = next((name for name in _PLACEHOLDER.findall(os.path.basename(path)) if name != HASH), "")
     if unknown:
-        raise TargetError(f"{unknown} stands for nothing, {HASH} is known", path=path, next="-o 'model-{hash8}.pth'")
+        raise TargetError(f"unknown placeholder {unknown}, use {HASH}", path=path, next="-o 'model-{hash8}.pth'")
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        step = "" if os.path.exists(folder) else f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}"
-        what = "its folder is a file" if os.path.exists(folder) else "its folder does not exist"
-        raise OutputError(what, path=path, next=step)
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise OutputError("its folder is a file", path=path)
+    if not os.path.exists(folder):
+        step = f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}"
+        raise OutputError("its folder does not exist", path=path, next=step)
     try:
         status = os.stat(target)
     except FileNotFoundError:
@@ -177,7 +153,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
-    # A run that was killed between giving the file its name and removing the other one.
+    # Of a run that was killed between linking the file and removing its temporary name.
     remove_leftovers(folder, os.path.basename(target))
     if not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
@@ -195,13 +171,13 @@ def write_plan(
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> Written:
-    """Run a plan. ``mode`` is for a new file; one that is replaced keeps its own.
+    """Execute a plan. ``mode`` is for a new file; a replaced one keeps its own.
 
-    ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form in which
-    ``torch.hub.load_state_dict_from_url(check_hash=True)`` expects it. ``progress`` is called with the number of bytes
-    of each step. ``check`` is given what is about to take the name, and raises ReadBackError where that is not what it
-    must be; without one it must be what the plan says. Raises RefusedError and OutputError as ``check_output`` does,
-    OutputError when the disk is full or fails, ChangedError when an input changed.
+    ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form expected by
+    ``torch.hub.load_state_dict_from_url(check_hash=True)``. ``progress`` is called with the number of bytes of each
+    step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default it must match
+    the plan. Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full or fails,
+    ChangedError if an input changed.
     """
     target = check_output(path, sources, force=force)
     if force and os.path.exists(target):
@@ -210,7 +186,7 @@ def write_plan(
     remove_leftovers(folder, name)
     temporary = temporary_name(folder, name)
     try:
-        # From the first moment on: a signal may come as soon as the file is there.
+        # Within the try: a signal may come as soon as the file exists.
         _fill(plan, _opened(temporary), path, mode, sources, progress, check or as_planned(plan))
         if HASH in name:
             digest = _digest(temporary)
@@ -236,20 +212,20 @@ def write_plan(
 
 
 def temporary_name(folder: str, name: str) -> str:
-    """A name beside the output ``name`` for what is to become it."""
+    """Return a temporary name beside the output ``name``."""
     return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
 
 
 def _leftover_stem(name: str) -> str:
-    """What temporary files of this output begin with; names are limited in bytes, not in characters."""
+    """Return the start of temporary names of this output; file names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
 
 def _opened(path: str) -> int:
-    """A new file beside the output, locked as long as it is open."""
+    """Create a new file, locked as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
-    lock(fd)  # on a filesystem without locks another run may take the file for a leftover, and fail
+    lock(fd)  # without it another run would take the file for a leftover
     return fd
 
 
@@ -262,7 +238,7 @@ def _fill(
     progress: Progress | None,
     check: Check,
 ) -> None:
-    """Write the pieces to a new file and read them back; ``path`` is its name to be."""
+    """Write the pieces to a new file and read them back; ``path`` is its final name."""
     try:
         with Verifier(plan.claims) as verifier:
             produce(plan, fd, progress)
@@ -274,8 +250,9 @@ def _fill(
             for source in sources:
                 if isinstance(source, FileSource):
                     source.check_unchanged()
-            with Synced(fd, plan.size):
+            with Synced(fd, plan.size) as syncing:
                 check(staged)
+                syncing.finish()
         finally:
             staged.close()
     finally:
@@ -283,7 +260,7 @@ def _fill(
 
 
 def _digest(path: str) -> str:
-    """The first eight digits of the SHA-256 of a file's content."""
+    """Return the first eight digits of the SHA-256 of a file's content."""
     from hashlib import sha256  # OpenSSL takes milliseconds to load
 
     digest = sha256()
@@ -294,13 +271,11 @@ def _digest(path: str) -> str:
 
 
 def _take_name(temporary: str, target: str) -> None:
-    """Give the file its name without ever replacing another: link, where the filesystem has links."""
+    """Rename a file without ever replacing another: by a hard link, if the filesystem has them."""
     try:
         os.link(temporary, target)
-    except FileExistsError:
-        raise RefusedError("the output exists", path=target, next="replace it with --force") from None
-    except OSError:
-        if os.path.lexists(target):
+    except OSError as error:
+        if isinstance(error, FileExistsError) or os.path.lexists(target):
             raise RefusedError("the output exists", path=target, next="replace it with --force") from None
         os.rename(temporary, target)
         return
@@ -308,13 +283,13 @@ def _take_name(temporary: str, target: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Bring the names in a folder to the disk, where the system has that."""
+    """Sync the names in a folder, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
-        return  # a folder that may be written to but not read: the output is there and whole
+        return  # a folder that may be written to but not read: the output is complete
     try:
         os.fsync(fd)
     except OSError as error:
@@ -326,9 +301,9 @@ def sync_folder(folder: str) -> None:
 
 
 def discard(temporary: str, names: Sequence[str] | None = None) -> str:
-    """Remove a temporary file, or folder of files; its name when that fails, so that a message can tell.
+    """Remove a temporary file, or folder of files; return its name if that fails, for a message.
 
-    ``names`` are the files that may be in a folder: a disk that fails may not list them any more.
+    ``names`` are the files that may be in a folder: a failing disk may not list them any more.
     """
     try:
         _remove(temporary, names)
@@ -340,7 +315,7 @@ def discard(temporary: str, names: Sequence[str] | None = None) -> str:
 
 
 def lock(fd: int) -> bool:
-    """Lock an open file or folder, as long as it is open; False where another run has, or nobody can."""
+    """Lock a file or folder as long as it is open; return False if another run has locked it, or locks do not work."""
     if fcntl is None:
         return False
     try:
@@ -362,7 +337,7 @@ def _remove(path: str, names: Sequence[str] | None = None) -> None:
 
 
 def remove_leftovers(folder: str, name: str) -> None:
-    """Remove what a killed run left for the same output. A run that is alive holds a lock on it."""
+    """Remove what a killed run left for the same output. A live run holds a lock on its files."""
     if fcntl is None:
         return
     head = _leftover_stem(name)
@@ -383,3 +358,115 @@ def remove_leftovers(folder: str, name: str) -> None:
             continue
         finally:
             os.close(fd)
+
+
+def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
+    """Return the real path of the folder to write; raises as ``check_output`` does.
+
+    With ``force`` an existing folder is replaced, but ``write_files`` does so only if it contains nothing but the parts
+    of one checkpoint, and files that the new one has as well: a typing error never deletes a folder of other files.
+    """
+    if not path or "\0" in path:
+        raise OutputError("it is not a folder name", path=repr(path))
+    target = os.path.realpath(path)
+    parent = os.path.dirname(target)
+    if not os.path.isdir(parent):
+        raise OutputError("its parent folder does not exist", path=path, next=f"mkdir -p {shlex.quote(parent)}")
+    for source in sources:
+        if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
+            raise RefusedError("the output is the folder of an input", path=path, next="write to another one")
+    if os.path.isdir(target):
+        # Of a run that was killed between renaming the folder and removing the former one.
+        remove_leftovers(parent, os.path.basename(target))
+    _check_what_is_there(target, path, force)
+    return target
+
+
+def _check_what_is_there(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
+    """Raise RefusedError if a folder must not replace what is at ``target``; ``names`` are the files that may be
+    deleted, if known."""
+    if not os.path.lexists(target):
+        return
+    if not os.path.isdir(target):
+        raise RefusedError(
+            "the output is a folder, and a file of that name exists", path=path, next="choose another name"
+        )
+    there = os.listdir(target)
+    if there and not force:
+        raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
+    if names is None:
+        return
+    lost = sorted(name for name in there if name not in names or os.path.isdir(os.path.join(target, name)))
+    if lost:
+        more = f" and {len(lost) - 1:,} more" if lost[1:] else ""
+        what = f"the folder contains {lost[0]!r}{more}, which is not part of its checkpoint, and would be lost"
+        raise RefusedError(what, path=path, next="choose another name")
+
+
+@writing()
+def write_files(
+    files: Files,
+    path: str,
+    sources: Sequence[Source],
+    *,
+    force: bool = False,
+    mode: int = 0o644,
+    progress: Progress | None = None,
+    parts: Callable[[str], Collection[str]] = lambda path: (),
+    check: FolderCheck | None = None,
+) -> Written:
+    """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does.
+
+    ``parts`` returns the files of a folder that are the checkpoint to replace; any other file in it is never deleted.
+    ``check`` is called with the path of the staged folder; each file must also match its plan.
+    """
+    target = check_folder(path, sources, force=force)
+    names = [file for file, _ in files.files]
+    names += parts(target) if force else ()
+    _check_what_is_there(target, path, force, names)
+    parent, name = os.path.split(target)
+    remove_leftovers(parent, name)
+    temporary = temporary_name(parent, name)
+    fd = -1
+    try:
+        os.mkdir(temporary)
+        fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
+        if fd >= 0:
+            lock(fd)
+        for file, plan in files.files:
+            write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+        # Once for all files: with a thousand ranks, each is checked once, not once per file.
+        copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
+        for source in {*sources, *copied}:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
+        sync_folder(temporary)
+        if check is not None:
+            check(temporary)
+        # What was put there in the meantime must not be lost, either.
+        _check_what_is_there(target, path, force, names)
+        if os.path.isdir(target):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            former = os.listdir(target)
+            exchange(target, temporary)
+            names = former
+            sync_folder(parent)
+            discard(temporary, names)
+        else:
+            os.rename(temporary, target)
+            sync_folder(parent)
+    except OSError as error:
+        left = discard(temporary, names)
+        what = f"writing failed: {error.strerror or error}"
+        raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
+    except BaseException as error:
+        discard(temporary, names)
+        # An error that is not about an input is about a file of the folder, whose temporary name nobody knows.
+        if isinstance(error, CkptoolError) and all(source.name != error.path for source in sources):
+            error.path = path
+        raise
+    finally:
+        if fd >= 0:
+            with suppress(OSError):  # nothing was written to it
+                os.close(fd)
+    return Written(path, files.size)

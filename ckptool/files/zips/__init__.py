@@ -1,1 +1,1 @@
-"""Zip archives as torch reads them and as torch writes them. Knows nothing of pickles."""
+"""Zip archives, read and written like torch does. Knows nothing of pickles."""

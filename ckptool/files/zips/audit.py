@@ -1,7 +1,7 @@
 """Everything in a zip archive that two readers could see differently, beyond what its directory alone shows.
 
-Torch's reader looks at the central directory only (``read``). Here every local header and descriptor is held
-against it, and every byte of the file must belong to something.
+Torch's reader looks at the central directory only (``reader``). Here every local header and descriptor is compared with
+it, and every byte of the file must belong to something.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import MalformedError
-from ...base.text import counted, shown
+from ...base.text import pluralize, quoted
 from ..sources import FileSource, SliceSource, Source
-from .reader import FULL32, LOCAL, Archive, Oddity, Record, Window, extras, parses, read_archive
+from .reader import FULL32, LOCAL, PADDING_ID, Archive, Oddity, Record, Window, extra_fields, fills_block, read_archive
 from .versions import versions
 
-#: (code, what is wrong with the record, level, ambiguous)
+#: Called with (code, message, level, ambiguous) for an oddity of one record.
 _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
 _END: Final = Struct("<4s4H2IH").unpack
+#: Of a zip64 end record: its size, entries on this disk and in all, bytes and offset of the directory.
+_END64: Final = Struct("<4xQ12x4Q").unpack
 _WINDOW: Final = 1 << 20
-#: Bytes of directories of former versions that are read beyond those of the file, and what the end of each costs.
-_SPARE: Final = 16 << 20
-_ENDS: Final = 4096
-_HEADER: Final = b"PK\x03\x04"
-#: The newest version of zip that an entry may need for Python's zipfile (``MAX_EXTRACT_VERSION``).
-_NEWEST: Final = 63
+#: Directories of former versions are read up to the size of the file and this many bytes; the end of each counts 4 KiB.
+_FORMER_BYTES: Final = 16 << 20
+_END_COST: Final = 4096
+_LOCAL_MAGIC: Final = b"PK\x03\x04"
+#: The highest zip version that Python's zipfile supports (``MAX_EXTRACT_VERSION``).
+_MAX_VERSION: Final = 63
 #: The flag of a name in UTF-8.
 _UTF8: Final = 0x800
-_PADDING: Final = 0x4246  # "FB", as torch pads
-#: What a name without any flaw does not have.
-_ODD_NAME: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
+#: Finds anything in a name that may be a flaw.
+_suspicious: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
 
 
 class Audit:
-    """What is odd about an archive, and the offsets of local headers that its directory does not list.
+    """The oddities of an archive, and the offsets of local headers that its directory does not list (``hidden``).
 
-    ``padded`` whether its first record is padded as torch does it, None for an archive without records.
+    ``padded`` is whether its first record is padded like torch does, None for an archive without records.
     """
 
     def __init__(self, archive: Archive) -> None:
@@ -50,94 +51,102 @@ class Audit:
         self.former: list[tuple[Archive, Record]] = []
         self.padded: bool | None = None
 
+    def note(
+        self, code: str, message: str, ambiguous: bool = False, level: str = "error", where: str = "", offset: int = -1
+    ) -> None:
+        """Add an oddity."""
+        self.oddities.append(Oddity(code, message, ambiguous, level, where, offset))
+
+    def note_missing_header(self, record: Record) -> None:
+        """Add the oddity of a record without a local header."""
+        what = f"{quoted(record.name)}: there is no local header at byte {record.header:,}, where the directory says"
+        self.note("no-local-header", what, where=record.name, offset=record.header)
+
 
 def audit(archive: Archive) -> Audit:
-    """Hold the archive against itself."""
-    found = Audit(archive)
-    found.oddities.extend(_names(archive))
-    _stretches(archive, found)
-    _ends(archive, found)
-    return found
+    """Check the archive for contradictions."""
+    result = Audit(archive)
+    result.oddities.extend(_name_oddities(archive))
+    _check_extents(archive, result)
+    _check_end(archive, result)
+    return result
 
 
-def check_places(archive: Archive) -> None:
+def check_locations(archive: Archive) -> None:
     """Raise MalformedError for a record that is not where the directory says, by its local header and its end, and for
-    end records that contradict each other: the part of an audit that costs a microsecond a record."""
-    read, limit = archive.near.read, archive.end.directory
+    end records that contradict each other: the part of an audit that takes only a microsecond per record."""
+    read, limit = archive.window.read, archive.end.directory
     for record in archive.records:
         name = record.name.encode("utf-8", "surrogateescape")
         at = record.header
         head = LOCAL.size + len(name)
         raw = read(at, head + 4)
-        if raw[:4] != _HEADER or raw[LOCAL.size : head] != name or raw[26:28] != len(name).to_bytes(2, "little"):
+        if raw[:4] != _LOCAL_MAGIC or raw[LOCAL.size : head] != name or raw[26:28] != len(name).to_bytes(2, "little"):
             raise MalformedError("another record or none is where the directory says", where=record.name, offset=at)
         extra = int.from_bytes(raw[28:30], "little")
         # Nearly always the padding is the only extra field.
-        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not parses(read(at + head, extra)):
+        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not fills_block(read(at + head, extra)):
             raise MalformedError("the extra fields of its local header do not parse", where=record.name, offset=at)
         if at + head + extra + record.compressed > limit:
             raise MalformedError("the record reaches into the directory", where=record.name, offset=at)
-    found = Audit(archive)
-    _ends(archive, found)
-    for oddity in found.oddities:
+    result = Audit(archive)
+    _check_end(archive, result)
+    for oddity in result.oddities:
         if oddity.level == "error":
             raise MalformedError(oddity.message, where=oddity.where, offset=oddity.offset)
 
 
-def _names(archive: Archive) -> Iterator[Oddity]:
+def _name_oddities(archive: Archive) -> Iterator[Oddity]:
     for record in archive.records:
         name = record.name
         unmarked = not name.isascii() and not record.flags & _UTF8
-        if name and not unmarked and not _ODD_NAME(name):
+        if name and not unmarked and not _suspicious(name):
             continue
         parts = name.split("/")
         flaws = [
             ("name-encoding", "is not UTF-8", any("\udc80" <= char <= "\udcff" for char in name)),
-            ("name-flag", "is not marked as UTF-8: to Python's zipfile it has other letters", unmarked),
-            ("name-backslash", "has a backslash in it, a folder to some readers", "\\" in name),
+            ("name-flag", "is not marked as UTF-8: Python's zipfile decodes it differently", unmarked),
+            ("name-backslash", "contains a backslash, a folder separator to some readers", "\\" in name),
             ("name-absolute", "is an absolute path", name.startswith("/") or name[1:3] == ":/"),
             ("name-parent", "leads out of its folder", ".." in parts),
             ("name-empty", "has an empty part", "" in parts[1:-1] or not name),
         ]
-        for code, what, found in flaws:
-            if found:
-                yield Oddity(code, f"the name {shown(name)} {what}", where=name, offset=record.entry)
+        for code, what, flawed in flaws:
+            if flawed:
+                yield Oddity(code, f"the name {quoted(name)} {what}", where=name, offset=record.entry)
         if name.endswith("/"):
-            yield Oddity("directory-entry", f"{shown(name)} is an entry for a folder", level="warning", where=name)
+            yield Oddity("directory-entry", f"{quoted(name)} is an entry for a folder", level="warning", where=name)
 
 
-def _stretches(archive: Archive, found: Audit) -> None:
-    """Walk the records in the order of the file: no byte between them, none in two of them."""
-    note = found.oddities.append
-    listed = [_Stretch(record.header, record.entry, archive, record) for record in archive.records]
-    at = 0
-    for begin, last, owner, record in sorted([*listed, *_former(archive, found)], key=lambda stretch: stretch[:2]):
-        current = record is not None and owner is archive
+def _check_extents(archive: Archive, result: Audit) -> None:
+    """Walk the records in the order of the file: every byte must belong to exactly one of them."""
+    current = [_Extent(record.header, record.entry, archive, record) for record in archive.records]
+    extents = sorted([*current, *_former_extents(archive, result)], key=lambda extent: extent[:2])
+    end, at = archive.end, 0
+    for begin, last, owner, record in extents:
+        is_current = record is not None and owner is archive
         if begin > at:
-            place = f"before the record {shown(record.name)}" if current and record else "before a former version"
-            _between(archive.source, at, begin, place, found)
+            place = f"before the record {quoted(record.name)}" if is_current and record else "before a former version"
+            _note_gap(archive.source, at, begin, place, result)
         elif record and begin < at:
-            if current:
-                what = f"the record {shown(record.name)} begins within the one before it"
-                note(Oddity("overlap", what, True, where=record.name, offset=begin))
-                if archive.near.read(begin, 4) != _HEADER:
-                    note(_no_header(record))
+            if is_current:
+                what = f"the record {quoted(record.name)} begins within the one before it"
+                result.note("overlap", what, True, where=record.name, offset=begin)
+                if archive.window.read(begin, 4) != _LOCAL_MAGIC:
+                    result.note_missing_header(record)
             # Each byte is looked at once, however many headers share it.
-            at = max(at, min(begin + LOCAL.size + record.compressed, archive.end.directory))
+            at = max(at, min(begin + LOCAL.size + record.compressed, end.directory))
             continue
-        at = max(at, _local(owner, record, found if current else Audit(owner)) if record else last)
-    end = archive.end
+        at = max(at, _check_local_header(owner, record, result if is_current else Audit(owner)) if record else last)
     if at > end.directory:
-        what = "the last record reaches into the directory"
-        note(Oddity("overlap", what, True, offset=end.directory))
+        result.note("overlap", "the last record reaches into the directory", True, offset=end.directory)
     elif at < end.directory:
-        _between(archive.source, at, end.directory, "before the directory", found)
-    found.hidden.extend(signatures(archive.source, end.directory + end.size, end.begin))
+        _note_gap(archive.source, at, end.directory, "before the directory", result)
+    result.hidden.extend(find_signatures(archive.source, end.directory + end.size, end.begin))
 
 
-class _Stretch(NamedTuple):
-    """Bytes that belong to something: to a record of an archive, which says itself where it ends, or up to ``last`` to
-    a former version."""
+class _Extent(NamedTuple):
+    """Bytes that belong to a record, whose own header says where it ends, or up to ``last`` to a former version."""
 
     begin: int
     last: int
@@ -145,74 +154,73 @@ class _Stretch(NamedTuple):
     record: Record | None = None
 
 
-def _former(archive: Archive, found: Audit) -> list[_Stretch]:
-    """What only the former versions of a file that was edited in place list. Their pickles are looked at, too."""
+def _former_extents(archive: Archive, result: Audit) -> list[_Extent]:
+    """Return the bytes listed only by former versions of a file edited in place; notes their records."""
     seen = {record.header for record in archive.records}
-    stretches = []
-    left = archive.source.size + _SPARE
-    # An edit that was not finished leaves the version before it as this one.
-    for version in versions(archive.source, archive.end.tail)[2 if archive.end.beyond else 1 :]:
+    extents = []
+    left = archive.source.size + _FORMER_BYTES
+    # After an unfinished edit, the archive is the version before it.
+    for version in versions(archive.source, archive.end.tail)[2 if archive.end.unfinished else 1 :]:
         try:
             older = read_archive(SliceSource(archive.source, 0, version.size))
         except MalformedError:
             break  # then its bytes belong to nothing
-        left -= older.end.size + _ENDS
+        left -= older.end.size + _END_COST
         if left < 0:
-            what = "there are so many former versions that not all of them were looked at"
-            found.oddities.append(Oddity("not-checked", what, level="warning", offset=version.size))
+            what = "there are so many former versions that some of them were not checked"
+            result.note("not-checked", what, level="warning", offset=version.size)
             break
         for record in older.records:
             if record.header not in seen:
                 seen.add(record.header)
-                found.former.append((older, record))
-                stretches.append(_Stretch(record.header, record.entry, older, record))
-        stretches.append(_Stretch(older.end.directory, version.size, older))
-    return stretches
+                result.former.append((older, record))
+                extents.append(_Extent(record.header, record.entry, older, record))
+        extents.append(_Extent(older.end.directory, version.size, older))
+    return extents
 
 
-def _between(source: Source, begin: int, end: int, place: str, found: Audit) -> None:
-    """Bytes that belong to no record: left over by an edit in place, or hidden there."""
-    hidden = list(signatures(source, begin, end))
-    found.hidden.extend(hidden)
-    size = counted(end - begin, "byte")
+def _note_gap(source: Source, begin: int, end: int, place: str, result: Audit) -> None:
+    """Note bytes that belong to no record: left over by an edit in place, or hidden there."""
+    hidden = list(find_signatures(source, begin, end))
+    result.hidden.extend(hidden)
+    size = pluralize(end - begin, "byte")
     if hidden:
-        what = f"{counted(len(hidden), 'record')} that the directory does not list in the {size} {place}"
-        found.oddities.append(Oddity("unlisted-record", what, offset=hidden[0]))
+        what = f"{pluralize(len(hidden), 'record')} that the directory does not list in the {size} {place}"
+        result.note("unlisted-record", what, offset=hidden[0])
     elif begin == 0:
-        found.oddities.append(Oddity("leading-bytes", f"{size} stand before the first record", offset=0))
+        result.note("leading-bytes", f"{size} precede the first record", offset=0)
     else:
-        what = f"{size} {place} belong to no record"
-        found.oddities.append(Oddity("dead-bytes", what, level="warning", offset=begin))
+        result.note("dead-bytes", f"{size} {place} belong to no record", level="warning", offset=begin)
 
 
-def signatures(source: Source, begin: int, end: int, signature: bytes = _HEADER) -> Iterator[int]:
-    """The offsets at which a signature stands between two offsets; the file is read in windows."""
+def find_signatures(source: Source, begin: int, end: int, signature: bytes = _LOCAL_MAGIC) -> Iterator[int]:
+    """Yield the offsets of a signature between two offsets; reads the file in windows."""
     at = begin
     while at < end:
         if isinstance(source, FileSource):
-            at = source.next_data(at)  # a hole of 64 GiB holds no record
+            at = source.next_data(at)  # a hole of 64 GiB contains no record
             if at >= end:
                 return
         window = source.read(at, min(_WINDOW, end - at))
-        found = window.find(signature)
-        while found >= 0:
-            yield at + found
-            found = window.find(signature, found + 1)
+        match = window.find(signature)
+        while match >= 0:
+            yield at + match
+            match = window.find(signature, match + 1)
         if len(window) < _WINDOW:
             return
         at += len(window) - len(signature) + 1
 
 
-def _local(archive: Archive, record: Record, found: Audit) -> int:
-    """Where a record ends, its descriptor included; notes how its local header differs from the directory."""
-    source, near, name = archive.source, archive.near, record.name
+def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
+    """Note how the local header of a record differs from the directory; return where its descriptor ends."""
+    source, near, name = archive.source, archive.window, record.name
 
     def note(code: str, what: str, level: str = "error", ambiguous: bool = False) -> None:
-        found.oddities.append(Oddity(code, f"{shown(name)}: {what}", ambiguous, level, name, record.header))
+        result.note(code, f"{quoted(name)}: {what}", ambiguous, level, name, record.header)
 
     raw = near.read(record.header, LOCAL.size + 0x300)
-    if len(raw) < LOCAL.size or raw[:4] != _HEADER:
-        found.oddities.append(_no_header(record))
+    if len(raw) < LOCAL.size or raw[:4] != _LOCAL_MAGIC:
+        result.note_missing_header(record)
         return record.header
     name_size, extra_size = int.from_bytes(raw[26:28], "little"), int.from_bytes(raw[28:30], "little")
     head = LOCAL.size + name_size + extra_size
@@ -223,18 +231,18 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
     if end > source.size:
         note("beyond-end", "it reaches beyond the end of the file")
         return source.size
-    fields = extras(raw[LOCAL.size + name_size : head])
-    padding = [data for kind, data in fields if kind == _PADDING]
-    if found.padded is None:
-        found.padded = bool(padding)
-    if found.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
-        note("padding", "its padding is not as in the other records", "warning")
-    if not parses(raw[LOCAL.size + name_size : head]):
+    extra = raw[LOCAL.size + name_size : head]
+    padding = [data for kind, data in extra_fields(extra) if kind == PADDING_ID]
+    if result.padded is None:
+        result.padded = bool(padding)
+    if result.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
+        note("padding", "its padding differs from that of the other records", "warning")
+    if not fills_block(extra):
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
-        note("local-name", f"its local header calls it {shown(local_name)}", ambiguous=True)
-    entry = found.entries.read(record.entry, 46)
+        note("local-name", f"its local header calls it {quoted(local_name)}", ambiguous=True)
+    entry = result.entries.read(record.entry, 46)
     compared = (
         ("version", raw[4:6], entry[6:8]),
         ("flags", raw[6:8], entry[8:10]),
@@ -242,39 +250,34 @@ def _local(archive: Archive, record: Record, found: Audit) -> int:
         ("time", raw[10:14], entry[12:16]),
     )
     for field, here, there in compared if raw[4:14] != entry[6:16] else ():
-        # The writers of torch 1.4 to 1.9 put 0 for an empty record's flags in one of the places only.
+        # The writers of torch 1.4 to 1.9 put 0 for the flags of an empty record in one of the places only.
         if here != there and not (field == "flags" and not record.size):
             values = [int.from_bytes(value, "little") for value in (here, there)]
             what = f"{field} {values[0]} in its local header, {values[1]} in the directory"
             note("local-header", what, "error" if field == "method" else "warning")
-    if entry[6] > _NEWEST:
-        note("version-needed", f"it is said to need version {entry[6]} of zip; Python's zipfile refuses the archive")
-    _sizes(record, raw, note)
+    if entry[6] > _MAX_VERSION:
+        note("version-needed", f"it declares to need zip version {entry[6]}; Python's zipfile refuses the archive")
+    _check_sizes(record, raw, note)
     if record.flags & 8 and record.compressed:
-        end = _descriptor(near, record, end, note)
-    if raw[head : head + 4] == _HEADER or (head + 4 > len(raw) and source.read(payload, 4) == _HEADER):
+        end = _check_descriptor(near, record, end, note)
+    if raw[head : head + 4] == _LOCAL_MAGIC or (head + 4 > len(raw) and source.read(payload, 4) == _LOCAL_MAGIC):
         tail = source.read(max(end - 0x10100, payload), min(0x10100, record.compressed))
         if b"PK\x05\x06" in tail:
             note("nested-archive", "its content is a zip archive itself")
     return end
 
 
-def _no_header(record: Record) -> Oddity:
-    what = f"{shown(record.name)}: there is no local header at byte {record.header:,}, where the directory says"
-    return Oddity("no-local-header", what, where=record.name, offset=record.header)
-
-
-def _sizes(record: Record, raw: bytes, note: _Note) -> None:
-    """Checksum and sizes in a local header; zeros leave them to the descriptor."""
-    if record.flags & 8 and not any(raw[14:26]):
+def _check_sizes(record: Record, raw: bytes, note: _Note) -> None:
+    """Compare checksum and sizes in a local header; zeros leave them to the descriptor."""
+    deferred = record.flags & 8
+    if deferred and not any(raw[14:26]):
         return
     crc, packed, plain = _SIZES(raw, 14)
-    wide = dict(extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
+    wide = dict(extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
     if wide and plain == FULL32 and len(wide) >= 8:
         plain = int.from_bytes(wide[:8], "little")
     if wide and packed == FULL32 and len(wide) >= 16:
         packed = int.from_bytes(wide[8:16], "little")
-    deferred = record.flags & 8
     for what, here, there in (
         ("checksum", crc, record.crc),
         ("compressed size", packed, record.compressed),
@@ -284,72 +287,70 @@ def _sizes(record: Record, raw: bytes, note: _Note) -> None:
             note("local-header", f"{what} {here:,} in its local header, {there:,} in the directory")
 
 
-def _descriptor(near: Window, record: Record, at: int, note: _Note) -> int:
-    """The end of a record whose sizes follow it."""
+def _check_descriptor(near: Window, record: Record, at: int, note: _Note) -> int:
+    """Compare the descriptor at ``at`` with the directory; return where it ends."""
     raw = near.read(at, 24)
     crc = record.crc.to_bytes(4, "little")
-    short = record.compressed.to_bytes(8, "little")[:4] + record.size.to_bytes(8, "little")[:4]
-    wide = record.compressed.to_bytes(8, "little") + record.size.to_bytes(8, "little")
+    packed, plain = record.compressed.to_bytes(8, "little"), record.size.to_bytes(8, "little")
     signed = 4 if raw[:4] == b"PK\x07\x08" else 0
     body = raw[signed:]
-    if body[:20] == crc + wide:
+    if body[:20] == crc + packed + plain:
         return at + signed + 20
-    if body[:12] == crc + short:
+    if body[:12] == crc + packed[:4] + plain[:4]:
         return at + signed + 12
     if not signed:
-        note("no-descriptor", "the descriptor that its flags announce is not there", "warning")
+        note("no-descriptor", "the descriptor announced by its flags is missing", "warning")
         return at
-    note("descriptor", "the descriptor behind it has another checksum or size than the directory")
+    note("descriptor", "its descriptor has another checksum or size than the directory")
     return at + (24 if record.header >= FULL32 or record.size >= FULL32 else 16)
 
 
-def end_records(archive: Archive) -> Iterator[Oddity]:
-    """How the end records contradict each other. Torch refuses nearly all such files, others take one of the two."""
+def end_record_oddities(archive: Archive) -> Iterator[Oddity]:
+    """Yield contradictions of the end records. Torch refuses nearly all such files, others take one of the two."""
     source, end = archive.source, archive.end
     _, _, _, here, total, size, offset, _ = _END(source.read(end.plain, 22))
     if here != total:
         what = f"the end record counts {here:,} entries here and {total:,} in all"
         yield Oddity("end-count", what, True, offset=end.plain)
-    if end.zip64 >= 0:
-        raw = source.read(end.zip64, 56)
-        wide = [int.from_bytes(raw[i : i + 8], "little") for i in (24, 32, 40, 48)]
-        if int.from_bytes(raw[4:12], "little") != 44:
-            what = "the zip64 end record has another size than its fields"
-            yield Oddity("end-records", what, True, offset=end.zip64)
-        if wide[0] != wide[1]:
-            what = f"the zip64 end record counts {wide[0]:,} entries here and {wide[1]:,} in all"
-            yield Oddity("end-count", what, True, offset=end.zip64)
-        for what, plain, true, full in (
-            ("entries", total, wide[1], 0xFFFF),
-            ("bytes of directory", size, wide[2], FULL32),
-            ("as its offset", offset, wide[3], FULL32),
-        ):
-            if plain not in (full, true):
-                text = f"the end record says {plain:,} {what}, the zip64 end record {true:,}"
-                yield Oddity("end-records", text, True, offset=end.plain)
-        locator = source.read(end.plain - 20, 20)
-        if int.from_bytes(locator[16:20], "little") != 1:
-            yield Oddity("end-records", "the archive is said to be in several parts", True, offset=end.plain - 20)
+    if end.zip64 < 0:
+        return
+    wide_size, wide_here, wide_total, wide_bytes, wide_offset = _END64(source.read(end.zip64, 56))
+    if wide_size != 44:
+        what = "the zip64 end record declares another size than its fields have"
+        yield Oddity("end-records", what, True, offset=end.zip64)
+    if wide_here != wide_total:
+        what = f"the zip64 end record counts {wide_here:,} entries here and {wide_total:,} in all"
+        yield Oddity("end-count", what, True, offset=end.zip64)
+    for what, plain, wide, full in (
+        ("entries", total, wide_total, 0xFFFF),
+        ("bytes of directory", size, wide_bytes, FULL32),
+        ("as its offset", offset, wide_offset, FULL32),
+    ):
+        if plain not in (full, wide):
+            text = f"the end record says {plain:,} {what}, the zip64 end record {wide:,}"
+            yield Oddity("end-records", text, True, offset=end.plain)
+    if source.read(end.plain - 4, 4) != b"\1\0\0\0":  # the locator's number of disks
+        yield Oddity("end-records", "the archive is declared to have several parts", True, offset=end.plain - 20)
 
 
-def _ends(archive: Archive, found: Audit) -> None:
-    """The end records, and what stands behind them."""
-    source, end, note = archive.source, archive.end, found.oddities.append
-    found.oddities.extend(end_records(archive))
+def _check_end(archive: Archive, result: Audit) -> None:
+    """Check the end records, and what follows them."""
+    source, end = archive.source, archive.end
+    result.oddities.extend(end_record_oddities(archive))
     comment = int.from_bytes(source.read(end.plain + 20, 2), "little")
     rest = source.size - end.tail
     if comment:
-        what = f"the archive has a comment of {counted(comment, 'byte')}"
-        note(Oddity("comment", what, level="warning", offset=end.tail))
+        what = f"the archive has a comment of {pluralize(comment, 'byte')}"
+        result.note("comment", what, level="warning", offset=end.tail)
     if rest != comment:
         what = (
-            f"{counted(rest, 'byte')} stand behind the end of the archive"
+            f"{pluralize(rest, 'byte')} after the end of the archive"
             if not comment
-            else f"a comment of {counted(comment, 'byte')} is announced, {counted(rest, 'byte')} stand there"
+            else f"a comment of {pluralize(comment, 'byte')} is announced, but {pluralize(rest, 'byte')} follow"
         )
-        note(Oddity("trailing-bytes", what, level="warning", offset=end.tail))
-    behind = list(signatures(source, end.tail, source.size))
-    found.hidden.extend(behind)
-    if behind:
-        what = "a record of another archive stands behind the end of this one"
-        note(Oddity("second-archive", what, True, offset=behind[0]))
+        result.note("trailing-bytes", what, level="warning", offset=end.tail)
+    trailing = list(find_signatures(source, end.tail, source.size))
+    result.hidden.extend(trailing)
+    if trailing:
+        what = "a record of another archive follows the end of this one"
+        result.note("second-archive", what, True, offset=trailing[0])

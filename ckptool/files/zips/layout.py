@@ -1,14 +1,14 @@
-"""The plan of an archive in which some records have another content, everything else carried over.
+"""Plans of archives in which some records get a new content and everything else is carried over.
 
-A local header written by torch (``PyTorchStreamWriter``, caffe2/serialize/inline_container.cc) ends with
-an extra field ``FB`` that pads the payload to a multiple of the alignment. When records move, the padding
-of each is made anew by the same rule; where all move by a multiple of the alignment nothing changes, and
-the whole stretch is one span. Headers by other writers are carried over as they are.
+A local header written by torch (``PyTorchStreamWriter``, caffe2/serialize/inline_container.cc) ends with an extra field
+``FB`` that pads the payload to a multiple of the alignment. When records move, each is padded again by the same rule;
+if all move by a multiple of the alignment nothing changes, and the whole run is one span. Headers by other writers are
+carried over as they are.
 
-Where bytes move by a multiple of a block, a filesystem can share them between input and output. So when torch's own
-layout would move the storages by anything else, the last record before them is padded by as much as is missing; torch
-takes any padding there. That depends on the archive alone: the same input gives the same output everywhere, and the
-reverse edit comes back to torch's own layout, which is a multiple of a block away.
+A filesystem can share bytes between input and output if they move by a multiple of a block. So if torch's own layout
+would move the storages by anything else, the last record before them is padded by the difference; torch accepts any
+padding there. This depends on the archive alone: the same input gives the same output everywhere, and the reverse edit
+returns to torch's own layout, which is a multiple of a block away.
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ from typing import Final, NamedTuple
 from ...base.errors import RefusedError
 from ...base.text import argument, undo_step
 from ..sources import BLOCK, Appending, Piece, Plan, Span, merged, size_of
-from .reader import FULL32, LOCAL, Archive, Record, extras
-from .versions import ENDING, EXTRA, UNSIGNED, Note, is_spare, spelled, without_note
-from .writer import PADDING, Content, around, listed, padding_of
+from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
+from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_note, is_leftover_growth, strip_note
+from .writer import (
+    RecordContent,
+    directory_entry,
+    extra_field,
+    header_and_descriptor,
+    local_zip64_values,
+    padding_field,
+    zip64_field,
+)
 
-_WIDE: Final = 1  # zip64
-_MOST_EXTRA: Final = 0xFFFF
-#: Where a directory entry holds the offset of the local header.
-_HEADER_AT: Final = 42
+_MAX_EXTRA: Final = 0xFFFF
+#: Position of the offset of the local header in a directory entry.
+_OFFSET_FIELD: Final = 42
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 _put_u32 = Struct("<I").pack_into
 
 
-class _Stretch(NamedTuple):
-    """Records that follow each other up to ``end``: some that lie ``as_torch`` puts them, or one of another kind."""
+class _Run(NamedTuple):
+    """Consecutive records up to ``end``: any number laid out ``as_torch`` does, or a single other one."""
 
     records: Sequence[Record]
     end: int
@@ -46,15 +53,15 @@ class _Stretch(NamedTuple):
 
 
 class _Filler(NamedTuple):
-    """The record that takes the padding before the storages; ``alone`` where no other record has a padding, as in
-    archives by other writers."""
+    """The record that is padded to align the storages; ``alone`` if no other record is padded, as in archives by other
+    writers."""
 
     record: Record | None
     alone: bool
 
 
-class _Moved(NamedTuple):
-    """A record in the new archive: what its directory entry must say."""
+class _NewRecord(NamedTuple):
+    """A record in the new archive, as its directory entry must describe it."""
 
     record: Record
     header: int
@@ -65,31 +72,31 @@ class _Moved(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The pieces of an archive up to its directory, and where its records went.
+    """The pieces of an archive up to its directory, and the new places of its records.
 
-    ``shifted`` are runs of records and by how many bytes they moved, ``moved`` all other records; ``carried`` counts
-    the bytes that are carried over by the number of bytes that they moved.
+    ``shifted`` are runs of records with the bytes by which they moved, ``moved`` all other records; ``carried`` counts
+    the bytes carried over by the distance they moved.
     """
 
     pieces: list[Piece]
     size: int
     shifted: list[tuple[Sequence[Record], int]]
-    moved: list[_Moved]
+    moved: list[_NewRecord]
     carried: Counter[int]
 
 
 def alignment(archive: Archive) -> int:
-    """The alignment in bytes that the writer says it used; torch's own default is 64."""
+    """Return the alignment in bytes declared by the writer; torch's default is 64."""
     text = (archive.text(".storage_alignment") or b"64").strip()
     value = int(text) if text.isdigit() and len(text) < 6 else 64
     return value if 0 < value < 0x10000 else 64
 
 
-def rewritten(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
-    """The plan of the archive with new contents for some records, by their whole names.
+def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
+    """Plan the archive with new contents for some records, by their whole names.
 
-    With no contents it is the file itself. Raises RefusedError where records are ambiguous or overlap.
-    Bytes that belong to no record (left by an edit in place) do not come along.
+    Without contents it is the file itself. Bytes that belong to no record (left by an edit in place) are dropped.
+    Raises RefusedError if records are ambiguous or overlap.
     """
     source = archive.source
     if not contents:
@@ -98,14 +105,14 @@ def rewritten(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
         if oddity.ambiguous:
             raise RefusedError(f"the archive is ambiguous: {oddity.message}", path=source.name)
     grid, filler = alignment(archive), _filler(archive)
-    stretches = list(_stretches(archive, contents, filler, grid))
-    layout = _layout(archive, stretches, contents, grid, filler, 0)
-    missing = _missing(layout, BLOCK if filler.alone else lcm(BLOCK, grid))
-    if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MOST_EXTRA:
-        layout = _layout(archive, stretches, contents, grid, filler, missing)
+    runs = list(_runs(archive, contents, filler, grid))
+    layout = _layout(archive, runs, contents, grid, filler, 0)
+    missing = _missing_padding(layout, BLOCK if filler.alone else lcm(BLOCK, grid))
+    if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MAX_EXTRA:
+        layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
-    end = ending(archive, len(archive.records), layout.size, len(directory))
-    # The comment, and what stands behind the archive.
+    end = end_records(archive, len(archive.records), layout.size, len(directory))
+    # The comment, and whatever follows the archive.
     rest = Span(source, archive.end.tail, source.size - archive.end.tail)
     return Plan(merged([*layout.pieces, directory, end, rest]))
 
@@ -117,47 +124,49 @@ def _filler(archive: Archive) -> _Filler:
     if first is None:
         return _Filler(None, False)
     before = [record for record in archive.records if record.header < first.header]
-    return _Filler(max(before, key=lambda record: record.header, default=None), padding_of(archive, first) is None)
+    return _Filler(max(before, key=lambda record: record.header, default=None), padding_field(archive, first) is None)
 
 
-def _stretches(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid: int) -> Iterator[_Stretch]:
-    """All records in the order of the file."""
-    ordered = sorted(archive.records, key=lambda record: record.header)
+def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid: int) -> Iterator[_Run]:
+    """Yield all records in the order of the file."""
+    ordered = sorted(archive.records, key=_header_of)
     limits = [record.header for record in ordered[1:]] + [archive.end.directory]
     run: list[Record] = []
     for record, limit in zip(ordered, limits):
-        usual = record.name not in contents and record is not filler.record and _is_usual(archive, record, limit, grid)
+        usual = (
+            record.name not in contents and record is not filler.record and _lies_as_torch(archive, record, limit, grid)
+        )
         if usual:
             run.append(record)
             continue
         if run:
-            yield _Stretch(run, record.header, True)
+            yield _Run(run, record.header, True)
             run = []
-        yield _Stretch((record,), limit, False)
+        yield _Run((record,), limit, False)
     if run:
-        yield _Stretch(run, archive.end.directory, True)
+        yield _Run(run, archive.end.directory, True)
 
 
 def _layout(
     archive: Archive,
-    stretches: Sequence[_Stretch],
+    runs: Sequence[_Run],
     contents: Mapping[str, bytes],
     grid: int,
     filler: _Filler,
     padding: int,
 ) -> _Layout:
-    """Each stretch behind the one before it; ``padding`` bytes more than needed in the header of the filler."""
+    """Place the runs one after another, with ``padding`` bytes more than needed in the header of the filler."""
     source = archive.source
     layout = _Layout([], 0, [], [], Counter())
     at = 0
-    for stretch in stretches:
-        records = stretch.records
+    for run in runs:
+        records = run.records
         while records:
             shift = at - records[0].header
-            # A header beyond 4 GiB says where it stands; all others can move as they are.
+            # A header beyond 4 GiB contains its own offset; all others can move unchanged.
             many = len(records) if shift <= 0 else bisect_left(records, FULL32 - shift, key=_header_of)
-            end = records[many].header if many < len(records) else stretch.end
-            if stretch.as_torch and shift % grid == 0 and many:
+            end = records[many].header if many < len(records) else run.end
+            if run.as_torch and shift % grid == 0 and many:
                 size = end - records[0].header
                 layout.pieces.append(Span(source, records[0].header, size))
                 layout.shifted.append((records[:many], shift))
@@ -166,9 +175,11 @@ def _layout(
                 records = records[many:]
                 continue
             record, records = records[0], records[1:]
-            limit = records[0].header if records else stretch.end
+            limit = records[0].header if records else run.end
             spare = (padding, filler.alone) if record is filler.record else None
-            for piece in _one(archive, record, limit, at, grid, contents.get(record.name), spare, layout.moved):
+            for piece in _record_pieces(
+                archive, record, limit, at, grid, contents.get(record.name), spare, layout.moved
+            ):
                 if isinstance(piece, Span):
                     layout.carried[at - piece.offset] += piece.size
                 layout.pieces.append(piece)
@@ -180,10 +191,10 @@ def _header_of(record: Record) -> int:
     return record.header
 
 
-def _missing(layout: _Layout, unit: int) -> int:
-    """The bytes by which most of what is carried over would have to move further to have moved by whole units.
+def _missing_padding(layout: _Layout, unit: int) -> int:
+    """Return by how many more bytes most of the carried bytes would have to move to have moved by whole units.
 
-    One number for all, but where a header crosses 4 GiB and grows: then what is fewer is copied.
+    The number is the same for all of them, unless a header grows because it crosses 4 GiB: then the minority is copied.
     """
     residues: Counter[int] = Counter()
     for shift, size in layout.carried.items():
@@ -192,26 +203,22 @@ def _missing(layout: _Layout, unit: int) -> int:
 
 
 def _extra_size(archive: Archive, record: Record) -> int:
-    """Bytes of extra fields in the local header, with room for another field and the least padding."""
+    """Return the bytes of extra fields in the local header, with room for another field and the least padding."""
     return int.from_bytes(archive.local(record).raw[28:30], "little") + 4 + alignment(archive)
 
 
-def _name_size(raw: bytes) -> int:
-    return int.from_bytes(raw[26:28], "little")
-
-
 def _directory(archive: Archive, layout: _Layout) -> bytes:
-    """The directory with the new places of the records."""
+    """Return the directory with the new offsets of the records."""
     base = archive.records[0].entry
     last = archive.records[-1]
     raw = bytearray(archive.source.read(base, last.entry + last.entry_size - base))
     for records, shift in layout.shifted:
         if shift:
             for record in records:
-                _put_u32(raw, record.entry - base + _HEADER_AT, record.header + shift)
+                _put_u32(raw, record.entry - base + _OFFSET_FIELD, record.header + shift)
     changed = {new.record.entry: _entry(archive, new) for new in layout.moved}
     kept = bytes(raw[last.entry - base :])
-    changed[last.entry] = without_note(changed.get(last.entry, kept))
+    changed[last.entry] = strip_note(changed.get(last.entry, kept))
     ends = {new.record.entry: new.record.entry + new.record.entry_size for new in layout.moved}
     parts: list[bytes] = []
     at = base
@@ -221,40 +228,39 @@ def _directory(archive: Archive, layout: _Layout) -> bytes:
     return b"".join(parts)
 
 
-def layout_holds(archive: Archive, keys: Sequence[str]) -> bool:
-    """Do the storages ``keys``, in the order of the pickle, stand where torch computes them to be?
+def offsets_are_computed(archive: Archive, keys: Sequence[str]) -> bool:
+    """Return whether the storages ``keys``, in the order of the pickle, are at the offsets that torch computes.
 
-    With ``.format_version`` 1 it does not look offsets up under ``map_location="meta"``, in FakeTensorMode and with
-    ``calculate_storage_offsets`` (torch/serialization.py, ``_load._get_offset``).
+    With ``.format_version`` 1 torch computes offsets instead of reading them under ``map_location="meta"``, in
+    FakeTensorMode and with ``calculate_storage_offsets`` (torch/serialization.py, ``_load._get_offset``).
     """
     grid = alignment(archive)
-    found = [archive.find(f"data/{key}") for key in keys]
-    if not keys or keys[0] != "0" or None in found:
+    records = [record for key in keys if (record := archive.find(f"data/{key}")) is not None]
+    if not keys or keys[0] != "0" or len(records) < len(keys):
         return not keys
-    records = [record for record in found if record is not None]
     return all(
         record.header + _torch_size(record, grid) == after.header or _torch_size(record, grid) < 0
         for record, after in pairwise(records)
     )
 
 
-def _is_usual(archive: Archive, record: Record, limit: int, grid: int) -> bool:
-    """Does torch's own layout fill the bytes up to ``limit`` with this record?
+def _lies_as_torch(archive: Archive, record: Record, limit: int, grid: int) -> bool:
+    """Return whether this record fills the bytes up to ``limit`` in torch's own layout.
 
-    Its local header must lead to the payload as well: one flipped bit leads elsewhere.
+    Its local header must lead to the payload as well: a flipped bit may lead elsewhere.
     """
     if record.header + _torch_size(record, grid) != limit:
         return False
-    raw = archive.near.read(record.header, LOCAL.size)
+    raw = archive.window.read(record.header, LOCAL.size)
     name = len(record.name.encode("utf-8", "surrogateescape"))
     extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
     return raw[:4] == b"PK\x03\x04" and raw[26:30] == _u16(name) + _u16(extra)
 
 
 def _torch_size(record: Record, grid: int) -> int:
-    """Bytes that torch gives to a record at this place, from its header to the end of its descriptor.
+    """Return the bytes of a record in torch's own layout, from its header to the end of its descriptor.
 
-    -1 where a zip64 field would be needed.
+    -1 if a zip64 field is needed.
     """
     if record.header >= FULL32 or record.size >= FULL32 or record.method:
         return -1
@@ -262,7 +268,7 @@ def _torch_size(record: Record, grid: int) -> int:
     return head + -(record.header + head) % grid + record.size + (16 if record.size else 0)
 
 
-def _one(
+def _record_pieces(
     archive: Archive,
     record: Record,
     limit: int,
@@ -270,9 +276,9 @@ def _one(
     grid: int,
     content: bytes | None,
     spare: tuple[int, bool] | None,
-    moved: list[_Moved],
+    moved: list[_NewRecord],
 ) -> Iterator[Piece]:
-    """Header, payload and descriptor of a record; ``spare`` for the filler: its padding, and whether it is alone."""
+    """Yield header, payload and descriptor of a record; ``spare`` is the filler's (padding, whether it is alone)."""
     local = archive.local(record)
     payload = Span(archive.source, local.payload, record.compressed)
     if payload.offset + payload.size > limit:
@@ -282,13 +288,13 @@ def _one(
     crc, size, packed, method = record.crc, record.size, record.compressed, record.method
     body: Piece = payload
     if content is not None:
-        # 0 beside a payload says that the writer computes no checksums: neither do we.
+        # 0 for a record with a payload means that the writer computes no checksums: neither do we.
         crc = zlib.crc32(content) if record.crc or not record.size else 0
         size, packed, method, body = len(content), len(content), 0, content
-    new = _Moved(record, at, crc, size, packed, method)
+    new = _NewRecord(record, at, crc, size, packed, method)
     moved.append(new)
     header, wide = _header(new, local.raw, grid, content is not None, spare)
-    # What did not change is a span, so that it joins the next one.
+    # An unchanged header is a span, so that it joins the next one.
     yield Span(archive.source, record.header, len(header)) if header == local.raw else header
     yield body
     if content is None and len(descriptor) in (0, 24 if wide else 16):
@@ -298,7 +304,7 @@ def _one(
 
 
 def _descriptor(record: Record, tail: bytes) -> bytes:
-    """The data descriptor at the start of ``tail``, or nothing; only the form with a signature is written by torch."""
+    """Return the data descriptor at the start of ``tail``, or nothing; torch writes only the form with a signature."""
     if not record.flags & 8 or tail[:8] != b"PK\x07\x08" + _u32(record.crc):
         return b""
     if tail[8:24] == _u64(record.compressed) + _u64(record.size):
@@ -306,83 +312,68 @@ def _descriptor(record: Record, tail: bytes) -> bytes:
     return tail[:16]
 
 
-def _header(new: _Moved, raw: bytes, grid: int, anew: bool, spare: tuple[int, bool] | None) -> tuple[bytes, bool]:
-    """The local header at the new place, and whether it carries a zip64 field.
+def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[int, bool] | None) -> tuple[bytes, bool]:
+    """Return the local header at the new offset, and whether it has a zip64 field.
 
-    The padding is the least one in a record with a new content and in the filler, which has its own on top.
+    The padding is minimal in a record with a new content (``repad``) and in the filler, which adds its own.
     """
     record = new.record
-    name_size = _name_size(raw)
-    name = raw[LOCAL.size : LOCAL.size + name_size]
-    fields = extras(raw[LOCAL.size + name_size :])
-    fixed = bytearray(raw[: LOCAL.size])
+    extra_at = LOCAL.size + int.from_bytes(raw[26:28], "little")
+    fields = extra_fields(raw[extra_at:])
+    fixed, name = bytearray(raw[: LOCAL.size]), raw[LOCAL.size : extra_at]
     if (new.crc, new.size, new.method) != (record.crc, record.size, record.method):
         fixed[8:10] = _u16(new.method)
         if any(fixed[14:26]):  # this writer puts the sizes here, not only into the descriptor
             fixed[14:26] = _u32(new.crc) + _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
-    kinds = [kind for kind, _ in fields]
-    if PADDING not in kinds or (spare and spare[1]):
-        rest = raw[LOCAL.size + name_size :]
+    old_padding = next((data for kind, data in fields if kind == PADDING_ID), None)
+    if old_padding is None or (spare and spare[1]):
+        rest = raw[extra_at:]
         if spare:
-            rest = b"".join(_field(kind, data) for kind, data in fields if kind != PADDING)
+            rest = b"".join(extra_field(kind, data) for kind, data in fields if kind != PADDING_ID)
             if spare[0]:
-                rest += _field(PADDING, b"Z" * (spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK))
+                padding = spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK
+                rest += extra_field(PADDING_ID, b"Z" * padding)
             fixed[28:30] = _u16(len(rest))
-        return bytes(fixed) + name + rest, _WIDE in kinds
-    old_padding = next(data for kind, data in fields if kind == PADDING)
-    wide = b""
-    if new.size >= FULL32:
-        # Torch leaves the compressed size 0 here.
-        wide += _u64(new.size) + _u64(0)
-    if new.header >= FULL32:
-        wide += _u64(new.header)
-    others = b"".join(_field(kind, data) for kind, data in fields if kind not in (PADDING, _WIDE))
-    front = (_field(_WIDE, wide) if wide else b"") + others
-    head = len(fixed) + len(name) + len(front) + 4
-    old_head = len(raw) - len(old_padding)
+        return bytes(fixed) + name + rest, any(kind == ZIP64_ID for kind, _ in fields)
+    wide = zip64_field(local_zip64_values(new.size, new.header))
+    others = [extra_field(kind, data) for kind, data in fields if kind not in (PADDING_ID, ZIP64_ID)]
+    front = wide + b"".join(others)
+    least = -(new.header + len(fixed) + len(name) + len(front) + 4) % grid
     padding = len(old_padding)
-    if anew or spare or padding == -(record.header + old_head) % grid:
-        padding = -(new.header + head) % grid + (spare[0] if spare else 0)
+    if repad or spare or padding == -(record.header + len(raw) - padding) % grid:
+        padding = least + (spare[0] if spare else 0)
     elif (record.header + len(raw)) % grid == 0:
         # More than the least padding, yet aligned: keep it so.
-        padding = (padding // grid) * grid + -(new.header + head) % grid
-    extra = front + _field(PADDING, b"Z" * padding)
+        padding = (padding // grid) * grid + least
+    extra = front + extra_field(PADDING_ID, b"Z" * padding)
     fixed[28:30] = _u16(len(extra))
     return bytes(fixed) + name + extra, bool(wide)
 
 
-def _field(kind: int, data: bytes) -> bytes:
-    return _u16(kind) + _u16(len(data)) + data
-
-
-def _entry(archive: Archive, new: _Moved) -> bytes:
-    """The directory entry of a moved record: the old one with what changed, zip64 where needed."""
+def _entry(archive: Archive, new: _NewRecord) -> bytes:
+    """Return the directory entry of a moved record: the old one with its changes, with zip64 if needed."""
     record = new.record
     raw = archive.source.read(record.entry, record.entry_size)
     if (new.header, new.crc, new.size, new.method) == (record.header, record.crc, record.size, record.method):
         return raw
-    name_size = int.from_bytes(raw[28:30], "little")
+    extra_at = 46 + int.from_bytes(raw[28:30], "little")
     extra_size = int.from_bytes(raw[30:32], "little")
-    extra_at = 46 + name_size
-    wide = b"".join(_u64(value) for value in (new.size, new.compressed, new.header) if value >= FULL32)
-    if extra_size or wide:
-        fields = [_field(k, data) for k, data in extras(raw[extra_at : extra_at + extra_size]) if k != _WIDE]
-        extra = (_field(_WIDE, wide) if wide else b"") + b"".join(fields)
-    else:
-        extra = b""
+    fields = extra_fields(raw[extra_at : extra_at + extra_size])
+    extra = zip64_field(value for value in (new.size, new.compressed, new.header) if value >= FULL32)
+    extra += b"".join(extra_field(kind, data) for kind, data in fields if kind != ZIP64_ID)
     fixed = bytearray(raw[:46])
     fixed[10:12] = _u16(new.method)
     fixed[16:20] = _u32(new.crc)
     fixed[20:28] = _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
     fixed[30:32] = _u16(len(extra))
-    fixed[_HEADER_AT:46] = _u32(min(new.header, FULL32))
+    fixed[_OFFSET_FIELD:46] = _u32(min(new.header, FULL32))
     return bytes(fixed) + raw[46:extra_at] + extra + raw[extra_at + extra_size :]
 
 
-def ending(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
-    """The end records for ``count`` entries, with the directory of ``size`` bytes at ``directory``.
+def end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
+    """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
 
-    With zip64 where the archive has it, the offsets need it or ``wide`` says so; the length of the comment as before.
+    They include zip64 if the archive has it, the offsets need it, or ``wide``; the length of the comment stays.
     """
     parts = b""
     if wide or archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
@@ -397,24 +388,21 @@ def ending(archive: Archive, count: int, directory: int, size: int, *, wide: boo
     return parts + end[:8] + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + end[20:22]
 
 
-# -- A new version of an archive behind the old one, for edits in place: no byte that is there changes
-
-
-def appended(
+def plan_append(
     archive: Archive, contents: Mapping[str, bytes], dropped: Collection[str], edit: str, time: int
 ) -> Appending:
-    """The bytes behind the archive that give records other contents, and take others out of the directory.
+    """Plan an edit in place: a new version after the archive, with new contents for some records and without others.
 
-    ``contents`` and ``dropped`` go by whole names; ``edit`` and ``time`` are for the note (``versions``). Raises
-    RefusedError where something stands behind the archive, which would no longer do so.
+    No existing byte changes. ``contents`` and ``dropped`` go by whole names; ``edit`` and ``time`` are for the note
+    (``versions``). Raises RefusedError if something follows the archive, since it would end up in the middle.
     """
     source = archive.source
-    if archive.end.beyond:
+    if archive.end.unfinished:
         what = "the last edit in place of this file was not finished"
         raise RefusedError(what, path=source.name, next=f"take it back: {undo_step(source.name)}")
     if source.size != archive.end.tail:
-        what = "bytes stand behind the archive, and would stand in the middle of it"
-        raise RefusedError(what, path=source.name, next=_way_on(archive))
+        what = "bytes follow the archive, and would end up in the middle of it"
+        raise RefusedError(what, path=source.name, next=_next_step(archive))
     body = b""
     entries = []
     base = archive.records[0].entry
@@ -425,41 +413,45 @@ def appended(
         content = contents.get(record.name)
         if content is None:
             begin = record.entry - base
-            entries.append(without_note(old[begin : begin + record.entry_size]))
+            entries.append(strip_note(old[begin : begin + record.entry_size]))
             continue
-        new = Content(record.name, content, zlib.crc32(content), len(content))
-        # As the record whose place it takes: archives by other writers have no padding.
-        header, descriptor = around(new, source.size + len(body), padded=padding_of(archive, record) is not None)
-        entries.append(listed(new, source.size + len(body)))
+        new = RecordContent(record.name, content, zlib.crc32(content), len(content))
+        # Padded like the record it replaces: archives by other writers have no padding.
+        header, descriptor = header_and_descriptor(
+            new, source.size + len(body), padded=padding_field(archive, record) is not None
+        )
+        entries.append(directory_entry(new, source.size + len(body)))
         assert isinstance(descriptor, bytes)
         body += header + content + descriptor
-    # The locator in it leads to the old zip64 end record; a second copy of that would be taken for an archive.
+    # Its locator points to the old zip64 end record; a second copy of that would be taken for an archive.
     hold = source.read(archive.end.plain - 20, 42)[0 if archive.end.zip64 >= 0 else 20 :].rjust(42)
-    note = hold + spelled(Note(source.size, zlib.crc32(source.read(source.size - ENDING, ENDING)), edit, time))
+    note = hold + encode_note(
+        EditNote(source.size, zlib.crc32(source.read(source.size - END_SIZE, END_SIZE)), edit, time)
+    )
     directory = source.size + len(body)
-    # The file ends with a page, and so with a sector: that holds all of the note and the end records.
-    spare = -(directory + sum(map(len, entries)) + 4 + len(note) + ENDING) % BLOCK
+    # The file ends at the end of a page, and so of a sector, which contains the whole note and the end records.
+    spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % BLOCK
     entries[-1] = _with_field(entries[-1], b" " * spare + note, source.name)
     listing = b"".join(entries)
-    end = ending(archive, len(entries), directory, len(listing), wide=True)
-    unsigned = end[:-UNSIGNED] + b"\0" + end[1 - UNSIGNED :]
+    end = end_records(archive, len(entries), directory, len(listing), wide=True)
+    unsigned = end[:-PLAIN_END_SIZE] + b"\0" + end[1 - PLAIN_END_SIZE :]
     return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
 
 
-def _way_on(archive: Archive) -> str:
-    """What to do about bytes behind the archive."""
+def _next_step(archive: Archive) -> str:
+    """Return the next step for bytes after the archive."""
     source, tail = archive.source, archive.end.tail
-    if not is_spare(source, tail):
-        return "write a new file with -o: they come along"
-    return f"they are zeros, as a loss of power leaves them: truncate -s {tail} {argument(source.name)} takes them off"
+    if not is_leftover_growth(source, tail):
+        return "write a new file with -o: it keeps them"
+    return f"they are zeros, as left by a power loss: truncate -s {tail} {argument(source.name)} removes them"
 
 
 def _with_field(entry: bytes, data: bytes, path: str) -> bytes:
-    """The directory entry with one more extra field; a comment behind it goes, since the field must be last."""
-    size = int.from_bytes(entry[28:30], "little") + int.from_bytes(entry[30:32], "little")
-    extra = int.from_bytes(entry[30:32], "little") + 4 + len(data)
-    if extra > 0xFFFF:
+    """Add an extra field to a directory entry; its comment is dropped, since the field must be last."""
+    name_size, extra_size = int.from_bytes(entry[28:30], "little"), int.from_bytes(entry[30:32], "little")
+    extra = extra_size + 4 + len(data)
+    if extra > _MAX_EXTRA:
         what = "the last entry of its directory has so many extra fields that a note does not fit in"
         raise RefusedError(what, path=path, next="write a new file with -o")
-    front = entry[:30] + extra.to_bytes(2, "little") + bytes(2) + entry[34 : 46 + size]
-    return front + EXTRA.to_bytes(2, "little") + len(data).to_bytes(2, "little") + data
+    fixed = entry[:30] + _u16(extra) + bytes(2) + entry[34:46]
+    return fixed + entry[46 : 46 + name_size + extra_size] + extra_field(NOTE_FIELD, data)

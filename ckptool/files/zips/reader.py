@@ -1,9 +1,9 @@
 """Reading a zip archive the way torch's reader does.
 
-``PyTorchFileReader`` (caffe2/serialize/inline_container.cc, on miniz) believes the last end record and
-the directory it points to, takes offsets from the start of the file, finds records by their directory
-name without regard to case, and looks at a local header only to skip it. Python's zipfile does none of
-this, so the two can see different files; what they could see differently is reported in ``oddities``.
+``PyTorchFileReader`` (caffe2/serialize/inline_container.cc, on miniz) trusts the last end record and the directory it
+points to, counts offsets from the start of the file, finds records by their directory name ignoring case, and reads a
+local header only to skip it. Python's zipfile does none of this, so the two can see different files; whatever they
+could see differently is reported in ``oddities``.
 """
 
 from __future__ import annotations
@@ -15,82 +15,83 @@ from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.text import shown
+from ...base.text import quoted
 from ..sources import Source, Span
-from ..threads import blocks
-from .versions import note_at, unfinished_end
+from ..threads import read_blocks
+from .versions import read_note, unfinished_end
 
-# -- Many small reads from one source that lie close together, by few large ones
-
-#: Bytes that are read at once.
-_SIZE: Final = 1 << 16
-#: Reads that are no farther apart are steps of a walk: the next one is probably as close.
-_STEP: Final = 1 << 12
+#: Bytes that a Window reads ahead.
+_WINDOW: Final = 1 << 16
+#: Reads this close together are steps of a walk: the next one is probably as close.
+_NEARBY: Final = 1 << 12
 
 
 class Window:
-    """A source through a window.
+    """A source with read-ahead for many small reads close together.
 
-    Whoever walks from record to record of an archive with small records asks for a few dozen bytes every few hundred,
-    and each would be a call of the system. So where three reads follow each other closely, a whole window is read, and
-    what lies in it is answered from there. Between large records nothing is read but what is asked for.
+    Walking the records of an archive with small records takes a few dozen bytes every few hundred, each a system call.
+    So after three reads close together a whole window is read, and reads within it are served from there. Among large
+    records nothing is read but what is requested.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._held = (0, b"")
+        self._buffer = (0, b"")
         self._last = 0
         #: Reads in a row that were close to the one before.
         self._close = 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly ``size`` bytes from ``offset``, or fewer where the source ends."""
-        begin, data = self._held
+        """Return exactly ``size`` bytes from ``offset``, or fewer at the end of the source."""
+        begin, data = self._buffer
         at = offset - begin
-        self._close = self._close + 1 if 0 < offset - self._last < _STEP else 0
+        self._close = self._close + 1 if 0 < offset - self._last < _NEARBY else 0
         self._last = offset
         if 0 <= at <= len(data) - size:
             return data[at : at + size]
-        # From the end of a large record to the next header it is one close step, but then comes a far one.
-        if self._close < 2 or size > _STEP:
+        # From the end of a large record to the next header is one short step, but then comes a long one.
+        if self._close < 2 or size > _NEARBY:
             return self.source.read(offset, size)
-        data = self.source.read(offset, _SIZE)
-        self._held = (offset, data)
+        data = self.source.read(offset, _WINDOW)
+        self._buffer = (offset, data)
         return data[:size]
 
 
 DIRECTORY: Final = "central directory"
-_ENTRY: Final = Struct("<4s6H3I5H2I")
+#: A directory entry: flags, method, CRC-32, sizes compressed and inflated, lengths of name, extra fields and comment,
+#: disk, external attributes, offset of the local header.
+_ENTRY: Final = Struct("<8x2H4x3I4H2x2I")
 _END: Final = Struct("<4s4H2IH")
 _END64: Final = Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = Struct("<4sIQI")
 LOCAL: Final = Struct("<4s5H3I2H")
 FULL32: Final = 0xFFFFFFFF
-#: Torch looks for the end record in chunks of 4,096 bytes, three of them twice, until so many bytes are searched.
-_SEARCHED: Final = 0xFFFF + _END.size
-_CHUNK_OF_SEARCH: Final = 4096
-_STEP_OF_SEARCH: Final = _CHUNK_OF_SEARCH - 3
-#: Bytes of a name that torch lists (``MZ_ZIP_MAX_ARCHIVE_FILENAME_SIZE`` less one).
-LISTED_NAME: Final = 511
-_ZIP64: Final = 1
-#: Of Info-ZIP: the name in UTF-8, with the CRC-32 of the name that it replaces.
+#: Torch searches this many bytes for the end record, in chunks of 4,096 bytes that overlap by three.
+_END_SEARCH: Final = 0xFFFF + _END.size
+_SEARCH_CHUNK: Final = 4096
+_SEARCH_STEP: Final = _SEARCH_CHUNK - 3
+#: Longest name in bytes that torch lists (``MZ_ZIP_MAX_ARCHIVE_FILENAME_SIZE`` less one).
+MAX_NAME: Final = 511
+ZIP64_ID: Final = 1
+#: The id of the extra field with which torch pads, "FB".
+PADDING_ID: Final = 0x4246
+#: Info-ZIP's field for a name in UTF-8, with the CRC-32 of the name that it replaces.
 _UNICODE_NAME: Final = 0x7075
-_SPOKEN_OF: Final = (_ZIP64, _UNICODE_NAME)
+_AMBIGUOUS_FIELDS: Final = (ZIP64_ID, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
-_SPECIAL: Final = 0x20 | 0x40 | 0x2000
-#: Bytes read at once: they stay in the cache of the processor until they are summed.
+_UNSUPPORTED_FLAGS: Final = 0x20 | 0x40 | 0x2000
+#: Bytes read at once: they stay in the processor's cache until they are checksummed.
 _CHUNK: Final = 1 << 18
 _FOLD: Final = {ord(letter): ord(letter.lower()) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-#: Up to so many bytes a pickle may be deflated as well as it likes.
-_MODEST: Final = 64 << 20
+#: A record up to this many bytes may be compressed by any factor.
+_ALWAYS_INFLATED: Final = 64 << 20
 
 
 class Record(NamedTuple):
     """One entry of the central directory; sizes and offsets in bytes.
 
-    ``name`` is the whole name, root folder included; bytes that are no UTF-8 are surrogate escapes.
-    ``crc`` 0 means "not computed" for a record that is not empty. ``entry`` and ``entry_size`` tell
-    where the entry itself stands.
+    ``name`` is the whole name, including the root folder; bytes that are not UTF-8 are surrogate escapes. ``crc`` 0
+    means "not computed" unless the record is empty. The directory entry has ``entry_size`` bytes at ``entry``.
     """
 
     name: str
@@ -104,17 +105,17 @@ class Record(NamedTuple):
     entry_size: int
 
 
-class Local(NamedTuple):
-    """A local header: its raw bytes, and where the payload begins."""
+class LocalHeader(NamedTuple):
+    """A local header: its raw bytes, and the offset of the payload."""
 
     raw: bytes
     payload: int
 
 
 class Oddity(NamedTuple):
-    """Something two readers could see differently. ``ambiguous`` ones forbid an edit.
+    """Something that two readers could see differently. ``ambiguous`` ones forbid an edit.
 
-    ``level`` is "error" or "warning"; ``where`` a record, ``offset`` in bytes into the file, -1 for none.
+    ``level`` is "error" or "warning"; ``where`` is a record or ""; ``offset`` is in bytes into the file, -1 for none.
     """
 
     code: str
@@ -125,13 +126,13 @@ class Oddity(NamedTuple):
     offset: int = -1
 
 
-class End(NamedTuple):
-    """The end records: what they say of the directory, and where they stand.
+class EndRecords(NamedTuple):
+    """The end records: where they are, and where they place the directory.
 
-    ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory``
-    and ``size`` are offset and bytes of the directory, ``entries`` what it counts. ``beyond`` are the bytes behind
-    them that an edit in place left which was not finished. ``astray`` says that the locator of a zip64 end record
-    leads to none.
+    ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory`` and
+    ``size`` are offset and bytes of the directory, ``entries`` the number of its entries. ``unfinished`` counts the
+    bytes after the end records left by an unfinished edit in place. ``dangling_locator`` is True for a locator that
+    does not point to a zip64 end record.
     """
 
     zip64: int
@@ -139,27 +140,27 @@ class End(NamedTuple):
     directory: int
     size: int
     entries: int
-    beyond: int = 0
-    astray: bool = False
+    unfinished: int = 0
+    dangling_locator: bool = False
 
     @property
     def begin(self) -> int:
-        """Where the end records begin."""
+        """The offset of the first end record."""
         return self.zip64 if self.zip64 >= 0 else self.plain
 
     @property
     def tail(self) -> int:
-        """The offset behind the plain end record: the comment, and whatever follows it."""
-        return self.plain + _END.size + self.beyond
+        """The offset after the end records: of the comment, and whatever follows it."""
+        return self.plain + _END.size + self.unfinished
 
 
 class Archive:
     """A zip archive: its directory, without the payloads.
 
-    ``records`` in the order of the directory; ``root`` the folder of the first entry ("" for none).
+    ``records`` are in directory order; ``root`` is the folder of the first entry ("" for none).
     """
 
-    def __init__(self, source: Source, records: list[Record], end: End) -> None:
+    def __init__(self, source: Source, records: list[Record], end: EndRecords) -> None:
         self.source = source
         self.records = records
         self.end = end
@@ -168,25 +169,25 @@ class Archive:
         self.root = first.partition("/")[0] if "/" in first else ""
         self.by_name: dict[str, Record] = {}
         self._by_fold: dict[str, Record] | None = None
-        #: Local headers and what stands around them: of small records many are read at once.
-        self.near = Window(source)
+        #: For local headers and descriptors: those of small records are read many at once.
+        self.window = Window(source)
 
     def find(self, name: str) -> Record | None:
-        """The record of this name under the root folder, or None; exact case first, as torch ends up with."""
+        """Return the record of this name under the root folder, or None; like torch, an exact match first."""
         if "\0" in name or (not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name)):
             return None  # torch looks for the bytes in UTF-8, and only up to a NUL
         full = f"{self.root}/{name}" if self.root else name
-        found = self.by_name.get(full)
-        if found is None:
+        record = self.by_name.get(full)
+        if record is None:
             if self._by_fold is None:
-                self._by_fold = {folded(record.name): record for record in reversed(self.records)}
-            found = self._by_fold.get(folded(full))
-        return found
+                self._by_fold = {fold_case(record.name): record for record in reversed(self.records)}
+            record = self._by_fold.get(fold_case(full))
+        return record
 
-    def local(self, record: Record) -> Local:
-        """The local header of a record; raises MalformedError if there is none."""
+    def local(self, record: Record) -> LocalHeader:
+        """Return the local header of a record; raises MalformedError if there is none."""
         guess = LOCAL.size + len(record.name) + 96
-        raw = self.near.read(record.header, guess)
+        raw = self.window.read(record.header, guess)
         if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
             raise MalformedError("no local header where the directory says", where=record.name, offset=record.header)
         size = LOCAL.size + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
@@ -195,38 +196,40 @@ class Archive:
         payload = record.header + size
         if len(raw) < size or payload + record.compressed > self.source.size:
             raise MalformedError("the record reaches beyond the end of the file", where=record.name, offset=payload)
-        return Local(raw[:size], payload)
+        return LocalHeader(raw[:size], payload)
 
     def payload(self, record: Record) -> Span:
-        """The raw bytes of a record, compressed ones as they are."""
+        """Return the raw bytes of a record, compressed ones as they are."""
         return Span(self.source, self.local(record).payload, record.compressed)
 
     def read(self, record: Record, limit: int) -> bytes:
-        """The content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""
+        """Return the content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""
         if record.size > limit:
             raise MalformedError(f"{record.size:,} bytes, the limit is {limit:,}", where=record.name)
         if record.method not in (0, 8):
             raise MalformedError(f"compression method {record.method}, which torch cannot read", where=record.name)
-        if record.method and record.size > max(LIMITS.inflation * record.compressed, _MODEST):
-            what = f"{record.compressed:,} bytes would inflate to {record.size:,}: no pickle, but a bomb"
+        if record.method and record.size > max(LIMITS.inflation * record.compressed, _ALWAYS_INFLATED):
+            what = f"{record.compressed:,} bytes would inflate to {record.size:,}: a decompression bomb, not a pickle"
             raise MalformedError(what, where=record.name)
-        return b"".join(contents(self.payload(record), record.size, record.method != 0, record.name))[: record.size]
+        return b"".join(content_chunks(self.payload(record), record.size, record.method != 0, record.name))[
+            : record.size
+        ]
 
     def text(self, name: str) -> bytes | None:
-        """A small text record under the root folder, or None; at most ``limits.text_bytes`` bytes."""
+        """Return a small text record under the root folder, or None; raises beyond ``limits.text_bytes`` bytes."""
         record = self.find(name)
         return None if record is None else self.read(record, LIMITS.text_bytes)
 
 
-def folded(name: str) -> str:
-    """The name as torch's reader compares it: A to Z and a to z are one, everything else is not (``MZ_TOLOWER``)."""
+def fold_case(name: str) -> str:
+    """Fold a name as torch's reader compares it (``MZ_TOLOWER``): only A to Z are lowered."""
     return name.lower() if name.isascii() else name.translate(_FOLD)
 
 
-def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[bytes]:
-    """The bytes of a record in pieces, inflated where they are compressed; ``name`` is for errors.
+def content_chunks(span: Span, size: int, compressed: bool, name: str) -> Iterator[bytes]:
+    """Yield the content of a record in chunks, inflated if it is compressed; ``name`` is for errors.
 
-    Raises MalformedError where they end too early, or do not inflate to ``size`` bytes.
+    Raises MalformedError if it ends too early, or does not inflate to ``size`` bytes.
     """
     inflater = zlib.decompressobj(-15) if compressed else None
     if compressed and size > LIMITS.inflated_bytes and size > LIMITS.inflation * span.size:
@@ -258,30 +261,30 @@ def contents(span: Span, size: int, compressed: bool, name: str) -> Iterator[byt
 
 
 def read_archive(source: Source) -> Archive:
-    """Read the central directory; raises MalformedError where torch's reader would refuse the file."""
+    """Read the central directory; raises MalformedError if torch's reader would refuse the file."""
     end = _find_end(source)
     offset, size, count = end.directory, end.size, end.entries
     if offset + size > source.size:
         raise MalformedError("the directory reaches beyond the end of the file", where=DIRECTORY, offset=offset)
-    # Each entry takes 46 bytes at least: a larger count is a lie, and nothing is allocated for it.
+    # Each entry takes at least 46 bytes: a larger count is false, and nothing is allocated for it.
     if count * _ENTRY.size > size:
         raise MalformedError(f"{count:,} entries do not fit into {size:,} bytes", where=DIRECTORY, offset=offset)
     raw = source.read(offset, size)
     shift = end.begin - offset - size
     if shift > 0 and raw[:4] != b"PK\x01\x02" and source.read(offset + shift, 4) == b"PK\x01\x02":
-        what = f"the last archive in it begins only at byte {shift:,}: torch refuses bytes in front of an archive"
+        what = f"its last archive begins only at byte {shift:,}: torch refuses bytes before an archive"
         raise MalformedError(what, where=DIRECTORY, offset=offset)
-    records, odd = _entries(raw, count, offset)
+    records, oddities = _read_entries(raw, count, offset)
     archive = Archive(source, records, end)
-    archive.oddities += odd
+    archive.oddities += oddities
     _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
     return archive
 
 
-def _find_end(source: Source) -> End:
+def _find_end(source: Source) -> EndRecords:
     at = start = -1
     tail = b""
-    for begin in (max(source.size - _CHUNK_OF_SEARCH, 0), search_begin(source.size)):
+    for begin in (max(source.size - _SEARCH_CHUNK, 0), end_search_start(source.size)):
         if at < 0 and begin != start:
             start, tail = begin, source.read(begin, source.size - begin)
             at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
@@ -291,57 +294,42 @@ def _find_end(source: Source) -> End:
     plain, zip64 = start + at, -1
     room = _LOCATOR.size + _END64.size
     locator = source.read(plain - _LOCATOR.size, _LOCATOR.size) if plain >= room else b""
-    astray = locator[:4] == b"PK\x06\x07"
-    if astray:
+    dangling = locator[:4] == b"PK\x06\x07"
+    if dangling:
         _, _, there, _ = _LOCATOR.unpack(locator)
         raw = source.read(there, _END64.size) if there < source.size else b""
         if len(raw) == _END64.size and raw[:4] == b"PK\x06\x06":
             _, _, _, _, disk, first_disk, _, count, size, offset = _END64.unpack(raw)
-            zip64, astray = there, False
+            zip64, dangling = there, False
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
-    # By what was read already: the edit may be finished in this very moment.
-    unfinished = unfinished_end(source, plain + _END.size)
-    beyond = max(unfinished - plain - _END.size, 0)
-    return End(zip64, plain, offset, size, count, beyond, astray)
+    # Relative to what was read already: the edit may be finished at this very moment.
+    unfinished = max(unfinished_end(source, plain + _END.size) - plain - _END.size, 0)
+    return EndRecords(zip64, plain, offset, size, count, unfinished, dangling)
 
 
-def search_begin(size: int) -> int:
-    """From where on torch looks for the end record in a file of so many bytes (``mz_zip_reader_locate_header_sig``)."""
-    begin = max(size - _CHUNK_OF_SEARCH, 0)
-    while begin >= _STEP_OF_SEARCH and size - begin < _SEARCHED:
-        begin -= _STEP_OF_SEARCH
+def end_search_start(size: int) -> int:
+    """Return where torch's search for the end record starts in a file of ``size`` bytes.
+
+    Source: ``mz_zip_reader_locate_header_sig`` of miniz.
+    """
+    begin = max(size - _SEARCH_CHUNK, 0)
+    while begin >= _SEARCH_STEP and size - begin < _END_SEARCH:
+        begin -= _SEARCH_STEP
     return begin
 
 
-def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddity]]:
-    """The records, and what is odd about their entries."""
+def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddity]]:
+    """Return the records of a directory at ``base``, and the oddities of its entries."""
     records: list[Record] = []
     odd: list[Oddity] = []
     unpack, size = _ENTRY.unpack_from, _ENTRY.size
     at = 0
     for _ in range(count):
         if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
-            raise MalformedError("no directory entry where one must be", where=DIRECTORY, offset=base + at)
-        (
-            _,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            plain,
-            name_size,
-            extra_size,
-            comment_size,
-            disk,
-            _,
-            attributes,
-            header,
-        ) = unpack(raw, at)
+            raise MalformedError("no directory entry where one is expected", where=DIRECTORY, offset=base + at)
+        fixed = unpack(raw, at)
+        flags, method, crc, packed, plain, name_size, extra_size, comment_size, disk, attributes, header = fixed
         name_at = at + size
         extra_at = name_at + name_size
         end = extra_at + extra_size + comment_size
@@ -350,12 +338,14 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
         name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
         fields: list[tuple[int, bytes]] = []
         if extra_size:
-            fields = extras(raw[extra_at : extra_at + extra_size])
-            if not parses(raw[extra_at : extra_at + extra_size]) or any(kind in _SPOKEN_OF for kind, _ in fields):
-                odd += _odd_fields(name, raw[name_at:extra_at], raw[extra_at : extra_at + extra_size], base + at)
+            fields = extra_fields(raw[extra_at : extra_at + extra_size])
+            if not fills_block(raw[extra_at : extra_at + extra_size]) or any(
+                kind in _AMBIGUOUS_FIELDS for kind, _ in fields
+            ):
+                odd += _field_oddities(name, raw[name_at:extra_at], raw[extra_at : extra_at + extra_size], base + at)
         if plain == FULL32 or packed == FULL32 or header == FULL32:
-            # Of two fields torch takes the first, as Python does (``mz_zip_file_stat_internal``, ``_decodeExtra``).
-            wide = next((data for kind, data in fields if kind == _ZIP64), b"")
+            # Of two such fields torch takes the first, like Python (``mz_zip_file_stat_internal``, ``_decodeExtra``).
+            wide = next((data for kind, data in fields if kind == ZIP64_ID), b"")
             values = [int.from_bytes(wide[i : i + 8], "little") for i in range(0, len(wide) - 7, 8)]
             try:
                 plain = values.pop(0) if plain == FULL32 else plain
@@ -366,63 +356,63 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
         if packed == plain:
             packed = plain  # one object for both
         records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
-        if attributes & 0x10 or name_size > LISTED_NAME or (plain != packed and (not packed or not method)):
-            odd += _odd_entry(records[-1], attributes)
+        if attributes & 0x10 or name_size > MAX_NAME or (plain != packed and (not packed or not method)):
+            odd += _entry_oddities(records[-1], attributes)
         elif plain and name[-1:] == "/":
-            odd += _odd_entry(records[-1], 0x10)
+            odd += _entry_oddities(records[-1], 0x10)
         if disk:
-            # Torch refuses the file, but for disk 1; Python does not look.
-            what = f"{shown(name)} is said to be on another disk"
+            # Torch refuses the file, except for disk 1; Python does not look.
+            what = f"{quoted(name)} is declared to be on another disk"
             odd.append(Oddity("other-disk", what, True, where=name, offset=base + at))
         at = end
     return records, odd
 
 
-def _odd_entry(record: Record, attributes: int) -> Iterator[Oddity]:
+def _entry_oddities(record: Record, attributes: int) -> Iterator[Oddity]:
     name, packed, plain = record.name, record.compressed, record.size
     if attributes & 0x10 and (plain or not name.endswith("/")):
-        # miniz takes it for a folder by this bit of MS-DOS or its slash, and torch hands out memory that nobody wrote.
-        what = f"{shown(name)} is marked as a folder: torch does not read its bytes"
+        # miniz takes this MS-DOS bit, or a trailing slash, for a folder, and torch returns uninitialized memory.
+        what = f"{quoted(name)} is marked as a folder: torch does not read its bytes"
         yield Oddity("folder-attribute", what, True, where=name)
-    if len(name) > LISTED_NAME or len(name.encode("utf-8", "surrogateescape")) > LISTED_NAME:
-        what = f"the name {shown(name)} is longer than the {LISTED_NAME} bytes that torch's reader has room for"
+    if len(name) > MAX_NAME or len(name.encode("utf-8", "surrogateescape")) > MAX_NAME:
+        what = f"the name {quoted(name)} is longer than the {MAX_NAME} bytes that torch's reader supports"
         yield Oddity("name-long", what, True, where=name, offset=record.entry)
     if plain != packed and (not packed or not record.method):
-        # Torch reads the one or the other number of bytes, or refuses the file; Python the other one.
-        what = f"{shown(name)}: stored, yet {plain:,} bytes are said to take {packed:,}"
+        # Torch reads the one or the other number of bytes, or refuses the file; Python reads the other one.
+        what = f"{quoted(name)}: stored, yet {plain:,} bytes are declared to take {packed:,}"
         yield Oddity("stored-size", what, True, where=name, offset=record.entry)
 
 
-def _odd_fields(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Oddity]:
-    """What readers could see differently in the extra fields of a directory entry."""
-    fields = extras(extra)
-    if sum(kind == _ZIP64 for kind, _ in fields) > 1:
-        what = f"{shown(name)} has two zip64 fields; torch takes the first"
+def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Oddity]:
+    """Yield what readers could see differently in the extra fields of a directory entry."""
+    fields = extra_fields(extra)
+    if sum(kind == ZIP64_ID for kind, _ in fields) > 1:
+        what = f"{quoted(name)} has two zip64 fields; torch takes the first"
         yield Oddity("zip64-twice", what, True, where=name, offset=offset)
     for kind, data in fields:
         if kind == _UNICODE_NAME and data[:5] == b"\1" + zlib.crc32(raw_name).to_bytes(4, "little"):
             other = data[5:]
             if other != raw_name:
-                what = f"{shown(name)} is called {shown(other.decode('utf-8', 'replace'))} by an extra field"
+                what = f"{quoted(name)} is called {quoted(other.decode('utf-8', 'replace'))} by an extra field"
                 yield Oddity("name-twice", what, True, where=name, offset=offset)
-    if not parses(extra):
-        what = f"the extra fields of the directory's entry of {shown(name)} do not parse"
+    if not fills_block(extra):
+        what = f"the extra fields of the directory entry of {quoted(name)} do not parse"
         yield Oddity("entry-fields", what, True, where=name, offset=offset)
 
 
-def extras(raw: bytes) -> list[tuple[int, bytes]]:
-    """The extra fields as (id, data); what does not parse is cut off, as every reader does."""
-    found = []
+def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
+    """Parse extra fields into (id, data); what does not parse is cut off, as every reader does."""
+    fields = []
     at = 0
     while at + 4 <= len(raw):
         size = int.from_bytes(raw[at + 2 : at + 4], "little")
-        found.append((int.from_bytes(raw[at : at + 2], "little"), raw[at + 4 : at + 4 + size]))
+        fields.append((int.from_bytes(raw[at : at + 2], "little"), raw[at + 4 : at + 4 + size]))
         at += 4 + size
-    return found
+    return fields
 
 
-def parses(extra: bytes) -> bool:
-    """Do the extra fields fill their block?"""
+def fills_block(extra: bytes) -> bool:
+    """Return whether the extra fields fill their block exactly."""
     at = 0
     while at + 4 <= len(extra):
         at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
@@ -430,47 +420,47 @@ def parses(extra: bytes) -> bool:
 
 
 def _note_oddities(archive: Archive, unused: int) -> None:
-    """Structural ambiguity, as far as the directory alone shows it."""
+    """Note the ambiguities of structure that the directory alone shows."""
     note = archive.oddities.append
     archive.by_name = {record.name: record for record in archive.records}
     if not _is_plain(archive):
-        _note_names(archive)
+        _note_name_oddities(archive)
     if unused:
         note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry", True))
     end = archive.end
     gap = end.begin - end.directory - end.size
-    # Between the zip64 end record (56 bytes) and the plain one stands its locator (20 bytes).
+    # Only its locator (20 bytes) belongs between the zip64 end record (56 bytes) and the plain one.
     between = end.plain - end.zip64 - _END64.size - _LOCATOR.size if end.zip64 >= 0 else 0
     signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
-    if end.beyond:
+    if end.unfinished:
         what = "an edit in place was not finished: torch reads the version before it"
         note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
     elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
-        note(Oddity("second-archive", "several archives stand one behind the other; torch reads the first", True))
+        note(Oddity("second-archive", "several archives follow one another; torch reads the first", True))
     elif gap or between:
-        what = f"the directory and the end records do not adjoin ({gap + between:+,} bytes)"
+        what = f"the directory and the end records are not adjacent ({gap + between:+,} bytes)"
         note(Oddity("directory-gap", what, True))
-    elif end.astray:
-        what = "a locator leads to no zip64 end record: torch goes by the plain one, other readers refuse the file"
+    elif end.dangling_locator:
+        what = "a locator points to no zip64 end record: torch uses the plain one, other readers refuse the file"
         note(Oddity("end-records", what, True, offset=end.plain - _LOCATOR.size))
     limit = archive.source.size
     for record in archive.records:
         if record.header + LOCAL.size + record.compressed > limit:
-            what = f"{shown(record.name)} reaches beyond the end of the file; torch refuses such a file"
+            what = f"{quoted(record.name)} reaches beyond the end of the file; torch refuses such a file"
             note(Oddity("beyond-end", what, where=record.name, offset=record.header))
-    if len(archive.root.encode("utf-8", "surrogateescape")) >= LISTED_NAME:
-        what = f"the folder {shown(archive.root)} has a longer name than torch's reader has room for"
+    if len(archive.root.encode("utf-8", "surrogateescape")) >= MAX_NAME:
+        what = f"the name of the folder {quoted(archive.root)} is longer than torch's reader supports"
         note(Oddity("long-root", what, where=archive.root))
     if archive.records:
         first = min(record.header for record in archive.records)
-        if first > 0 and note_at(archive.source, end.tail) is None:  # else a former version stands there
-            note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
+        if first > 0 and read_note(archive.source, end.tail) is None:  # otherwise these bytes are a former version
+            note(Oddity("leading-bytes", f"{first:,} bytes precede the first record"))
 
 
 def _is_plain(archive: Archive) -> bool:
-    """Is there nothing to note about any record? That is told by looking at all of them at once."""
+    """Return whether no name or flag is odd: a fast check of all records at once."""
     names = archive.by_name
-    if len(names) < len(archive.records) or any(record.flags & (_SPECIAL | 1) for record in archive.records):
+    if len(names) < len(archive.records) or any(record.flags & (_UNSUPPORTED_FLAGS | 1) for record in archive.records):
         return False
     folder = archive.root + "/"
     if archive.root and not all(name.startswith(folder) for name in names):
@@ -478,50 +468,48 @@ def _is_plain(archive: Archive) -> bool:
     everything = "".join(names)
     if "\0" in everything:
         return False
-    return everything == everything.lower() or len({folded(name) for name in names}) == len(names)
+    return everything == everything.lower() or len({fold_case(name) for name in names}) == len(names)
 
 
-def _note_names(archive: Archive) -> None:
-    """The names and flags that readers could take in different ways; of records with one name the first counts."""
+def _note_name_oddities(archive: Archive) -> None:
+    """Note names and flags that readers could interpret differently; of records with one name the first counts."""
     note = archive.oddities.append
     archive.by_name.clear()
     folds: set[str] = set()
     for record in archive.records:
         name = record.name
         if name in archive.by_name:
-            what = f"two records are called {shown(name)}; torch takes either one"
+            what = f"two records are called {quoted(name)}; torch takes either one"
             note(Oddity("duplicate-record", what, True, where=name))
         else:
-            fold = folded(name)
+            fold = fold_case(name)
             if fold in folds:
-                what = f"{shown(name)} differs from another record in case only; torch takes either"
+                what = f"{quoted(name)} differs from another record in case only; torch takes either"
                 note(Oddity("case-twin", what, True, where=name))
             folds.add(fold)
             archive.by_name[name] = record
         if "\0" in name:
-            what = f"the name {shown(name)} has a NUL byte in it, where some readers take it to end"
+            what = f"the name {quoted(name)} contains a NUL byte, which ends it for some readers"
             note(Oddity("name-nul", what, True, where=name, offset=record.entry))
-        if record.flags & _SPECIAL:
-            what = f"{shown(name)} has flags of encryption or of patched data, which torch's reader refuses"
+        if record.flags & _UNSUPPORTED_FLAGS:
+            what = f"{quoted(name)} has flags for encryption or patched data, which torch's reader refuses"
             note(Oddity("special-flags", what, True, where=name))
         if record.flags & 1:
-            note(Oddity("encrypted", f"{shown(name)} is encrypted; torch cannot read it", True, where=name))
+            note(Oddity("encrypted", f"{quoted(name)} is encrypted; torch cannot read it", True, where=name))
         if archive.root and not name.startswith(archive.root + "/"):
-            what = f"{shown(name)} is outside of the folder {shown(archive.root)}; torch refuses the file"
+            what = f"{quoted(name)} is outside of the folder {quoted(archive.root)}; torch refuses the file"
             note(Oddity("second-root", what, where=name))
 
 
-# -- The CRC-32 of what stands in a span, inflated where it is compressed
-
-
 def checksum(span: Span, size: int, compressed: bool, name: str, progress: Callable[[int], None] | None = None) -> int:
-    """The CRC-32 of ``size`` bytes, inflated; ``name`` is for errors, ``progress`` is told the bytes of each step.
+    """Compute the CRC-32 of a span that inflates to ``size`` bytes; ``name`` is for errors.
 
-    Raises MalformedError where they do not inflate to their size, or are not all there.
+    ``progress`` is called with the bytes of each step. Raises MalformedError if the span does not inflate to its size,
+    or exceeds the file.
     """
     crc = 0
-    there = not compressed and span.offset + span.size <= span.source.size
-    for data in blocks(span) if there else contents(span, size, compressed, name):
+    complete = not compressed and span.offset + span.size <= span.source.size
+    for data in read_blocks(span) if complete else content_chunks(span, size, compressed, name):
         crc = zlib.crc32(data, crc)
         if progress:
             progress(len(data))

@@ -1,73 +1,68 @@
-"""A new archive, laid out as torch 2.7 and later write it.
+"""New archives, laid out like torch 2.7 and later write them.
 
-Source: ``PyTorchStreamWriter`` (caffe2/serialize/inline_container.cc): every record padded to 64 bytes, its checksum
-and sizes in a descriptor behind it, end records in zip64 always.
+Source: ``PyTorchStreamWriter`` (caffe2/serialize/inline_container.cc): every record is aligned to 64 bytes, its
+checksum and sizes are in a descriptor after it, and the end records always include zip64.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from struct import Struct
 from typing import Final, NamedTuple
 
 from ...base.errors import ReadBackError
 from ..sources import Computed, Piece, Plan, Span, merged, size_of
-from .reader import FULL32, LOCAL, Archive, Record, contents, extras
+from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
 
-_GRID: Final = 64
-#: The extra field with which torch pads, "FB".
-PADDING: Final = 0x4246
-_u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
-
-
-#: Bytes read in one go.
+_ALIGNMENT: Final = 64
+#: Bytes read at once.
 _CHUNK: Final = 4 << 20
+_u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
+#: A directory entry: signature, flags, method, CRC-32, sizes stored and inflated, lengths of name, extra fields and
+#: comment, offset of the local header; versions, time, disk and attributes are zeros.
+_ENTRY: Final = Struct("<4s4x2H4x3I3H8xI").pack
 
 
-class Sum:
-    """The CRC-32 of bytes that are summed while they are written; ``value`` is known afterwards."""
+@dataclass(slots=True, eq=False)
+class DeferredCrc:
+    """A CRC-32 computed while the bytes are written; ``value`` is valid afterwards."""
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
+    value: int = 0
 
 
-class Content(NamedTuple):
-    """A record to be: its whole name, its bytes as stored, and its CRC-32 and size inflated.
+class RecordContent(NamedTuple):
+    """A record to write: its whole name, its bytes as stored, and their CRC-32 and size inflated.
 
-    ``deflated`` whether the bytes are a deflate stream; ``crc`` 0 for "not computed".
+    ``deflated`` says whether the bytes are a deflate stream; ``crc`` 0 means "not computed".
     """
 
     name: str
     body: Piece
-    crc: int | Sum
+    crc: int | DeferredCrc
     size: int
     deflated: bool = False
 
 
-def content_of(name: str, piece: Piece, size: int, crc: int | None, compressed: bool) -> Content:
-    """A stored record of bytes that are there or were made: ``crc`` and ``size`` (bytes) inflated, ``compressed``
-    whether the piece is a deflate stream, which is inflated: ``torch.load(mmap=True)`` takes bytes as they are stored.
-    A checksum that is not there is computed: where ``crc`` is None, or 0 for "not computed" with a deflate stream.
+def stored_content(name: str, piece: Piece, size: int, crc: int | None, compressed: bool) -> RecordContent:
+    """Return a stored record with ``size`` bytes and the checksum ``crc``, both inflated.
+
+    If ``compressed``, the piece is a deflate stream, which is inflated: ``torch.load(mmap=True)`` takes bytes as they
+    are stored. A missing checksum is computed: if ``crc`` is None, or 0 ("not computed") for a deflate stream.
     """
-    plain = inflated(piece, size, name) if compressed else piece
+    if compressed:
+        assert isinstance(piece, Span)
+        piece = Computed(size, partial(content_chunks, piece, size, True, name))
     if size and (crc is None or (compressed and not crc)):
-        return summed(name, plain)
-    return Content(name, plain, crc or 0, size)
+        return checksummed(name, piece)
+    return RecordContent(name, piece, crc or 0, size)
 
 
-def inflated(piece: Piece, size: int, name: str) -> Computed:
-    """What a deflate stream inflates to, ``size`` bytes; ``name`` is for errors."""
-    assert isinstance(piece, Span)
-    return Computed(size, partial(contents, piece, size, True, name))
-
-
-def summed(name: str, piece: Piece) -> Content:
-    """A record whose checksum is taken while its bytes are written."""
-    crc = Sum()
+def checksummed(name: str, piece: Piece) -> RecordContent:
+    """Return a record whose checksum is computed while its bytes are written."""
+    crc = DeferredCrc()
 
     def chunks() -> Iterator[bytes]:
         crc.value = 0
@@ -75,7 +70,7 @@ def summed(name: str, piece: Piece) -> Content:
             crc.value = zlib.crc32(data, crc.value)
             yield data
 
-    return Content(name, Computed(size_of(piece), chunks), crc, size_of(piece))
+    return RecordContent(name, Computed(size_of(piece), chunks), crc, size_of(piece))
 
 
 def _chunks(piece: Piece) -> Iterable[bytes]:
@@ -87,103 +82,97 @@ def _chunks(piece: Piece) -> Iterable[bytes]:
     return (piece,)
 
 
-def fresh(contents: Iterable[Content]) -> Plan:
-    """The plan of an archive with these records, in this order."""
+def plan_archive(contents: Iterable[RecordContent]) -> Plan:
+    """Plan an archive with these records, in this order."""
     pieces: list[Piece] = []
-    directory: list[tuple[Content, int]] = []
+    directory: list[tuple[RecordContent, int]] = []
     at = 0
     for content in contents:
-        header, descriptor = around(content, at)
+        header, descriptor = header_and_descriptor(content, at)
         directory.append((content, at))
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
 
     def directory_bytes() -> bytes:
-        return b"".join([listed(content, place) for content, place in directory])
+        return b"".join([directory_entry(content, place) for content, place in directory])
 
-    late = any(isinstance(content.crc, Sum) and content.size for content, _ in directory)
-    size = len(directory_bytes())
-    return Plan(
-        merged([*pieces, _late(directory_bytes) if late else directory_bytes(), _end(len(directory), at, size)])
-    )
+    deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
+    pieces.append(_deferred(directory_bytes) if deferred else directory_bytes())
+    return Plan(merged([*pieces, _end_records(len(directory), at, size_of(pieces[-1]))]))
 
 
-def _late(made: Callable[[], bytes]) -> Computed:
-    """Bytes whose number is known now, and whose content when they are written."""
-    return Computed(len(made()), lambda: (made(),))
+def _deferred(build: Callable[[], bytes]) -> Computed:
+    """Return bytes whose number is known now, but whose content only when they are written."""
+    return Computed(len(build()), lambda: (build(),))
 
 
-def _crc(content: Content) -> bytes:
-    return _u32(content.crc.value if isinstance(content.crc, Sum) else content.crc)
+def _crc_bytes(content: RecordContent) -> int:
+    return content.crc.value if isinstance(content.crc, DeferredCrc) else content.crc
 
 
-def around(content: Content, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
-    """The local header, with its padding if it is to be ``padded``, and the descriptor, for a record at ``at``."""
+def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
+    """Return the local header, with padding if ``padded``, and the descriptor of a record at ``at``."""
     stored = size_of(content.body)
     if not content.deflated and stored != content.size:
-        # Bytes of another length than they are said to have, such as deflated ones that are taken for plain ones.
+        # Such as deflated bytes taken for plain ones.
         raise ReadBackError(
-            f"the record {content.name!r} would hold other bytes than it says",
+            f"the record {content.name!r} would contain other bytes than it declares",
             promised=f"{content.name}: {content.size:,} bytes",
             read=f"{stored:,} bytes",
             next="this is a bug in ckptool, and nothing was written: please report it",
         )
     name = content.name.encode("utf-8", "surrogateescape")
-    wide = b""
-    if content.size >= FULL32:
-        wide += _u64(content.size) + _u64(0)  # torch leaves the compressed size 0 here
-    if at >= FULL32:
-        wide += _u64(at)
-    if wide:
-        wide = _u16(1) + _u16(len(wide)) + wide
-    padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _GRID
-    extra = wide + b"FB" + _u16(padding) + b"Z" * padding if padded else wide
+    wide = zip64_field(local_zip64_values(content.size, at))
+    padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _ALIGNMENT
+    extra = wide + extra_field(PADDING_ID, b"Z" * padding) if padded else wide
     flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
-    fixed = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra))
+    header = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
     pack = _u64 if wide else _u32
 
     def descriptor() -> bytes:
-        return b"PK\x07\x08" + _crc(content) + pack(stored) + pack(content.size)
+        return b"PK\x07\x08" + _u32(_crc_bytes(content)) + pack(stored) + pack(content.size)
 
     if not stored:
-        return fixed + name + extra, b""
-    return fixed + name + extra, _late(descriptor) if isinstance(content.crc, Sum) else descriptor()
+        return header, b""
+    return header, _deferred(descriptor) if isinstance(content.crc, DeferredCrc) else descriptor()
 
 
-def padding_of(archive: Archive, record: Record) -> bytes | None:
-    """What fills the local header of a record up to the alignment, None where the writer does not align."""
+def padding_field(archive: Archive, record: Record) -> bytes | None:
+    """Return the padding in the local header of a record, None if its writer does not align."""
     raw = archive.local(record).raw
-    fields = extras(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
-    return next((data for kind, data in fields if kind == PADDING), None)
+    fields = extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
+    return next((data for kind, data in fields if kind == PADDING_ID), None)
 
 
-def listed(content: Content, at: int) -> bytes:
-    """The directory entry of a record at ``at``."""
+def extra_field(kind: int, data: bytes) -> bytes:
+    """Return an extra field of a header."""
+    return _u16(kind) + _u16(len(data)) + data
+
+
+def zip64_field(values: Iterable[int]) -> bytes:
+    """Return the zip64 extra field with these values, or nothing if there are none."""
+    data = b"".join(map(_u64, values))
+    return extra_field(ZIP64_ID, data) if data else b""
+
+
+def local_zip64_values(size: int, at: int) -> list[int]:
+    """Return the values that torch puts into the zip64 field of a local header: it leaves the compressed size 0."""
+    return [*((size, 0) if size >= FULL32 else ()), *((at,) if at >= FULL32 else ())]
+
+
+def directory_entry(content: RecordContent, at: int) -> bytes:
+    """Return the directory entry of a record at ``at``."""
     name, stored = content.name.encode("utf-8", "surrogateescape"), size_of(content.body)
-    wide = b"".join(_u64(value) for value in (content.size, stored, at) if value >= FULL32)
-    if wide:
-        wide = _u16(1) + _u16(len(wide)) + wide
+    wide = zip64_field(value for value in (content.size, stored, at) if value >= FULL32)
     flags = 0x0808 if stored else 0x0800
-    return (
-        b"PK\x01\x02"
-        + _u16(0) * 2
-        + _u16(flags)
-        + _u16(8 if content.deflated else 0)
-        + bytes(4)
-        + _crc(content)
-        + _u32(min(stored, FULL32))
-        + _u32(min(content.size, FULL32))
-        + _u16(len(name))
-        + _u16(len(wide))
-        + bytes(10)
-        + _u32(min(at, FULL32))
-        + name
-        + wide
-    )
+    method = 8 if content.deflated else 0
+    sizes = min(stored, FULL32), min(content.size, FULL32)
+    lengths = len(name), len(wide), 0
+    return _ENTRY(b"PK\x01\x02", flags, method, _crc_bytes(content), *sizes, *lengths, min(at, FULL32)) + name + wide
 
 
-def _end(count: int, directory: int, size: int) -> bytes:
+def _end_records(count: int, directory: int, size: int) -> bytes:
     wide = b"PK\x06\x06" + _u64(44) + _u16(0x031E) + _u16(45) + bytes(8) + _u64(count) * 2 + _u64(size)
     locator = b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
     counts = _u16(min(count, 0xFFFF)) * 2

@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from ...base.text import listed, shown
+from ...base.text import join_limited, quoted
 from ...checkpoint.container import UNCHECKED
 from .chunks import region_missing, regions_overlapping
 from .metadata import Box, Item, Metadata, ValueMetadata, box_text
@@ -53,7 +53,7 @@ def usable_items(
             note("unlisted-item", "warning", f"{item.place} holds {pieces.name(item)}, which .metadata does not list")
         elif not _is_name(item.file):
             if item.file not in outside:
-                what = f"{pieces.name(item)} is said to be in {shown(item.file)}, outside of the folder: not opened"
+                what = f"{pieces.name(item)} is said to be in {quoted(item.file)}, outside of the folder: not opened"
                 note("outside-path", "error", what, item.file)
             outside.add(item.file)
         elif item.file not in sizes:
@@ -61,7 +61,7 @@ def usable_items(
         elif item.at + item.length > sizes[item.file]:
             cut.setdefault(item.file, []).append(item)
         elif item.transforms:
-            what = f"{pieces.name(item)} in {item.file} went through {listed(list(item.transforms))}"
+            what = f"{pieces.name(item)} in {item.file} went through {join_limited(list(item.transforms))}"
             what += ": its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
             note("transformed-item", "error", what, item.file, item.at)
         else:
@@ -187,4 +187,4 @@ class Pieces:
 
     def names(self, items: list[Item]) -> str:
         """Return the names of the first three items, and how many more there are."""
-        return listed([self.name(item) for item in items[:3]], len(items), most=3)
+        return join_limited([self.name(item) for item in items[:3]], len(items), most=3)

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import counted, human_bytes, shown
+from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
@@ -94,11 +94,13 @@ class Dcp(Container):
         for pickle in own:
             foreign, relatives = foreign_globals(pickle.graph) if pickle.graph else ([], [])
             for name in foreign:
-                what = f"{pickle.where} names {shown(name)}, which torch never writes there: loading it imports or runs"
+                what = (
+                    f"{pickle.where} names {quoted(name)}, which torch never writes there: loading it imports or runs"
+                )
                 self._note("foreign-global", "error", f"{what} it", pickle.where)
             for name in relatives:
                 what = (
-                    f"{pickle.where} is of {shown(name)}, a class of another library: DCP loads it where that is there"
+                    f"{pickle.where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
                 )
                 self._note("foreign-class", "note", what, pickle.where)
         sizes = {name: file.size for name, file in files.items()}
@@ -110,7 +112,7 @@ class Dcp(Container):
         chunks = sum(len(value.chunks) for value in read.values.values())
         self.metadata: Mapping[str, str] = MappingProxyType({})
         self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
-            (counted(len(ranks), "rank"), counted(len(files), "file"), counted(chunks, "piece"))
+            (pluralize(len(ranks), "rank"), pluralize(len(files), "file"), pluralize(chunks, "piece"))
         )
 
     def stored_size(self, key: str) -> int | None:
@@ -209,7 +211,7 @@ class Dcp(Container):
             known, graph, count = alike.get(mark, (where, own.graph, 0))
             alike[mark] = (known, graph, count + 1)
         for known, graph, count in alike.values():
-            more = "" if count == 1 else f" and {counted(count - 1, 'tensor')} like it"
+            more = "" if count == 1 else f" and {pluralize(count - 1, 'tensor')} like it"
             pickles.append(FoundPickle(known + more, graph))
         self._found_in_items = _Looked(problems, pickles)
         return self._found_in_items
@@ -247,7 +249,7 @@ class Dcp(Container):
                 continue
             size = prod(value.shape) * value.dtype.itemsize
             if size >= _TOO_LARGE:
-                self._note("odd-metadata", "error", f".metadata: {shown(name)} is larger than any tensor can be")
+                self._note("odd-metadata", "error", f".metadata: {quoted(name)} is larger than any tensor can be")
                 continue
             key = name  # so that what is said of a storage says which tensor's
             while not key or key in self._names:
@@ -257,10 +259,10 @@ class Dcp(Container):
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
         for item, why, count in self._bad.values():
-            rest = f"; so it is with {counted(count - 1, 'more object')} of that file" if count > 1 else ""
+            rest = f"; so it is with {pluralize(count - 1, 'more object')} of that file" if count > 1 else ""
             self._note("bad-item", "error", f"{item.place}: {why}{rest}", item.file, item.at)
         for name in nested.misfits:
-            self._note("odd-metadata", "error", f".metadata: there is no room for {shown(name)} where it belongs")
+            self._note("odd-metadata", "error", f".metadata: there is no room for {quoted(name)} where it belongs")
         root = nested.build(builder)
         for places, values in nested.sparse:
             what = f".metadata: a list of {places:,} places has values in {values:,}: its values are listed by number"
@@ -314,7 +316,7 @@ class Dcp(Container):
         item = self._usable.get((name, None))
         if item is None:
             if (name, None) not in self._mentioned:
-                self._note("missing-item", "error", f".metadata does not say where {shown(name)} is", name)
+                self._note("missing-item", "error", f".metadata does not say where {quoted(name)} is", name)
             return None
         try:
             opened = self._open(item)
@@ -390,7 +392,10 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         what = (
             "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
             if unfinished
-            else f"{counted(len(data), 'file')} of torch.distributed.checkpoint, and no .metadata to say what they hold"
+            else (
+                f"{pluralize(len(data), 'file')} of torch.distributed.checkpoint, and no .metadata to say what they "
+                "hold"
+            )
         )
         step = "wait until it is saved" if unfinished else "get the folder again, with its hidden files"
         raise MalformedError(what, path=path, next=step)

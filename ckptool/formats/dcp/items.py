@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
-from ...base.text import listed
+from ...base.text import join_limited
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, elements, mapped_name
 from ...checkpoint.tensors import ID_PARTS, Tensor, TensorReader, contiguous_strides, extent
@@ -141,7 +141,7 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
         return rows
     signs = _sign_bits(dtype, flags)
     if not signs:
-        raise malformed(f"{dtype.name} with the flag {listed(sorted(flags))}")
+        raise malformed(f"{dtype.name} with the flag {join_limited(sorted(flags))}")
     return SignSource(*rows, tensor.numel * dtype.itemsize, signs), 0
 
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.text import counted, shown
+from ...base.text import pluralize, quoted
 from ...checkpoint.objects import attributes, callable_name, class_name, elements, initial_pairs, mapped_name, mapping
 from ...pickles.decode import decode
 from ...pickles.nodes import (
@@ -335,7 +335,7 @@ class _MetadataReader:
             value = known[value_ref]
             left -= (len(value.chunks) + 1) * (len(value.shape) + 1) if value else 0
             if value is None or left < 0:
-                self._note(f"the entry of {shown(key)} is invalid")
+                self._note(f"the entry of {quoted(key)} is invalid")
             else:
                 values[key] = value
         return values
@@ -346,13 +346,13 @@ class _MetadataReader:
             steps = _values(self.graph, value)
             path = tuple(step for step in steps if isinstance(step, str) or _is_count(step))
             if not path or len(path) < len(steps) or type(path[0]) is int or len(path) > _MAX_DEPTH:
-                self._note(f"the path of {shown(key)} in the object is invalid")
+                self._note(f"the path of {quoted(key)} in the object is invalid")
                 continue
             paths[key] = path  # type: ignore[assignment]  # _is_count takes int alone
             name = ".".join(map(str, path))
             if name != key and key in values:
                 # create_default_local_load_plan asks for the name of the path.
-                self._note(f"{shown(key)} belongs at {shown(name)}, under which torch looks for it: Missing key")
+                self._note(f"{quoted(key)} belongs at {quoted(name)}, under which torch looks for it: Missing key")
         return paths
 
     def _read_items(self, ref: Ref | None) -> list[Item]:
@@ -480,13 +480,13 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
         for name, value in rank.values.items():
             known = values.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
-                flaws.append(f"the ranks do not agree on the dtype and shape of {shown(name)}")
+                flaws.append(f"the ranks do not agree on the dtype and shape of {quoted(name)}")
             else:
                 boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
         for item in rank.items:
             items.setdefault((item.name, item.offset), item)
     values = {name: value._replace(chunks=tuple(boxes[name])) for name, value in values.items()}
-    version = f"{counted(len(ranks), 'rank')}, each with its own metadata"
+    version = f"{pluralize(len(ranks), 'rank')}, each with its own metadata"
     foreign = [name for rank in ranks for name in rank.foreign]
     subclasses = [name for rank in ranks for name in rank.subclasses]
     return Metadata(None, 0, values, paths, list(items.values()), version, flaws, foreign, subclasses)

@@ -17,7 +17,7 @@ from ...checkpoint.objects import is_ordered_dict
 from ...checkpoint.tensors import is_contiguous
 from ...checkpoint.views import without_views
 from ...files.sources import Files, Piece, Plan, merged
-from ...files.zips.writer import Content, fresh, summed
+from ...files.zips.writer import RecordContent, checksummed, plan_archive
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, Ref, children
 from ...pickles.opcodes import NEWOBJ
@@ -220,8 +220,8 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     body = rows(checkpoint, leaf.where, leaf.ref, tensor)
     whole = checkpoint.body(tensor.storage)
     known = whole.crc if whole and whole.piece == body and whole.size == size else None
-    content = Content(name, body, known, size) if known else summed(name, body)
-    return _archive(graph, [content if size else Content(name, b"", 0, 0)], "little")
+    content = RecordContent(name, body, known, size) if known else checksummed(name, body)
+    return _archive(graph, [content if size else RecordContent(name, b"", 0, 0)], "little")
 
 
 def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
@@ -232,7 +232,7 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
     return _archive(graph, storage_contents(checkpoint, _ROOT, storages, leaf.where), checkpoint.container.byteorder)
 
 
-def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorder: str) -> Plan:
+def _archive(graph: Graph, storages: Iterator[RecordContent] | list[RecordContent], byteorder: str) -> Plan:
     """An archive as torch.save writes it to a stream."""
     data = encode(graph)
     contents = [
@@ -243,8 +243,8 @@ def _archive(graph: Graph, storages: Iterator[Content] | list[Content], byteorde
         # Forty digits that nobody reads; torch takes them from the names and checksums.
         _record(".data/serialization_id", b"%040d" % zlib.crc32(data)),
     ]
-    return fresh(contents)
+    return plan_archive(contents)
 
 
-def _record(name: str, data: bytes) -> Content:
-    return Content(f"{_ROOT}/{name}", data, zlib.crc32(data), len(data))
+def _record(name: str, data: bytes) -> RecordContent:
+    return RecordContent(f"{_ROOT}/{name}", data, zlib.crc32(data), len(data))

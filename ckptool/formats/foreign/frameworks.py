@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.text import counted, cut, listed, shown
+from ...base.text import cut, join_limited, pluralize, quoted
 from ...files.sources import BytesSource, Source
-from ...files.zips.reader import Archive, Record, contents
+from ...files.zips.reader import Archive, Record, content_chunks
 from ...pickles.nodes import Global, Node
 from .headers import npy_header_summary
 from .signatures import SIGNATURES, ForeignFormat
@@ -112,7 +112,7 @@ def _protobuf_model(source: Source) -> ForeignFormat | None:
         opset = next((number for field in message if field.number == 8 and (number := _opset(field.head))), 0)
         producer = second.head.decode("utf-8", "replace") if second and second.size < 64 else ""
         description = "an ONNX model" + (f", opset {opset}" if opset else "")
-        description += f", written by {shown(producer)}" if producer else ""
+        description += f", written by {quoted(producer)}" if producer else ""
         return ForeignFormat("onnx", description, "onnx.load reads it, onnxruntime runs it")
     if 0 < first.value < 100 and second is not None and any(200 <= number <= 4000 for number in by_number):
         return ForeignFormat("coreml", f"a Core ML model, specification {first.value}", "coremltools reads it")
@@ -150,7 +150,7 @@ def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
     key, value = head[begin : begin + size], head[begin + size : begin + size + 1]
     if len(key) < size or not key.isascii() or not key.decode("ascii").isprintable() or not value:
         return None
-    first = f"first key {shown(key.decode('ascii'))}"
+    first = f"first key {quoted(key.decode('ascii'))}"
     # NumPy arrays are extensions of type 1 (flax/serialization.py).
     arrays = re.search(rb"\xc7.\x01|\xc8..\x01|\xc9....\x01", source.read(0, 1 << 16), re.S)
     if arrays or source.name.endswith(".msgpack"):
@@ -201,8 +201,8 @@ def foreign_archive(archive: Archive) -> ForeignFormat | None:
             f"{name.removesuffix('.npy')} {npy_header_summary(_head(archive, record)) or '(?)'}"
             for name, record in list(records.items())[:4]
         ]
-        count = counted(len(records), "array")
-        description = f"a NumPy archive (npz) of {count}: {listed(arrays, len(records), most=4)}"
+        count = pluralize(len(records), "array")
+        description = f"a NumPy archive (npz) of {count}: {join_limited(arrays, len(records), most=4)}"
         return ForeignFormat("npz", description, "numpy.load reads it")
     known = next((known for names, known in _ARCHIVES if all(name in records for name in names)), None)
     if known is not None and known.kind == "keras":
@@ -229,7 +229,7 @@ def _head(archive: Archive, record: Record | None) -> bytes:
         return b""
     size = min(record.size, LIMITS.inflated_bytes)
     try:
-        return next(iter(contents(archive.payload(record), size, record.method != 0, record.name)), b"")[:4096]
+        return next(iter(content_chunks(archive.payload(record), size, record.method != 0, record.name)), b"")[:4096]
     except MalformedError:
         return b""
 

@@ -11,7 +11,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Final
 
-from ...base.text import counted, cut, listed
+from ...base.text import cut, join_limited, pluralize
 from ...files.sources import Source
 
 #: Bytes of a GGUF header that are read: vocabularies take some MB.
@@ -87,7 +87,7 @@ def gguf_summary(source: Source) -> str:
         header = _GgufHeader(source)
         parts.append(f"version {header.version}" + (", big-endian" if header.order == ">" else ""))
         tensors, values = header.number(header.count), header.number(header.count)
-        parts += [counted(tensors, "tensor"), counted(values, "metadata value")]
+        parts += [pluralize(tensors, "tensor"), pluralize(values, "metadata value")]
         for _ in range(min(values, _MAX_ITEMS)):
             name, text = header.text(), header.value(header.number("I"))
             if name == "general.architecture":
@@ -102,7 +102,7 @@ def gguf_summary(source: Source) -> str:
         pass  # cut, or longer than is read
     if types:
         place = next(number for number, part in enumerate(parts) if "tensor" in part)
-        parts[place] += f" ({listed([f'{name} {count:,}' for name, count in types.most_common()], most=8)})"
+        parts[place] += f" ({join_limited([f'{name} {count:,}' for name, count in types.most_common()], most=8)})"
     return ", ".join(parts)
 
 

@@ -12,8 +12,8 @@ from typing import Final, cast
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import counted, human_bytes, listed, salvage_step, shown
-from ...files.archives import MARK, checkpoints_in, gzip_name
+from ...base.text import human_bytes, join_limited, pluralize, quoted, salvage_step
+from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
 from ...files.tars import is_header
 from ...files.zips.reader import Archive
@@ -97,11 +97,11 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
     message = re.search(rb'"(?:error|message|detail|title|error_description)"\s*:\s*"((?:[^"\\]|\\.){1,80})', head)
     if message:
         text = message.group(1).decode("utf-8", "replace")
-        what = f"it is a JSON message of a server, {shown(text)}, not the checkpoint: the download went wrong"
+        what = f"it is a JSON message of a server, {quoted(text)}, not the checkpoint: the download went wrong"
         return _error("json", what, source, _DOWNLOAD)
     if b'"weight_map"' in head or b'"weight_map"' in source.read(max(source.size - 4096, 0), 4096):
         shards = re.findall(rb'"([^"\\]{1,100}\.(?:safetensors|bin|h5))"', source.read(0, 1 << 16))
-        such_as = f", such as {shown(min(shards).decode('utf-8', 'replace'))}" if shards else ""
+        such_as = f", such as {quoted(min(shards).decode('utf-8', 'replace'))}" if shards else ""
         what = f"it is the index of weights in shards{such_as}: names, not weights"
         return _error("index", what, source, "name its folder, or one of the shards")
     what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
@@ -151,7 +151,7 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
     # gzip data ends with the number of bytes that it inflates to, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
-        step = f"ckptool inspect {quote(f'{name}{MARK}{gzip_name(name)}')}"
+        step = f"ckptool inspect {quote(f'{name}{SEPARATOR}{gzip_name(name)}')}"
     else:
         step = f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds"
     return _error("gzip", f"it is gzip data{content}", source, step)
@@ -193,7 +193,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
         member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
         step = f"tar -xf {quote(source.name)}, then name the file inside"
         error = _archive_error(source, "tar", "a tar archive", step)
-        return error or _error("tar", f"it is a tar archive, first member {shown(member)}", source, step)
+        return error or _error("tar", f"it is a tar archive, first member {quoted(member)}", source, step)
     if head[:4] == b"PK\x05\x06":
         return _error("empty-zip", "it is an empty zip archive", source)
     if head[:4] == b"PK\x07\x08":
@@ -215,8 +215,12 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     inside = checkpoints_in(source)
     if not inside:
         return None
-    names = [f"{shown(item.name)} ({human_bytes(item.size)})" for item in inside]
-    files = names[0] if len(names) == 1 else f"{counted(len(names), 'file')} named like checkpoints: {listed(names)}"
+    names = [f"{quoted(item.name)} ({human_bytes(item.size)})" for item in inside]
+    files = (
+        names[0]
+        if len(names) == 1
+        else f"{pluralize(len(names), 'file')} named like checkpoints: {join_limited(names)}"
+    )
     first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
     step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
@@ -276,8 +280,8 @@ def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
     data = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)
     objects = [name for name in names if not re.match(_PLAIN, name)]
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
-    what += f", with {listed(data)} in it" if data else ""
-    what += f": pickle.load would call {listed(objects, most=3)}" if objects else ""
+    what += f", with {join_limited(data)} in it" if data else ""
+    what += f": pickle.load would call {join_limited(objects, most=3)}" if objects else ""
     step = f"python -m pickletools {quote(source.name)} shows it without running it"
     if objects:
         step += "; do not load it unless you trust who made it"
@@ -336,12 +340,12 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
         error.next = rescue if left is not None else ""
         return error
     if left is None:
-        whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {shown(name)})"
+        whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"
         what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
         return MalformedError(what, path=source.name, next="copy or download it again, whole")
     only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
     what = (
         f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
-        f" {left.whole:,} of {counted(left.tensors, 'tensor')} whole{only_end}"
+        f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
     )
     return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")

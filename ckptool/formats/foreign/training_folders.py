@@ -16,7 +16,7 @@ from shlex import quote
 from typing import Final
 
 from ...base.errors import CkptoolError, NotACheckpointError
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.objects import callable_name, elements, mapping
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
@@ -73,8 +73,8 @@ def _latest_step(
     step = tag if tag in names else next(reversed(steps), "")
     error = explain(os.path.join(path, step), _names(os.path.join(path, step))) if step else None
     if error is not None:
-        error.what += f"; the step is {shown(step)}" + (f", one of {len(steps):,}" if len(steps) > 1 else "")
-        error.what += f", and {tag_file} says {shown(tag)}, which is not there" if tag and tag != step else ""
+        error.what += f"; the step is {quoted(step)}" + (f", one of {len(steps):,}" if len(steps) > 1 else "")
+        error.what += f", and {tag_file} says {quoted(tag)}, which is not there" if tag and tag != step else ""
         error.path = path
     return error
 
@@ -104,13 +104,13 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     model = max([1, run.get("mp_world_size", 0), *model_ranks])
     missing = _missing_parts(optimizer, zero3, models, data, model)
     zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
-    what = f"it is a DeepSpeed checkpoint, {zero}, of {counted(data, 'data-parallel rank')}"
+    what = f"it is a DeepSpeed checkpoint, {zero}, of {pluralize(data, 'data-parallel rank')}"
     if model > 1:
-        what += f" x {counted(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
+        what += f" x {pluralize(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
     what += f", step {run['global_steps']:,}" if "global_steps" in run else ""
     files = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
-    what += f": {listed([counted(number, noun) for number, noun in files if number])}"
-    what += f"; missing: {listed(missing)}" if missing else ", all there"
+    what += f": {join_limited([pluralize(number, noun) for number, noun in files if number])}"
+    what += f"; missing: {join_limited(missing)}" if missing else ", all there"
     steps = []
     if (optimizer or zero3) and not missing and model == 1:
         parent, tag = os.path.split(os.path.normpath(path))
@@ -211,9 +211,9 @@ def _megatron(path: str, names: Collection[str]) -> NotACheckpointError | None:
     ]
     empty = [name for name in sorted(ranks.values()) if not _WEIGHTS & _names(os.path.join(path, name))]
     words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, ("tensor", "pipeline", "expert"))]
-    what = f"it is a Megatron-LM checkpoint of {listed(words)} ranks: {len(ranks):,} of {total:,} folders"
-    what += f"; missing: {listed(missing)}" if missing else ""
-    what += f"; without a file of weights: {listed(empty)}" if empty else ""
+    what = f"it is a Megatron-LM checkpoint of {join_limited(words)} ranks: {len(ranks):,} of {total:,} folders"
+    what += f"; missing: {join_limited(missing)}" if missing else ""
+    what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
     what += "" if missing or empty else ", all there"
     step = "" if missing or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
     step += f"its files: ckptool inspect {quote(os.path.join(path, '*/*.pt'))}"

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError
-from ...base.text import shown
+from ...base.text import quoted
 from ...files.sources import Source
 from ..safetensors.header import DuplicateNameError, strict_json
 
@@ -212,7 +212,7 @@ def read_index(source: Source) -> Index:
     try:
         value: Any = strict_json(raw.decode("utf-8"))
     except DuplicateNameError as error:
-        raise _broken(path, f"the name {shown(str(error))} is in it twice") from None
+        raise _broken(path, f"the name {quoted(str(error))} is in it twice") from None
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"it is not JSON: {error}") from None
     files = value.get("weight_map") if isinstance(value, dict) else None
@@ -222,9 +222,9 @@ def read_index(source: Source) -> Index:
     suffix = match[2] if match else ""
     for file in set(files.values()):
         if file != os.path.basename(file) or "\\" in file or "\0" in file or file in ("", ".", ".."):
-            raise _broken(path, f"it names {shown(file)}, which is not the name of a file in its folder")
+            raise _broken(path, f"it names {quoted(file)}, which is not the name of a file in its folder")
         if not file.endswith("." + suffix):
-            raise _broken(path, f"it names {shown(file)}, which is not a .{suffix} file")
+            raise _broken(path, f"it names {quoted(file)}, which is not a .{suffix} file")
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers have it as a float, and some as text.

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import (
     INCOMPLETE,
     NO_INDEX,
@@ -113,7 +113,7 @@ class HfFolder(Container):
         self.others: Sequence[Graph] = (
             [] if weights.suffix == "safetensors" else [shard.container.graph for shard in self.shards]
         )
-        self.writer = f"{first.writer}, {counted(len(self.shards), 'file')}"
+        self.writer = f"{first.writer}, {pluralize(len(self.shards), 'file')}"
         self._tell_the_rest(folder, weights, names)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False, where: str = "") -> None:
@@ -143,7 +143,7 @@ class HfFolder(Container):
         if not shards:
             if errors:
                 raise errors[0]
-            what = f"none of its {counted(len(wanted), 'shard')} is there" if wanted else "its index names no shard"
+            what = f"none of its {pluralize(len(wanted), 'shard')} is there" if wanted else "its index names no shard"
             raise MalformedError(what, path=folder, next="get the missing files")
         return shards
 
@@ -156,7 +156,7 @@ class HfFolder(Container):
             gone = [name for name in every if name not in there]
             if gone:
                 verb = "is" if len(gone) == 1 else "are"
-                what = f"of {counted(weights.shards, 'shard')} {listed(gone)} {verb} not there"
+                what = f"of {pluralize(weights.shards, 'shard')} {join_limited(gone)} {verb} not there"
                 self._note(INCOMPLETE, "error", what, True, gone[0])
             name = index_name(weights.stem, weights.suffix, weights.variant)
             what = f"there is no index, {name}: transformers does not load the shards without it"
@@ -166,7 +166,7 @@ class HfFolder(Container):
             self._note(NO_INDEX, "error", what, where=weights.index_name)
         stray = [name for name in weights.files if name not in wanted and name in names]
         if stray:
-            self._note("stray-shard", "warning", f"the index does not name {listed(stray)}", where=stray[0])
+            self._note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", where=stray[0])
 
     def _places(self, index: Index | None) -> dict[str, tuple[int, Held]]:
         """Where every tensor is: in the order of the index, then of the shards."""
@@ -191,23 +191,31 @@ class HfFolder(Container):
             elif file in numbers:
                 gone.setdefault(file, []).append(name)
         for file, missing in gone.items():
-            what = f"{file} lacks {counted(len(missing), 'tensor')} that the index says are in it: {listed(missing)}"
+            what = (
+                f"{file} lacks {pluralize(len(missing), 'tensor')} that the index says are in it: "
+                f"{join_limited(missing)}"
+            )
             self._note(INCOMPLETE, "error", what, True, file)
         lost = [name for name, file in files.items() if file not in numbers and name not in places]
         if lost:
-            what = f"{counted(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read: {listed(lost)}"
+            what = (
+                f"{pluralize(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read: "
+                f"{join_limited(lost)}"
+            )
             self._note(INCOMPLETE, "error", what, True)
         if moved:
             self._note("wrong-shard", "warning", _moved_words(moved), where=moved[0][1])
         twice = [name for name, at in held.items() if len(at) > 1]
         if twice:
-            both = listed([self.shards[number].name for number in held[twice[0]]])
-            what = f"{counted(len(twice), 'tensor')} in more than one shard: {shown(twice[0])} in {both}"
+            both = join_limited([self.shards[number].name for number in held[twice[0]]])
+            what = f"{pluralize(len(twice), 'tensor')} in more than one shard: {quoted(twice[0])} in {both}"
             which = "; transformers takes the last" + ", other readers the one that the index names" * bool(index)
             self._note("tensor-twice", "error", what + which, where=self.shards[held[twice[0]][0]].name)
         extra = [name for name in held if name not in places]
         if index and extra:
-            what = f"{counted(len(extra), 'tensor')} in the shards that the index does not name: {listed(extra)}"
+            what = (
+                f"{pluralize(len(extra), 'tensor')} in the shards that the index does not name: {join_limited(extra)}"
+            )
             self._note("not-in-index", "warning", what)
         for name in extra:
             places[name] = (held[name][0], tensors[held[name][0], name])
@@ -229,19 +237,21 @@ class HfFolder(Container):
             what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
             self._note("variant", "note", what)
         if weights.others:
-            others = listed(list(weights.others))
+            others = join_limited(list(weights.others))
             what = f"it is loaded from {weights.name}, as transformers chooses; passed over: {others}"
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, words in side_files(names):
             beside.setdefault(words, []).append(name)
         if beside:
-            told = "; ".join(f"{listed(files)} ({words})" for words, files in beside.items())
+            told = "; ".join(f"{join_limited(files)} ({words})" for words, files in beside.items())
             self._note("side-files", "note", f"beside the weights: {told}")
         # A model of sentence-transformers has its later layers in folders of their own.
         inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(_names(folder, name))]
         if inner:
-            what = f"weights in {listed(inner)} are not shown here: it is a model of several modules, a folder each"
+            what = (
+                f"weights in {join_limited(inner)} are not shown here: it is a model of several modules, a folder each"
+            )
             self._note("inner-weights", "note", what, where=os.path.join(folder, inner[0]))
 
     @property
@@ -338,7 +348,9 @@ def _names(*path: str) -> frozenset[str]:
 def _moved_words(moved: list[tuple[str, str, str]]) -> str:
     name, said, found = moved[0]
     pairs = {(said, found) for _, said, found in moved}
-    what = f"{counted(len(moved), 'tensor')} in another shard than the index says: {shown(name)} in {found}, not {said}"
+    what = (
+        f"{pluralize(len(moved), 'tensor')} in another shard than the index says: {quoted(name)} in {found}, not {said}"
+    )
     if (found, said) in pairs:
         what += f"; {said} and {found} may have been swapped"
     return what
@@ -369,7 +381,7 @@ def _shard(name: str, source: FileSource) -> Shard:
     for key, value in items:
         found, called = reader.tensor(value), graph.nodes[key]
         if found is None or not isinstance(called, str):
-            name = shown(called) if isinstance(called, str) else key_text(graph, key) or "an object"
+            name = quoted(called) if isinstance(called, str) else key_text(graph, key) or "an object"
             what = f"{name} is not a tensor" if found is None else f"the key {name} is not a string"
             what += ", and folders are read by the names of tensors alone"
             raise UnreadableError(what, path=source.name, next="read its files one by one")

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import Dtype
 from ...base.errors import CkptoolError, MalformedError, RefusedError
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
@@ -76,7 +76,7 @@ class HfRanks(Container):
             size = prod(shape) * dtype.itemsize
             if size >= _TOO_LARGE:
                 last = max(pieces, key=lambda piece: piece.box[0])
-                what = f"{shown(name)} is larger than any tensor can be: {box_text(last.box)} in {last.file}"
+                what = f"{quoted(name)} is larger than any tensor can be: {box_text(last.box)} in {last.file}"
                 self._note(INCOMPLETE, "error", what)
                 continue
             self._sizes[name] = size if self._is_whole(name, dtype, shape, pieces) else None
@@ -88,9 +88,9 @@ class HfRanks(Container):
             for name, text in headers[0].items()
             if name not in (SHARDING_INFO, VERSION) and all(header.get(name) == text for header in headers)
         }
-        ranks = counted(len({name.split("-")[1] for name in wanted}), "rank")
-        number = counted(sum(map(len, self._pieces.values())), "piece")
-        self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {counted(len(wanted), 'file')}, {number}"
+        ranks = pluralize(len({name.split("-")[1] for name in wanted}), "rank")
+        number = pluralize(sum(map(len, self._pieces.values())), "piece")
+        self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
         what = "each file has one rank's pieces of the tensors: transformers loads such a folder once convert merged it"
         self._note("in-pieces", "note", what)
 
@@ -134,7 +134,7 @@ class HfRanks(Container):
             if (rank, file) not in there
         ]
         if absent:
-            what = f"{listed(absent, most=3)} not there: a rank with nothing to save writes no file"
+            what = f"{join_limited(absent, most=3)} not there: a rank with nothing to save writes no file"
             self._note("no-piece", "warning", what, absent[0])
         return absent
 
@@ -142,7 +142,7 @@ class HfRanks(Container):
         for piece in pieces:
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
                 what = (
-                    f"{shown(name)} has another dtype or number of dimensions in {piece.file} than in {pieces[0].file}"
+                    f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {pieces[0].file}"
                 )
                 self._note(INCOMPLETE, "error", what, piece.file)
                 return False
@@ -150,17 +150,17 @@ class HfRanks(Container):
         overlap = regions_overlapping(boxes)
         if overlap.boxes:
             one, two = map(box_text, overlap.boxes)
-            files = listed([piece.file for piece in pieces if piece.box in overlap.boxes])
+            files = join_limited([piece.file for piece in pieces if piece.box in overlap.boxes])
             where = next(piece.file for piece in pieces if piece.box == overlap.boxes[0])
-            what = f"{shown(name)}: the pieces {one} and {two} overlap: {files}"
+            what = f"{quoted(name)}: the pieces {one} and {two} overlap: {files}"
             self._note("chunk-overlap", "error", what, where)
             return False
         if not overlap.sure:
-            self._note(UNCHECKED, "warning", not_compared(shown(name), len(pieces)))
+            self._note(UNCHECKED, "warning", not_compared(quoted(name), len(pieces)))
         hole = region_missing(shape, boxes)
         if hole and prod(shape):
-            what = f"{shown(name)}: no file has {box_text(hole)}"
-            what += f"; it may be in {listed(self._absent, most=3)}" if self._absent else ""
+            what = f"{quoted(name)}: no file has {box_text(hole)}"
+            what += f"; it may be in {join_limited(self._absent, most=3)}" if self._absent else ""
             self._note("chunk-hole", "error", what, self._absent[0] if self._absent else "")
             return False
         return True

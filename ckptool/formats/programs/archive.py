@@ -9,14 +9,14 @@ from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import PROGRAM, NamedDevice, Program
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import Appending, Plan, SliceSource, Source
 from ...files.zips.audit import audit
-from ...files.zips.layout import rewritten
+from ...files.zips.layout import plan_rewrite
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
@@ -67,8 +67,10 @@ class ProgramArchive(Program):
         for item in away:
             devices[item.device] += item.number
         if devices:
-            names = listed([f"{device} ({counted(number, 'time')})" for device, number in devices.items()], most=3)
-            files = listed(list(dict.fromkeys(item.where for item in away)), most=3)
+            names = join_limited(
+                [f"{device} ({pluralize(number, 'time')})" for device, number in devices.items()], most=3
+            )
+            files = join_limited(list(dict.fromkeys(item.where for item in away)), most=3)
             what = f"its program names devices: {names} in {files}; {consequence}"
             self.problems.append(Problem("code-devices", "warning", what))
 
@@ -117,7 +119,7 @@ class ProgramArchive(Program):
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
             raise AssertionError("a program is not written again")
-        return rewritten(self.archive, {})
+        return plan_rewrite(self.archive, {})
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         raise RefusedError(f"{self.kind} is read here, and not written again", path=self.archive.source.name)
@@ -125,7 +127,7 @@ class ProgramArchive(Program):
 
 def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3) -> list[str]:
     """Return ``2 extra files (a and b)`` as the only element, with ``rest`` after the noun; no element for no names."""
-    return [f"{counted(len(names), noun)}{rest} ({listed(names, most=most)})"] if names else []
+    return [f"{pluralize(len(names), noun)}{rest} ({join_limited(names, most=most)})"] if names else []
 
 
 def read_json(archive: Archive, record: Record) -> Any:
@@ -134,7 +136,7 @@ def read_json(archive: Archive, record: Record) -> Any:
         return json.loads(archive.read(record, _MAX_JSON))
     except (ValueError, RecursionError) as error:
         what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
-        raise MalformedError(f"{shown(record.name)}: {what}", path=archive.source.name, where=record.name) from error
+        raise MalformedError(f"{quoted(record.name)}: {what}", path=archive.source.name, where=record.name) from error
 
 
 def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
@@ -167,12 +169,12 @@ def nested_file(archive: Archive, record: Record) -> TorchZip:
     span = archive.payload(record)
     content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
     if record.method or content.read(0, 4) != b"PK\x03\x04":
-        what = f"{shown(record.name)} is not an uncompressed file of torch.save"
+        what = f"{quoted(record.name)} is not an uncompressed file of torch.save"
         raise MalformedError(what, path=archive.source.name, where=record.name)
     inner = read_whole(content)
     pickle = inner.find("data.pkl")
     if pickle is None:
-        raise MalformedError(f"{shown(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
+        raise MalformedError(f"{quoted(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
     return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
 
 

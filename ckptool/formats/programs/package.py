@@ -11,7 +11,7 @@ from typing import Final
 
 from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -77,13 +77,13 @@ class TorchPackage(ProgramArchive):
         self.writer = "torch.package" + (f", Python {version}" if version else "")
         self.beside = [
             *name_parts("TorchScript program", programs),
-            *([f"{counted(reduced, 'object')} that only its own code rebuilds, here None"] if reduced else []),
+            *([f"{pluralize(reduced, 'object')} that only its own code rebuilds, here None"] if reduced else []),
             *name_parts("file", sources, rest=" of Python source"),
             *name_parts("other file", others),
-            *([f"the names of external modules ({listed(extern, most=4)})"] if extern else []),
+            *([f"the names of external modules ({join_limited(extern, most=4)})"] if extern else []),
         ]
         what = (
-            f"it is a torch.package archive of {counted(len(items), 'pickle')}, executable by nature:"
+            f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, executable by nature:"
             " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
         )
         facts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
@@ -140,7 +140,7 @@ class TorchPackage(ProgramArchive):
             return None
 
     def _add_broken_part(self, record: Record, name: str, why: str) -> None:
-        what = f"{shown(name)} cannot be decoded to its end: {why}"
+        what = f"{quoted(name)} cannot be decoded to its end: {why}"
         self.problems.append(Problem("broken-part", "error", what, True, record.name))
 
     def _extern_modules(self) -> list[str]:
@@ -153,7 +153,7 @@ class TorchPackage(ProgramArchive):
         problems = super().audit(keys)
         for key, record in self.records_of.items():
             if key not in keys and key not in self._in_code:
-                what = f"the record {shown(record.name)} is used by nothing"
+                what = f"the record {quoted(record.name)} is used by nothing"
                 problems.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
         return problems
 

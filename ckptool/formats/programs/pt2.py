@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice
@@ -73,9 +73,9 @@ class Pt2(ProgramArchive):
         if compiled and not models and not programs:
             self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
         self.beside = [
-            *([f"the program ({listed(programs, most=3)})"] if programs else []),
+            *([f"the program ({join_limited(programs, most=3)})"] if programs else []),
             *name_parts("constant", constants),
-            *([f"{counted(len(compiled), 'file')} of compiled code"] if compiled else []),
+            *([f"{pluralize(len(compiled), 'file')} of compiled code"] if compiled else []),
             *(["sample inputs"] if inputs else []),
             *name_parts("pickled object", objects),
             *name_parts("extra file", extra),
@@ -124,7 +124,7 @@ class Pt2(ProgramArchive):
         config = read_json(self.archive, record) if record is not None else None
         entries = config.get("config") if isinstance(config, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
-            raise MalformedError(f"{shown(name)} describes no weights", path=self.archive.source.name, where=name)
+            raise MalformedError(f"{quoted(name)} describes no weights", path=self.archive.source.name, where=name)
         return entries
 
     def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
@@ -143,7 +143,7 @@ class Pt2(ProgramArchive):
         return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
 
     def _damaged(self, name: str, key: str, why: str) -> MalformedError:
-        what = f"{shown(name)} is damaged at {shown(key)}: {why}"
+        what = f"{quoted(name)} is damaged at {quoted(key)}: {why}"
         return MalformedError(what, path=self.archive.source.name, where=name)
 
     def _old_weights(self, name: str) -> Ref:
@@ -176,7 +176,7 @@ class Pt2(ProgramArchive):
         try:
             return count_locations(nested_file(self.archive, record).graph)
         except (MalformedError, PickleError) as error:
-            what = f"{shown(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
+            what = f"{quoted(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
             self.problems.append(Problem("broken-part", "warning", what, False, record.name))
             return Counter()
 

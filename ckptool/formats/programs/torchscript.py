@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, listed, shown
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
 from ...checkpoint.programs import NO_WEIGHTS, PROGRAM, NamedDevice, Program
 from ...checkpoint.survey import DeviceName, survey
@@ -96,7 +96,7 @@ class TorchScript(TorchZip, Program):
     def _check_protocol(self, record: Record, data: bytes) -> None:
         """Note a pickle of protocol 0 or 1, which names no protocol: Python reads it, TorchScript's C++ does not."""
         if data[:1] != b"\x80":
-            what = f"{shown(record.name)} does not begin with its protocol; {self.loader} refuses it"
+            what = f"{quoted(record.name)} does not begin with its protocol; {self.loader} refuses it"
             self._note("old-protocol", "error", what, True)
 
     def _append_pickle(self, nodes: list[Node], record: Record, folder: str) -> None:
@@ -106,7 +106,7 @@ class TorchScript(TorchZip, Program):
         try:
             graph = _as_script(decode(data, where=record.name).graph)
         except PickleError as error:
-            self._note("broken-part", "error", f"{shown(record.name)} cannot be decoded to its end: {error}", True)
+            self._note("broken-part", "error", f"{quoted(record.name)} cannot be decoded to its end: {error}", True)
             return
         base = len(nodes)
         places = range(base, base + len(graph.nodes))
@@ -140,13 +140,13 @@ class TorchScript(TorchZip, Program):
         return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
 
     def _parts_beside(self) -> list[str]:
-        parts = [f"the program ({counted(len(self.code.files), 'file')} of code)"]
+        parts = [f"the program ({pluralize(len(self.code.files), 'file')} of code)"]
         parts += name_parts("tensor", self.plain, rest=" in plain attributes")
         if self.constants:
             frozen = "" if self.modules.state else ", its weights among them: it is frozen"
-            parts.append(f"{counted(self.constants, 'constant')} of the code{frozen}")
+            parts.append(f"{pluralize(self.constants, 'constant')} of the code{frozen}")
         if self.modules.hidden:
-            parts.append(f"what only code restores ({listed(self.modules.hidden, most=3)})")
+            parts.append(f"what only code restores ({join_limited(self.modules.hidden, most=3)})")
         return parts + name_parts("extra file", self.extra)
 
     def _facts(self) -> dict[str, Any]:
@@ -180,29 +180,35 @@ class TorchScript(TorchZip, Program):
         self._note("program-parts", "note", subject + "; ".join(self.beside))
         if modules.unclear:
             what = "its code, of torch before 1.6, does not say which tensors are buffers: in later versions"
-            what += f" state_dict() lacks {listed(modules.unclear, most=3)}"
+            what += f" state_dict() lacks {join_limited(modules.unclear, most=3)}"
             self._note("untold-buffers", "warning", what)
         if self.code.unread:
-            files = listed([f"code/{name}" for name in self.code.unread], most=3)
+            files = join_limited([f"code/{name}" for name in self.code.unread], most=3)
             what = f"{files}: too large or damaged, not searched to the end for devices and names of parameters"
             self._note("code-unread", "warning", what)
         if modules.guessed:
-            what = f"the code of {listed(modules.guessed, most=3)} is missing: every tensor there counts as a parameter"
+            what = (
+                f"the code of {join_limited(modules.guessed, most=3)} is missing: every tensor there counts as a "
+                "parameter"
+            )
             self._note("code-missing", "warning", what)
         if modules.hidden:
-            what = f"{listed(modules.hidden, most=3)}: only code restores the state, and no code is run: no tensor of"
+            what = (
+                f"{join_limited(modules.hidden, most=3)}: only code restores the state, and no code is run: no "
+                "tensor of"
+            )
             self._note("hidden-state", "warning", f"{what} it has a name")
         in_code = [item for item in self.named_devices if item.where != _TRACED]
         devices = Counter[str]()
         for item in in_code:
             devices[item.device] += item.number
         if devices:
-            names = listed([f"{device} ({counted(count, 'time')})" for device, count in devices.items()])
-            files = listed(list(dict.fromkeys(item.where for item in in_code)), most=3)
+            names = join_limited([f"{device} ({pluralize(count, 'time')})" for device, count in devices.items()])
+            files = join_limited(list(dict.fromkeys(item.where for item in in_code)), most=3)
             what = f"its code names devices: {names} in {files}; neither remap nor map_location changes code"
             self._note("code-devices", "note" if set(devices) == {"cpu"} else "warning", what)
         if self.attribute_devices:
-            places = listed([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
+            places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"
             if not all(name.is_object for name in self.attribute_devices):
                 what += ", with --strings the strings, too"

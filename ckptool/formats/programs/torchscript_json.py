@@ -11,7 +11,7 @@ from typing import Any, Final
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, shown
+from ...base.text import pluralize, quoted
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.objects import callable_name, elements, scalar
 from ...files.zips.reader import Archive
@@ -52,7 +52,7 @@ class JsonScript(ProgramArchive):
         self.named_devices = devices_in_sources(archive, files)
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
-        self.beside = [f"the program ({counted(len(files), 'file')} of code)"]
+        self.beside = [f"the program ({pluralize(len(files), 'file')} of code)"]
         what = "it is a TorchScript archive of torch 1.0 to 1.3, executable by nature: no later torch loads it"
         self.describe(what, {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)})
         self.warn_of_devices("nothing moves them when it is loaded")
@@ -126,7 +126,7 @@ class JsonScript(ProgramArchive):
         return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
 
     def _damaged(self, number: int, why: str) -> MalformedError:
-        what = f"model.json is damaged at tensor {shown(str(number))}: {why}"
+        what = f"model.json is damaged at tensor {quoted(str(number))}: {why}"
         return MalformedError(what, path=self.archive.source.name, where="model.json")
 
 

@@ -11,9 +11,9 @@ from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
 from ...files.sources import Appending, Plan
-from ...files.zips.layout import appended, rewritten
+from ...files.zips.layout import plan_append, plan_rewrite
 from ...files.zips.reader import Archive
-from ...files.zips.writer import Content, fresh
+from ...files.zips.writer import RecordContent, plan_archive
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Ref, relocated
 from .. import repickled
@@ -38,18 +38,18 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     container = _editable(checkpoint)
     found = _contents(checkpoint, container)
     if checkpoint.needs_relayout:
-        return fresh(_records(container.archive, found.pickles)), found.exact
-    return rewritten(container.archive, found.pickles), found.exact
+        return plan_archive(_records(container.archive, found.pickles)), found.exact
+    return plan_rewrite(container.archive, found.pickles), found.exact
 
 
-def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[Content]:
+def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordContent]:
     """Every record of the archive in its order, deflated ones as they are; the edited pickles in their places."""
     for record in archive.records:
         data = pickles.get(record.name)
         if data is not None:
-            yield Content(record.name, data, zlib.crc32(data), len(data))
+            yield RecordContent(record.name, data, zlib.crc32(data), len(data))
         else:
-            yield Content(record.name, archive.payload(record), record.crc, record.size, record.method != 0)
+            yield RecordContent(record.name, archive.payload(record), record.crc, record.size, record.method != 0)
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
@@ -62,7 +62,7 @@ def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[Appending, boo
     """The same as a version behind the file."""
     container = _editable(checkpoint)
     found = _contents(checkpoint, container)
-    return appended(container.archive, found.pickles, set(), edit, time), found.exact
+    return plan_append(container.archive, found.pickles, set(), edit, time), found.exact
 
 
 def _editable(checkpoint: Checkpoint) -> TorchScript:

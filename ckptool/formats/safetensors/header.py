@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.text import counted, salvage_step, shown
+from ...base.text import pluralize, quoted, salvage_step
 from ...files.sources import Source
 
 
@@ -133,14 +133,14 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
         # A parse_int is slow, and rarely needed.
         fields = strict_json(text, parse_int=_integer if _MINUS_ZERO.search(text) else None)
     except DuplicateNameError as error:
-        raise _broken(source, f"the name {shown(str(error))} is in the header twice") from None
+        raise _broken(source, f"the name {quoted(str(error))} is in the header twice") from None
     except (ValueError, RecursionError) as error:
         raise _broken(source, f"the header is not JSON: {error}") from None
     assert isinstance(fields, dict)
     # Half of a surrogate pair; only an escape can bring it into text that was UTF-8.
     half = _HALF.search(text) and next((name for name in _strings(fields) if _SURROGATE.search(name)), None)
     if half:
-        raise _broken(source, f"the text {shown(half)} holds half of a character")
+        raise _broken(source, f"the text {quoted(half)} holds half of a character")
     return fields
 
 
@@ -163,7 +163,7 @@ def _integer(text: str) -> int | float:
 
 def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
     def broken(rule: str) -> MalformedError:
-        return _broken(source, f"tensor {shown(name)}: {rule}", name)
+        return _broken(source, f"tensor {quoted(name)}: {rule}", name)
 
     if not isinstance(value, dict):
         raise broken("its entry must be an object with dtype, shape and data_offsets")
@@ -176,7 +176,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
             raise broken(rule)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if type(dtype) is not str or dtype not in BITS:
-        raise broken(f"the dtype {shown(str(dtype))} is unknown")
+        raise broken(f"the dtype {quoted(str(dtype))} is unknown")
     if type(shape) is not list or not all(_is_size(size) for size in shape):
         raise broken("its shape must be a list of integers of at least 0")
     if len(shape) > LIMITS.dimensions:
@@ -191,7 +191,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
     if max(accumulate(shape, mul), default=0) >= _MAX_SIZE or bits >= _MAX_SIZE:
         raise broken("its shape has too many elements")
     if bits % 8:
-        raise broken(f"{counted(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte boundary")
+        raise broken(f"{pluralize(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte boundary")
     if bits // 8 != end - begin:
         raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
     return TensorEntry(name, dtype, tuple(shape), data + begin, data + end)
@@ -231,15 +231,17 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
     at = data
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin > at:
-            raise _broken(source, f"a hole of {entry.begin - at:,} bytes before tensor {shown(entry.name)}", entry.name)
+            raise _broken(
+                source, f"a hole of {entry.begin - at:,} bytes before tensor {quoted(entry.name)}", entry.name
+            )
         if entry.begin < at:
-            raise _broken(source, f"tensor {shown(entry.name)} begins within the one before it", entry.name)
+            raise _broken(source, f"tensor {quoted(entry.name)} begins within the one before it", entry.name)
         at = entry.end
     if at > source.size and not cut:
         left = sum(entry.end <= source.size for entry in entries)
         rule = f"its tensors end at byte {at:,}, the file has {source.size:,}"
-        error = _broken(source, f"{rule}: it is cut, {left:,} of {counted(len(entries), 'tensor')} are whole")
+        error = _broken(source, f"{rule}: it is cut, {left:,} of {pluralize(len(entries), 'tensor')} are whole")
         error.next = f"download it again, or {salvage_step(source.name)}" if left else "download it again"
         raise error
     if at < source.size and not cut:
-        raise _broken(source, f"{counted(source.size - at, 'byte')} after the last tensor")
+        raise _broken(source, f"{pluralize(source.size - at, 'byte')} after the last tensor")

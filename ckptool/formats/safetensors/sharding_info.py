@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
-from ...base.text import argument, listed, shown, suggested_output
+from ...base.text import argument, join_limited, quoted, suggested_output
 
 #: Keys of the header's metadata.
 SHARDING_INFO: Final = "DCP_SHARDING_INFO"
@@ -34,7 +34,7 @@ def saved_offsets(
         offsets = entries.get(name)
         valid = isinstance(offsets, list) and len(offsets) == len(shape)
         if offsets is None or not valid or not all(type(at) is int and 0 <= at < _TOO_LARGE for at in offsets):
-            raise MalformedError(f"{SHARDING_INFO} does not say where {shown(name)} belongs", where=where)
+            raise MalformedError(f"{SHARDING_INFO} does not say where {quoted(name)} belongs", where=where)
         offsets_of[name] = tuple(offsets)
     return offsets_of
 
@@ -69,7 +69,7 @@ def metadata_for(metadata: Mapping[str, str], names: Iterable[str], path: str) -
     entries = _parse(texts[SHARDING_INFO])
     unknown = [name for name in names if name not in entries]
     if unknown:
-        what = f"its tensors are pieces, and {SHARDING_INFO} does not say where {listed(unknown, most=3)} belong"
+        what = f"its tensors are pieces, and {SHARDING_INFO} does not say where {join_limited(unknown, most=3)} belong"
         folder = os.path.dirname(path) or os.curdir
         step = f"edit the whole: ckptool convert {argument(folder)} -o {argument(suggested_output(path, 'whole'))}"
         raise RefusedError(what, path=path, next=step)

@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
-from ...base.text import counted, shown
+from ...base.text import pluralize, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
@@ -136,7 +136,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     for named, piece in _arranged(checkpoint, chosen, in_order):
         name, tensor = named.name, named.tensor
         if name in header:
-            what = f"two tensors would be called {shown(name)}, and the header holds one of a name"
+            what = f"two tensors would be called {quoted(name)}, and the header holds one of a name"
             raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
         size = tensor_size(tensor)
         if name == "__metadata__":
@@ -148,7 +148,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         what = (
-            f"no header of safetensors holds half a surrogate pair: {shown(error.object[max(error.start - 40, 0) :])}"
+            f"no header of safetensors holds half a surrogate pair: {quoted(error.object[max(error.start - 40, 0) :])}"
         )
         raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -284,6 +284,6 @@ def _shape(tensor: Tensor) -> list[int]:
     shape = list(tensor.shape)
     if tensor.dtype == _PAIRS:
         if not shape:
-            raise TargetError(f"{counted(1, 'scalar')} of {tensor.dtype} has no last dimension to count values in")
+            raise TargetError(f"{pluralize(1, 'scalar')} of {tensor.dtype} has no last dimension to count values in")
         shape[-1] *= 2
     return shape

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, human_bytes
+from ...base.text import human_bytes, pluralize
 from ...checkpoint.container import (
     CUT,
     DAMAGED,
@@ -147,7 +147,7 @@ class TorchLegacy(Container):
                 sizes = [storages[key].nbytes + 8 for key in self.keys[number:] if key in storages]
                 what = (
                     f"the file is cut at {human_bytes(size)} of {human_bytes(at + sum(sizes))}:"
-                    f" {number:,} of {counted(len(self.keys), 'storage')} whole"
+                    f" {number:,} of {pluralize(len(self.keys), 'storage')} whole"
                 )
                 self.problems.append(Problem(CUT, "error", what, True, offset=size))
                 return
@@ -242,7 +242,7 @@ class _Ids:
         elif key in self.roots:
             self._bad(f"the key {key!r} is that of a view and of a storage")
         elif offset < 0 or size < 0 or offset + size > self.roots[root]:
-            self._bad(f"view {key!r} reaches beyond storage {root!r} of {counted(self.roots[root], 'element')}")
+            self._bad(f"view {key!r} reaches beyond storage {root!r} of {pluralize(self.roots[root], 'element')}")
         elif self._views.setdefault(key, (root, offset, size)) != (root, offset, size):
             self.differ = True
             if self._views[key][0] != root:

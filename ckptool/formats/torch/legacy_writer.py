@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from ...base.errors import RefusedError
-from ...base.text import salvage_step, shown
+from ...base.text import quoted, salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
@@ -95,7 +95,7 @@ def file_plan(checkpoint: Checkpoint) -> Plan:
     """
     twice = sorted(TensorReader(checkpoint.graph).disagreeing)
     if twice:
-        what = f"storage {shown(twice[0])} is used as two dtypes, which the legacy format cannot tell"
+        what = f"storage {quoted(twice[0])} is used as two dtypes, which the legacy format cannot tell"
         raise RefusedError(what, path=checkpoint.path)
     used = used_storages(checkpoint.graph, checkpoint.path)
     keys = {key: str(_FIRST_KEY + number * _KEY_STEP) for number, key in enumerate(used)}
@@ -150,7 +150,7 @@ def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
         return
     body = checkpoint.body(storage.key)
     if body is None or body.size != storage.nbytes or storage.location == "meta":
-        what = f"the bytes of storage {shown(storage.key)} are not in the file"
+        what = f"the bytes of storage {quoted(storage.key)} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
     if body.compressed or swapped_width(checkpoint, storage.key) > 1:
         yield Computed(body.size, partial(loaded_bytes, checkpoint, storage.key))

@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, shown
+from ...base.text import pluralize, quoted
 from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import extent
 from ...files.sources import Appending, Plan, Source, Span, merged
-from ...files.tars import Member, members, resolved
+from ...files.tars import Member, members, resolve_member
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent, Ref, non_utf8_strings, relocated
 from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
@@ -155,7 +155,7 @@ class TorchTar(Container):
                 continue
             key = _number(pid)
             if node.filling is not None or not (key in self._tensors or key in self._views):
-                what = f"the object names a tensor {shown(str(key))} that is not in the file"
+                what = f"the object names a tensor {quoted(str(key))} that is not in the file"
                 raise MalformedError(what, where=_OBJECT, path=self.source.name)
             if key not in refs:
                 refs[key] = self._tensor(builder, key) if key in self._tensors else self._storage(builder, key)
@@ -324,7 +324,9 @@ class _MemberReader:
                 raise self.broken(f"tensor {key} with a negative size or stride")
             # Also of those that the object does not name: torch makes every one, and enlarges the storage for it.
             if offset < 0 or offset + extent(shape, strides) > views[view].numel:
-                raise self.broken(f"tensor {key} reaches beyond its storage of {counted(views[view].numel, 'element')}")
+                raise self.broken(
+                    f"tensor {key} reaches beyond its storage of {pluralize(views[view].numel, 'element')}"
+                )
             self.check_new(key, views)
             self.check_new(key, tensors)
             tensors[key] = _TarTensor(view, shape, strides, offset)
@@ -349,7 +351,7 @@ def _members(source: Source) -> tuple[list[Member], MalformedError | None]:
 def read(source: Source) -> TorchTar:
     """Read the members; raises MalformedError with the entry that breaks the format."""
     entries, error = _members(source)
-    resolutions = {name: resolved(entries, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
+    resolutions = {name: resolve_member(entries, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
     chosen = {name: member for name, member in resolutions.items() if member is not None}
     missing = [name for name in resolutions if name not in chosen]
     if missing:
@@ -373,7 +375,7 @@ def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Itera
             what = f"the member {name!r} is a link, or a file with holes: programs differ about what they read for it"
             yield Problem(ODD_MEMBER, "error", what, where=name, offset=member.begin)
     for member in [member for member in entries if member.odd][: LIMITS.listed]:
-        what = f"{member.odd}, at the member {shown(member.name)}: programs differ about what that means"
+        what = f"{member.odd}, at the member {quoted(member.name)}: programs differ about what that means"
         yield Problem(ODD_MEMBER, "error", what, where=member.name, offset=member.begin)
 
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.limits import LIMITS
-from ...base.text import counted, human_bytes, shown
+from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import (
     DAMAGED,
     DEFLATED,
@@ -26,9 +26,9 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import Appending, BytesSource, Plan, Source
-from ...files.zips.audit import Audit, audit, check_places, end_records
-from ...files.zips.layout import appended, layout_holds, rewritten
-from ...files.zips.reader import Archive, Oddity, Record, folded, read_archive
+from ...files.zips.audit import Audit, audit, check_locations, end_record_oddities
+from ...files.zips.layout import offsets_are_computed, plan_append, plan_rewrite
+from ...files.zips.reader import Archive, Oddity, Record, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
@@ -121,7 +121,7 @@ class TorchZip(Container):
     @property
     def _data(self) -> str:
         """What the names of storages begin with, as torch compares them."""
-        return folded(f"{self.archive.root}/data/" if self.archive.root else "data/")
+        return fold_case(f"{self.archive.root}/data/" if self.archive.root else "data/")
 
     def _keys(self) -> dict[int, str]:
         """The keys of storages by the directory entry of their record: of those in use as the pickle has them, which
@@ -130,7 +130,7 @@ class TorchZip(Container):
         keys = {
             record.entry: record.name[len(data) :]
             for record in self.archive.records
-            if folded(record.name).startswith(data)
+            if fold_case(record.name).startswith(data)
         }
         if not all(key.isdecimal() for key in keys.values()):
             used = ((key, self.storage_record(key)) for key in TensorReader(self.graph).storages)
@@ -139,7 +139,7 @@ class TorchZip(Container):
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
-            check_places(self.archive)
+            check_locations(self.archive)
         found = {record.name: (record.size, record.crc, record.method) for record in self.archive.records}
         found.pop(self.record.name, None)
         return found
@@ -150,12 +150,12 @@ class TorchZip(Container):
         found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.root + "/" if archive.root else ""
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
-        twins = {folded(name) for name in used}
+        twins = {fold_case(name) for name in used}
         for record in archive.records:
-            if record.name not in used and folded(record.name) not in twins and not record.name.endswith("/"):
-                what = f"the record {shown(record.name)} ({human_bytes(record.size)}) is used by nothing"
+            if record.name not in used and fold_case(record.name) not in twins and not record.name.endswith("/"):
+                what = f"the record {quoted(record.name)} ({human_bytes(record.size)}) is used by nothing"
                 found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
-        if (archive.text(".format_version") or b"") >= b"1" and not layout_holds(archive, list(keys)):
+        if (archive.text(".format_version") or b"") >= b"1" and not offsets_are_computed(archive, list(keys)):
             what = "the storages are not laid out as .format_version says: torch computes wrong offsets for"
             found.append(Problem("layout-contract", "warning", what + " map_location='meta'"))
         return found
@@ -175,16 +175,16 @@ class TorchZip(Container):
         return self._audited
 
     def plan(self, pickle: bytes | None) -> Plan:
-        return rewritten(self.archive, {} if pickle is None else {self.record.name: pickle})
+        return plan_rewrite(self.archive, {} if pickle is None else {self.record.name: pickle})
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         archive = self.archive
         dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
         contract = archive.find(".format_version")
-        if contract and not layout_holds(archive, [key for key in keys if archive.find(f"data/{key}")]):
+        if contract and not offsets_are_computed(archive, [key for key in keys if archive.find(f"data/{key}")]):
             # Without it torch looks every offset up, as it did before torch 2.7.
             dropped.add(contract.name)
-        return appended(archive, {self.record.name: pickle}, dropped, edit, time)
+        return plan_append(archive, {self.record.name: pickle}, dropped, edit, time)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
         self.problems.append(Problem(code, level, message, refused))
@@ -192,7 +192,7 @@ class TorchZip(Container):
     def _check_records(self) -> None:
         """What torch's reader would refuse, and what two readers could see differently."""
         archive = self.archive
-        for oddity in [*end_records(archive), *archive.oddities[: LIMITS.listed]]:
+        for oddity in [*end_record_oddities(archive), *archive.oddities[: LIMITS.listed]]:
             self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
@@ -212,9 +212,9 @@ class TorchZip(Container):
         if alignment is not None:
             self.problems.append(alignment)
         deflated = [record.name for record in archive.records if record.method == 8 and record.size]
-        storages = sum(folded(name).startswith(self._data) for name in deflated)
+        storages = sum(fold_case(name).startswith(self._data) for name in deflated)
         if storages and not self.deflates:
-            what = f"{counted(storages, 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
+            what = f"{pluralize(storages, 'storage')} deflated: torch.load(mmap=True) reads garbage from them"
             self._note(DEFLATED, "error", what)
         elif deflated and not self.deflates:
             self._note(DEFLATED, "warning", "records are deflated, which torch.save never does")
@@ -224,13 +224,13 @@ class TorchZip(Container):
             self._note("bad-method", "error", what, True)
         rest = archive.source.size - archive.end.tail
         if rest:
-            self._note("trailing-bytes", "warning", f"{counted(rest, 'byte')} stand behind the end of the archive")
+            self._note("trailing-bytes", "warning", f"{pluralize(rest, 'byte')} stand behind the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
 
     def _check_versions(self) -> None:
         found = versions(self.archive.source, self.archive.end.tail)
-        if len(found) > 1 and not self.archive.end.beyond:
+        if len(found) > 1 and not self.archive.end.unfinished:
             times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
             self._note(EDITED, "note", f"edited in place {times}: what it was before is still in it")
 

@@ -14,7 +14,7 @@ from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.tensors import Storage, TensorReader
 from ...checkpoint.views import without_views
 from ...files.sources import Computed, Plan, size_of
-from ...files.zips.writer import Content, Sum, content_of, fresh, summed
+from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
 from ..promises import Promise, storage_facts
@@ -57,9 +57,9 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
-        return fresh([*contents, Content(name, kept, zlib.crc32(kept), len(kept))])
+        return plan_archive([*contents, RecordContent(name, kept, zlib.crc32(kept), len(kept))])
     identity = Computed(_ID_DIGITS, lambda: (_identity(contents),))
-    return fresh([*contents, summed(name, identity)])
+    return plan_archive([*contents, checksummed(name, identity)])
 
 
 def _kept_identity(checkpoint: Checkpoint) -> bytes:
@@ -70,7 +70,7 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
     return b""
 
 
-def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Storage]) -> Iterator[Content]:
+def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Storage]) -> Iterator[RecordContent]:
     container = checkpoint.container
     yield _record(root, "data.pkl", data)
     yield _record(root, ".format_version", b"1")
@@ -82,7 +82,7 @@ def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Sto
 
 def storage_contents(
     checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
-) -> Iterator[Content]:
+) -> Iterator[RecordContent]:
     """The records of storages, numbered in their order; ``where`` says in an error what they are of.
 
     Raises RefusedError where bytes are missing, or are not as many as the pickle says.
@@ -101,24 +101,24 @@ def storage_contents(
             said = said if said != held else body.size
             what = f"{where or f'storage {storage.key!r}'} has {held:,} bytes, and is said to have {said:,}"
             raise _incomplete(checkpoint, what)
-        yield content_of(f"{root}/data/{number}", body.piece, body.size, body.crc, body.compressed)
+        yield stored_content(f"{root}/data/{number}", body.piece, body.size, body.crc, body.compressed)
 
 
 def _incomplete(checkpoint: Checkpoint, what: str) -> RefusedError:
     return RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
 
 
-def _record(root: str, name: str, data: bytes) -> Content:
-    return Content(f"{root}/{name}", data, zlib.crc32(data), len(data))
+def _record(root: str, name: str, data: bytes) -> RecordContent:
+    return RecordContent(f"{root}/{name}", data, zlib.crc32(data), len(data))
 
 
-def _identity(contents: list[Content]) -> bytes:
+def _identity(contents: list[RecordContent]) -> bytes:
     """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
     from hashlib import sha256  # OpenSSL takes milliseconds to load
 
     digest = sha256()
     for content in contents:
-        crc = content.crc.value if isinstance(content.crc, Sum) else content.crc
+        crc = content.crc.value if isinstance(content.crc, DeferredCrc) else content.crc
         digest.update(f"{content.name}:{crc:08x}:{content.size};".encode())
     return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
 

@@ -7,8 +7,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from ...base.errors import TargetError
-from ...base.prefixes import unwrapping
-from ...base.text import counted, listed
+from ...base.prefixes import unwrapper
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.tensors import Tensor
@@ -154,7 +154,7 @@ def diff_report(
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
-        known = listed(list(IGNORABLE), most=len(IGNORABLE))
+        known = join_limited(list(IGNORABLE), most=len(IGNORABLE))
         raise TargetError(f"{unknown[0]!r} cannot be ignored", next=f"choose from {known}")
     words = frozenset(ignore)
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
@@ -281,7 +281,7 @@ def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
     if a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
         keys = ""
     names, others = _names(a), _names(b)
-    unwrapped = [set(map(unwrapping(side), side)) for side in (names, others)]
+    unwrapped = [set(map(unwrapper(side), side)) for side in (names, others)]
     prefix = ""
     if names.isdisjoint(others) and not unwrapped[0].isdisjoint(unwrapped[1]) and "prefix" not in ignore:
         prefix = f"--ignore {','.join(sorted({*ignore, 'prefix'}))}"
@@ -490,25 +490,25 @@ def _index(number: int, shape: tuple[int, ...]) -> list[int]:
 def _stat_line(report: DiffReport) -> str:
     """Return one line: ``2 of 312 tensors differ, 1 tensor only in A, 3 entries differ``."""
     sums = report["tensors"]
-    total = counted(sums["in_both"], "tensor")
+    total = pluralize(sums["in_both"], "tensor")
     words = [f"{sums['differ']:,} of {total} {'differs' if sums['differ'] == 1 else 'differ'}"]
     if not sums["in_both"]:
         words = ["no tensor in both"]
     if not report["same"]:
         for name, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
             tensors, entries = sum(item["tensors"] for item in items), sum(not item["tensors"] for item in items)
-            nouns = [counted(count, noun) for count, noun in ((tensors, "tensor"), (entries, "entry")) if count]
+            nouns = [pluralize(count, noun) for count, noun in ((tensors, "tensor"), (entries, "entry")) if count]
             words += [f"{' and '.join(nouns)} only in {name}"] if nouns else []
         if report["entries"]:
-            words.append(f"{counted(len(report['entries']), 'entry')} {_differ(report['entries'])}")
+            words.append(f"{pluralize(len(report['entries']), 'entry')} {_differ(report['entries'])}")
         if report["order"]:
-            words.append(f"keys in another order in {counted(len(report['order']), 'mapping')}")
+            words.append(f"keys in another order in {pluralize(len(report['order']), 'mapping')}")
         if report["sharing"]:
-            words.append(f"{counted(len(report['sharing']), 'tie')} in one only")
+            words.append(f"{pluralize(len(report['sharing']), 'tie')} in one only")
         if report["container"]:
             words.append(f"the container differs in {' and '.join(item['what'] for item in report['container'])}")
         if report["program"]:
-            words.append(f"{counted(len(report['program']), 'part')} of the program {_differ(report['program'])}")
+            words.append(f"{pluralize(len(report['program']), 'part')} of the program {_differ(report['program'])}")
     if sums["within_tolerance"]:
         words.append(f"{sums['within_tolerance']:,} within the tolerance")
     return ", ".join(words)

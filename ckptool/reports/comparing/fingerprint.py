@@ -34,7 +34,7 @@ from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
-from ...files.threads import blocks, in_threads
+from ...files.threads import read_blocks, run_in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import elements, tensor_size
 from .places import Place, Side, side_of
@@ -145,14 +145,14 @@ class Digests:
                 if has_values(part):
                     wanted.setdefault(mark_of(part), part)
         tensors = list(wanted.values())
-        in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
+        run_in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
     def read(self, tensor: Tensor) -> None:
         """Digest the elements of one tensor."""
         checkpoint = self.side.checkpoint
         digest = sha256()
         raw = raw_elements(checkpoint, tensor)
-        for data in elements(checkpoint, tensor) if raw is None else blocks(Span(*raw)):
+        for data in elements(checkpoint, tensor) if raw is None else read_blocks(Span(*raw)):
             digest.update(data)
             if self.progress:
                 with self.lock:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias, TypedDict
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.map_location import is_device
-from ...base.prefixes import unwrapping
+from ...base.prefixes import unwrapper
 from ...checkpoint.objects import mapping, plain_parts
 from ...checkpoint.paths import entries, spell_key
 from ...checkpoint.tensors import Tensor
@@ -364,7 +364,7 @@ def _renames(side: Side) -> dict[Ref, _Renaming]:
     nodes = side.graph.nodes
     for state_dict in side.checkpoint.state_dicts:
         names = [str(nodes[key]) for key, _ in state_dict.items]
-        unwrapped = unwrapping(names)
+        unwrapped = unwrapper(names)
         shorter = [unwrapped(name) for name in names]
         if shorter == names:
             continue

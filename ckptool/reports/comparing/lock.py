@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError
-from ...base.text import argument, counted
+from ...base.text import argument, pluralize
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
@@ -213,7 +213,9 @@ def lock_checks(
     except MalformedError as problem:
         error, actual = problem, lock_of(checkpoint)
     checks = [
-        judge("lock", "expectations", [*_structure_notes(lock, actual)], f"as locked: {counted(len(locked), 'value')}")
+        judge(
+            "lock", "expectations", [*_structure_notes(lock, actual)], f"as locked: {pluralize(len(locked), 'value')}"
+        )
     ]
     if not hashes:
         return checks
@@ -222,7 +224,7 @@ def lock_checks(
         return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
-    good = f"as locked: the content of {counted(hashes, 'tensor')}"
+    good = f"as locked: the content of {pluralize(hashes, 'tensor')}"
     return [*checks, judge("lock-content", "expectations", [*_content_notes(lock, actual)], good)]
 
 

@@ -19,7 +19,7 @@ from ...checkpoint.paths import as_children
 from ...checkpoint.sharding import sharding_state
 from ...checkpoint.tensors import Tensor, is_contiguous
 from ...files.sources import FileSource, Span
-from ...files.threads import BLOCK, in_threads
+from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Global, Instance, Node, Ref
 from ...values.elements import dtype_of, elements, reblocked, swapped_width, tensor_size
 from ...values.interpretation import Reading, resolved_bytes
@@ -162,7 +162,7 @@ def has_values(tensor: Tensor) -> bool:
     return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
 
 
-def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = BLOCK) -> Iterator[bytes]:
+def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> Iterator[bytes]:
     return reblocked(elements(checkpoint, tensor), size)
 
 
@@ -233,7 +233,7 @@ class _BitComparison:
 
     def run(self) -> list[BitDifference]:
         total = sum(tensor_size(left) for left, _ in self.pairs)
-        in_threads(self.work(), self.do, total)
+        run_in_threads(self.work(), self.do, total)
         return [self.differences.get(number, _SAME) for number in range(len(self.pairs))]
 
     def work(self) -> Iterator[_Run | int]:
@@ -260,11 +260,11 @@ class _BitComparison:
 
     def compare_run(self, run: _Run) -> None:
         if not hasattr(self.buffers, "pair"):
-            self.buffers.pair = (bytearray(BLOCK), bytearray(BLOCK))
+            self.buffers.pair = (bytearray(READ_SIZE), bytearray(READ_SIZE))
         ours, theirs = self.buffers.pair
-        for at in range(0, run.a.size, BLOCK):
-            size = min(BLOCK, run.a.size - at)
-            if size < BLOCK:
+        for at in range(0, run.a.size, READ_SIZE):
+            size = min(READ_SIZE, run.a.size - at)
+            if size < READ_SIZE:
                 ours, theirs = bytearray(size), bytearray(size)
             run.a.source.read_into(run.a.offset + at, ours)
             run.b.source.read_into(run.b.offset + at, theirs)
@@ -281,7 +281,7 @@ class _BitComparison:
         at = 0
         if number in self.readings:
             both = zip((self.a, self.b), self.readings[number])
-            blocks = [reblocked(resolved_bytes(side, how), BLOCK) for side, how in both]
+            blocks = [reblocked(resolved_bytes(side, how), READ_SIZE) for side, how in both]
         else:
             blocks = [_blocks(self.a, left), _blocks(self.b, right)]
         for ours, theirs in zip_longest(*blocks, fillvalue=b""):
@@ -325,13 +325,13 @@ def _runs(stored: list[tuple[RawElements, RawElements, int]]) -> Iterator[_Run]:
             other_gap = theirs.offset - run.b.offset - run.b.size
             size = run.a.size + gap + ours.size
             same_files = ours.source is run.a.source and theirs.source is run.b.source
-            if same_files and gap == other_gap and 0 <= gap <= _GAP and size <= BLOCK:
+            if same_files and gap == other_gap and 0 <= gap <= _GAP and size <= READ_SIZE:
                 run.members.append(_Member(number, run.a.size + gap, 0, ours.size))
                 run = _Run(run.a._replace(size=size), run.b._replace(size=size), run.members)
                 continue
             yield run
             run = None
-        if ours.size <= BLOCK:
+        if ours.size <= READ_SIZE:
             run = _Run(ours, theirs, [_Member(number, 0, 0, ours.size)])
             continue
         for at in range(0, ours.size, _SHARE):
