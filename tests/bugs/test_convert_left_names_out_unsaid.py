@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_line import say
 from conftest import FIXTURES
-from saying import say
 
 import ckptool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from command_line import say
 from conftest import FIXTURES
-from saying import say
 
 import ckptool
 

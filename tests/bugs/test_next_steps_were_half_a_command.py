@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import say
 from conftest import FIXTURES
-from saying import say
 
 #: What was typed, with OUT for the output; fixtures have their names.
 TYPED = [

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import say
 from conftest import FIXTURES
-from saying import say
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from saying import say
+from command_line import say
 
 
 class Attack:

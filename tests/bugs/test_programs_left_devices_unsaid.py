@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from saying import say
+from command_line import say
 from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
 

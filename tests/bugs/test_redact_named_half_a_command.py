@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from command_line import say
 from conftest import FIXTURES
-from saying import say
 
 
 def test_what_it_names_takes_all_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_files import (
+from command_line import say
+from crafted_files import (
     FLOATS,
     TENSOR,
     Code,
@@ -27,7 +28,6 @@ from hostile_files import (
     tensor,
     with_status,
 )
-from saying import say
 
 UTILS = "torch._utils"
 #: Shape, stride and offset of views that do not lie in a storage of four floats.

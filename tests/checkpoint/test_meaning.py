@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_files import Code, altered, call, name, plain, put, storage, tensor
-from hostile_files import ordered as empty
+from crafted_files import Code, altered, call, name, plain, put, storage, tensor
+from crafted_files import ordered as empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import load

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import corpus_files, needs_corpus
-from hostile_files import Code, call, name, ordered, plain, put, storage, tensor
+from crafted_files import Code, call, name, ordered, plain, put, storage, tensor
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 

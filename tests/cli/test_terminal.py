@@ -9,7 +9,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hostile_files import (
+from command_line import say
+from crafted_files import (
     FLOATS,
     ROOT,
     TENSOR,
@@ -26,7 +27,6 @@ from hostile_files import (
     tensor,
     with_record,
 )
-from saying import say
 
 #: What a name could do: clear the screen, set a title, ring, turn the direction of text, begin a line of its own.
 ACTING = {

@@ -1,9 +1,9 @@
-"""Golden transcripts: the command line as a user sees it, one file a topic in ``tests/transcripts``.
+"""Golden transcripts: the command line as a user sees it, one file a topic in ``tests/cli/transcripts``.
 
 A transcript is text. A line that begins with ``$ `` is a command, what follows is its output as it came (lines of
 stderr begin with ``! ``), and ``[exit N]`` ends it; other lines are remarks. The commands of one file run one after
 the other in one folder with copies of the fixtures that they name. ``ckptool`` runs in this process, unless the line
-needs a shell; so do the other commands. To record them anew: ``CKPTOOL_UPDATE=1 pytest tests/test_transcripts.py``.
+needs a shell; so do the other commands. To record them anew: ``CKPTOOL_UPDATE=1 pytest tests/cli/test_transcripts.py``.
 """
 
 from __future__ import annotations

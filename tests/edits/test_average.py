@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture
-from outputs import checked, every, saved
+from output_checks import checked, every, saved
 from test_cast import tensors
 from torch import nn
 

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, by_name, corpus_files, needs_corpus
-from outputs import VIEWS, WHOLE, checked, edited, saved
+from output_checks import VIEWS, WHOLE, checked, edited, saved
 from torch import nn
 
 import ckptool

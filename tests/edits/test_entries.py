@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from outputs import at, edited, every, saved
+from output_checks import at, edited, every, saved
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError

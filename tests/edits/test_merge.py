@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, by_name
-from outputs import VIEWS, WHOLE, at, checked, saved
+from output_checks import VIEWS, WHOLE, at, checked, saved
 from torch import nn
 
 import ckptool

@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from outputs import edited, saved
+from output_checks import edited, saved
 from torch import nn
 
 import ckptool

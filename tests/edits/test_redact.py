@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from outputs import checked, edited, every, named_for, saved
+from output_checks import checked, edited, every, named_for, saved
 
 import ckptool
 from ckptool.base.errors import TargetError

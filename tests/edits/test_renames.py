@@ -14,7 +14,7 @@ import torch
 from conftest import Fixture, corpus_files, needs_corpus
 from hypothesis import given
 from hypothesis import strategies as st
-from outputs import at, edited, every, saved
+from output_checks import at, edited, every, saved
 from torch import nn
 
 import ckptool

@@ -9,8 +9,8 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, by_name, corpus_files, needs_corpus
-from in_place import FIVE, MARK, NAMES, archive_of, by_offsets, complaints, copied, in_place, mapped
-from outputs import CRASHES, VIEWS, WHOLE, faked, on_meta, saved, works
+from in_place_edits import FIVE, MARK, NAMES, archive_of, by_offsets, complaints, copied, in_place, mapped
+from output_checks import CRASHES, VIEWS, WHOLE, faked, on_meta, saved, works
 
 import ckptool
 from ckptool.base.errors import CkptoolError

@@ -11,8 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hostile_files import Code, archive, entries, legacy, name, put, report_of, tensor, with_status
-from saying import say
+from command_line import say
+from crafted_files import Code, archive, entries, legacy, name, put, report_of, tensor, with_status
 
 import ckptool
 from ckptool.cli.main import run

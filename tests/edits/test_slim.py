@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from outputs import VIEWS, edited, every, saved
+from output_checks import VIEWS, edited, every, saved
 from test_cast import tensors
 from torch import nn
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
-from saying import say
 
 import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError

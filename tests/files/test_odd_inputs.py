@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from command_line import say
 from conftest import ROOT as PROJECT
-from hostile_files import TENSOR, plain
-from saying import say
+from crafted_files import TENSOR, plain
 
 import ckptool
 

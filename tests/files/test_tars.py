@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_torch_tar import typical
+from torch_tar_files import typical
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError

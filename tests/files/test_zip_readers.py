@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile_files import (
+from crafted_files import (
     FLOATS,
     ROOT,
     TENSOR,

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
-from hostile_files import (
+from crafted_files import (
     FLOATS,
     TENSOR,
     Code,
@@ -29,7 +30,6 @@ from hostile_files import (
     tensor,
     with_status,
 )
-from saying import say
 
 COMMANDS = ("inspect", "keys", "strip-module", "validate", "salvage")
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
+from crafted_files import TENSOR, plain
 from dcp_folders import write_ranks
-from hostile_files import TENSOR, plain
 from safetensors.torch import save_file
-from saying import say
 
 import ckptool
 from ckptool.cli.main import run

@@ -4,102 +4,19 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import tarfile
 from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
+from torch_tar_files import Pickler, archive, dump, members, placeholder, typical
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
 from ckptool.base.limits import LIMITS
-
-
-class _Stands(tuple):  # type: ignore[type-arg]
-    """What stands in the object for a tensor or storage: its number."""
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: object) -> object:
-        if isinstance(obj, _Stands):
-            return obj[0]
-        return None
-
-
-def _dump(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(value)
-    return buffer.getvalue()
-
-
-def _at(key: int | str) -> _Stands:
-    return _Stands((str(key),))
-
-
-Stored = tuple[int, str, Any, torch.Tensor]
-Viewed = tuple[int, int, int, int]
-Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-
-
-def archive(
-    path: Path, value: object, storages: Iterable[Stored], tensors: Iterable[Placed], views: Iterable[Viewed] = ()
-) -> Path:
-    """Write a file as torch 0.1 did."""
-    storages, tensors = list(storages), list(tensors)
-    first = _dump(len(storages))
-    for key, location, cls, data in storages:
-        first += _dump((key, location, cls)) + struct.pack("<q", data.numel()) + data.numpy().tobytes()
-    first += _dump(list(views))
-    second = _dump(len(tensors))
-    for key, storage, shape, strides, offset in tensors:
-        second += _dump((key, storage, torch.FloatTensor)) + struct.pack("<i4x", len(shape))
-        second += struct.pack(f"<{2 * len(shape) + 1}q", *shape, *strides, offset)
-    parts = {"sys_info": _dump({"protocol_version": 1000}), "pickle": _dump(value)}
-    return members(path, {**parts, "tensors": second, "storages": first})
-
-
-def members(path: Path, parts: dict[str, bytes], style: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w:", format=style) as file:
-        for name, data in parts.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return path
-
-
-def typical(path: Path, location: str = "cpu") -> Path:
-    """Tensors that share storages, views of storages, odd strides, a scalar and an empty one."""
-    one, two = torch.arange(24, dtype=torch.float32), torch.arange(6, dtype=torch.int64)
-    value = {
-        "whole": _at(11),
-        "turned": _at(12),
-        "again": [_at(11)],
-        "view": _at(13),
-        "scalar": _at(14),
-        "empty": _at(15),
-        "long": _at(16),
-        "epoch": 3,
-        "state": OrderedDict([("w", _at(11)), ("b", _at(13))]),
-    }
-    tensors = [
-        (11, 1, (4, 6), (6, 1), 0),
-        (12, 1, (6, 4), (1, 6), 0),
-        (13, 3, (2, 2), (2, 1), 1),
-        (14, 1, (), (), 7),
-        (15, 4, (0, 3), (3, 1), 0),
-        (16, 2, (3,), (2,), 1),
-    ]
-    stored = [
-        (1, location, torch.FloatStorage, one),
-        (2, location, torch.LongStorage, two),
-        (4, location, torch.FloatStorage, torch.zeros(0)),
-    ]
-    return archive(path, value, stored, tensors, [(3, 1, 4, 6)])
 
 
 def loaded(path: Path) -> Any:
@@ -167,7 +84,7 @@ def test_storages_in_the_object(tmp_path: Path) -> None:
     """A storage, and a view of one, that the object holds without a tensor."""
     data = torch.arange(8, dtype=torch.float32)
     stored = [(1, "cpu", torch.FloatStorage, data)]
-    path = archive(tmp_path / "s.tar", {"s": _at(1), "v": _at(2)}, stored, [], [(2, 1, 3, 4)])
+    path = archive(tmp_path / "s.tar", {"s": placeholder(1), "v": placeholder(2)}, stored, [], [(2, 1, 3, 4)])
     with ckptool.open(path) as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "new.pth")
         assert "becomes one of its own" in checkpoint.container.problems[-1].message
@@ -178,7 +95,7 @@ def test_storages_in_the_object(tmp_path: Path) -> None:
 def test_container_ids_become_classes(tmp_path: Path) -> None:
     """torch 0.1 noted the source of classes: (class, file, source); torch takes the class."""
 
-    class Pickler(_Pickler):
+    class Pickler(Pickler):
         def persistent_id(self, obj: object) -> object:
             return (OrderedDict, "net.py", "class Net: ...") if obj == "class" else super().persistent_id(obj)
 
@@ -246,7 +163,7 @@ def test_calls_in_the_small_pickles_are_not_let_in(tmp_path: Path, capsys: pytes
     """torch would run what stands where the key of a storage must be."""
     path = typical(tmp_path / "old.tar")
     parts = {info.name: file.read() for info, file in _extracted(path)}
-    hostile = _dump(1) + pickle.dumps(((_Runs(), "cpu", torch.FloatStorage)), 2)
+    hostile = dump(1) + pickle.dumps(((_Runs(), "cpu", torch.FloatStorage)), 2)
     for name in ("storages", "tensors"):
         members(path, {**parts, name: hostile})
         with pytest.raises(MalformedError, match="something else than numbers"):
@@ -271,7 +188,7 @@ def test_calls_in_the_small_pickles_are_not_let_in(tmp_path: Path, capsys: pytes
 )
 def test_what_cannot_be_is_told(tmp_path: Path, tensors: Any, views: Any, words: str) -> None:
     stored = [(1, "cpu", torch.FloatStorage, torch.arange(24, dtype=torch.float32))]
-    path = archive(tmp_path / "bad.tar", {"w": _at(11)}, stored, tensors, views)
+    path = archive(tmp_path / "bad.tar", {"w": placeholder(11)}, stored, tensors, views)
     with pytest.raises(MalformedError, match=words):
         ckptool.open(path)
 

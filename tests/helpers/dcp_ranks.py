@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "fixtures"))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "fixtures"))
 
 
 def blank(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from outputs import CRASHES, UNSUMMED, faked, on_meta, saved, works
+from output_checks import CRASHES, UNSUMMED, faked, on_meta, saved, works
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError, TargetError

@@ -9,7 +9,7 @@ from pathlib import Path
 import oracle
 import pytest
 from conftest import CORPUS, corpus_files, needs_corpus
-from test_edits import _without_metadata, strip
+from test_lossless import _without_metadata, strip
 
 import ckptool
 from ckptool.base.errors import NotACheckpointError, UnreadableError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT as PROJECT
-from hostile_files import (
+from crafted_files import (
     ROOT,
     TENSOR,
     Code,

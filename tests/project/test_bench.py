@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from bench import figures, groups, instant, peaks, peers, tables
 from bench.files import BIG, LARGE, MANY, SPARSE_100, flipped
 from bench.jobs import Each, Group, Job, Row, Target
 from bench.measure import JobError, Result, Sample, measure
 
-ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-I", "-S", "-c")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from crafted_files import SYSTEM, TENSOR, dumped, legacy, plain
 from dcp_folders import write_ranks
-from hostile_files import SYSTEM, TENSOR, dumped, legacy, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

@@ -18,7 +18,7 @@ import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_light import command
+from process_probe import command
 from test_stats import any_tensor
 
 import ckptool

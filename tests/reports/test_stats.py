@@ -13,7 +13,7 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_light import command
+from process_probe import command
 
 import ckptool
 from ckptool.base.errors import TargetError

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from command_line import say
 from conftest import FIXTURES, MANIFEST
 from conftest import ROOT as PROJECT
-from hostile_files import (
+from crafted_files import (
     ROOT,
     SYSTEM,
     TENSOR,
@@ -41,7 +42,6 @@ from hostile_files import (
     report_of,
     with_record,
 )
-from saying import say
 
 from ckptool.reports.validate import validation_report
 

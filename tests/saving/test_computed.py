@@ -17,7 +17,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, ROOT
-from outputs import saved
+from output_checks import saved
 
 import ckptool
 from ckptool import Checkpoint

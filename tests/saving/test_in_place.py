@@ -9,8 +9,20 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, by_name, corpus_files, needs_corpus
-from in_place import EDITS, FIVE, MARK, NAMES, Edit, archive_of, by_offsets, check_edit, check_modes, copied, in_place
-from outputs import WHOLE, saved
+from in_place_edits import (
+    EDITS,
+    FIVE,
+    MARK,
+    NAMES,
+    Edit,
+    archive_of,
+    by_offsets,
+    check_edit,
+    check_modes,
+    copied,
+    in_place,
+)
+from output_checks import WHOLE, saved
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError

@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES
-from in_place import MARK, by_offsets, copied, in_place, mapped
+from in_place_edits import MARK, by_offsets, copied, in_place, mapped
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from in_place import archive_of, checkpoint_of, each_size, in_place, read, to_one
+from in_place_edits import archive_of, checkpoint_of, each_size, in_place, read, to_one
 
 import ckptool
 from ckptool.base.errors import MalformedError, OutputError, RefusedError

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, ROOT
-from in_place import NAMES, copied, in_place, sha
+from in_place_edits import NAMES, copied, in_place, sha
 
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError

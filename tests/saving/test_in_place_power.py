@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_place import checkpoint_of, each_size, in_place, read, to_one
+from in_place_edits import checkpoint_of, each_size, in_place, read, to_one
 
 import ckptool
 from ckptool.base.errors import RefusedError

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
-from models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, fsdp, state
 from torch import nn
+from trained_models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, fsdp, state
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, TargetError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plainly import agrees, saved
+from naive_sanitize import agrees, saved
 
 KEYS = st.one_of(st.text(max_size=4), st.integers(-3, 3), st.tuples(st.integers(0, 2), st.text(max_size=2)))
 NAMES = st.sampled_from(["a", "b", "weight", "lr"])

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES
-from plainly import sanitized
+from naive_sanitize import sanitized
 from torch import nn
 
 import ckptool

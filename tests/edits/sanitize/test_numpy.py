@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plainly import agrees, original, sanitized, saved
+from naive_sanitize import agrees, original, sanitized, saved
 
 from ckptool.base.errors import RefusedError
 

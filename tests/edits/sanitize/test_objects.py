@@ -19,7 +19,7 @@ from typing import Any
 import foreign_objects as foreign
 import pytest
 import torch
-from plainly import agrees, original, sanitized, saved
+from naive_sanitize import agrees, original, sanitized, saved
 
 from ckptool.base.errors import RefusedError
 

@@ -19,7 +19,7 @@ import oracle
 import pytest
 import torch
 from conftest import CHECKPOINTS, LOADABLE, ROOT, Fixture, by_name, corpus_files, needs_corpus
-from plainly import agrees, sanitized, saved
+from naive_sanitize import agrees, sanitized, saved
 
 import ckptool
 from ckptool.api import sanitize

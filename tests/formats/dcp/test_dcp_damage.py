@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ambiguous_archives import FAILURES
 from conftest import FIXTURES
+from crafted_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
 from dcp_folders import write_ranks
-from hostile_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
-from test_structure import FAILURES
 from torch import Size, float32
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -327,7 +327,7 @@ def test_bytes_changed_at_random_never_end_in_a_bug(folder: Path) -> None:
 
 
 def with_item(folder: Path, data: bytes, object_: bool) -> Path:
-    """A folder with one item of these bytes: an object, or the tensor that ``hostile_files`` puts in."""
+    """A folder with one item of these bytes: an object, or the tensor that ``crafted_files`` puts in."""
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(data)
     offset = None if object_ else Size((0,))

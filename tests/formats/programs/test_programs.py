@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
-from saying import say
 from torch import nn
 
 import ckptool

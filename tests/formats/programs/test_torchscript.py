@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
-from saying import say
 from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
 
