@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name
+from conftest import CHECKPOINTS, FIXTURES, GENERATORS, LOADABLE, Fixture, by_name
 
 import ckptool
 from ckptool.base import errors
@@ -94,7 +94,7 @@ def test_load_without_a_prefix_is_what_torch_gives(name: str, key: str | None, s
 
 
 def test_a_model_takes_what_load_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FIXTURES)
+    monkeypatch.syspath_prepend(GENERATORS)
     from demo_model import SegNet  # type: ignore[import-not-found]
 
     model = SegNet()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
 
 #: What was typed, with OUT for the output; fixtures have their names.
 TYPED = [
@@ -51,6 +51,6 @@ def test_odd_names_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     said = say("convert", "-o", "it's.safetensors", "--", "-my model.pth")
     step = said.err.rpartition("copies them): ")[2].rstrip("\n")
     words = [sys.executable, "-m", "ckptool", *shlex.split(step)[1:]]
-    path = str(FIXTURES.parent)
+    path = str(ROOT)
     subprocess.run(words, check=True, env={"PYTHONPATH": path}, capture_output=True)
     assert (tmp_path / "it's.safetensors").is_file()

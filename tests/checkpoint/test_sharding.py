@@ -1,7 +1,7 @@
 """Tensors that are spread over ranks, in files of torch.save: what one rank had, against torch itself.
 
-The files in fixtures/sharded are what single ranks of four saved (fixtures/make_sharded.py); every value follows from
-its name, so that a part can be compared with the whole that it is a part of.
+The files in fixtures/files/sharded are what single ranks of four saved (fixtures/generators/make_sharded.py); every
+value follows from its name, so that a part can be compared with the whole that it is a part of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from conftest import FIXTURES
+from conftest import FIXTURES, GENERATORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -42,7 +42,7 @@ from ckptool.reports.tree import tree_of
 from ckptool.safety.calls import suspicious_calls
 from ckptool.values.elements import elements
 
-sys.path.append(str(FIXTURES))
+sys.path.append(str(GENERATORS))
 
 from _save import t
 

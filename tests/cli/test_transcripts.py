@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import click
 import pytest
-from conftest import FIXTURES, REAL, ROOT
+from conftest import FIXTURES, GENERATORS, REAL, ROOT
 
 from ckptool.base import errors
 from ckptool.cli import editing, main, show, validate
@@ -146,6 +146,8 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
             if name and (FIXTURES / name).is_file():
                 shutil.copy(FIXTURES / name, place / name)
                 (place / name).chmod(0o644)
+            elif name and (GENERATORS / name).is_file():
+                shutil.copy(GENERATORS / name, place / name)
             elif name and (FIXTURES / name).is_dir() and name not in (".", "..", "__pycache__"):
                 shutil.copytree(FIXTURES / name, place / name)
             elif name in REALS and (FIXTURES / "real" / name).is_dir():

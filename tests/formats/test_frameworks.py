@@ -1,4 +1,4 @@
-"""Checkpoints that training frameworks wrote themselves (fixtures/real): read, checked, converted, cleaned."""
+"""Checkpoints that training frameworks wrote themselves (fixtures/files/real): read, checked, converted, cleaned."""
 
 from __future__ import annotations
 

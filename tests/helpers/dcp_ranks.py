@@ -1,6 +1,6 @@
 """Several processes of torch.distributed, which save or load a checkpoint: run as a script, gloo on this machine.
 
-python dcp_ranks.py save FOLDER RANKS        the state of fixtures/make_dcp.py
+python dcp_ranks.py save FOLDER RANKS        the state of fixtures/generators/make_dcp.py
 python dcp_ranks.py alone FOLDER RANKS       the same, each rank with metadata of its own
 python dcp_ranks.py load FOLDER RANKS OUT    into tensors that are split over so many ranks; OUT is a torch file
 """
@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "fixtures"))
+sys.path.insert(0, str(HERE.parents[1] / "fixtures" / "generators"))
 
 
 def blank(value: Any) -> Any:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import FIXTURES, ROOT
 
 from bench import figures, groups, instant, peaks, peers, tables
 from bench.files import BIG, LARGE, MANY, SPARSE_100, flipped
@@ -134,7 +134,7 @@ def test_every_command_has_its_peak_measured() -> None:
 
 
 def test_flipped_differs_in_one_bit_of_a_tensor(tmp_path: Path) -> None:
-    source, other = ROOT / "fixtures" / "ddp4_training.pth", tmp_path / "other"
+    source, other = FIXTURES / "ddp4_training.pth", tmp_path / "other"
     flipped(source)(other)
     one, two = source.read_bytes(), other.read_bytes()
     assert [a ^ b for a, b in zip(one, two, strict=True) if a != b] == [1]

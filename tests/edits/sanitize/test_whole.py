@@ -18,7 +18,7 @@ import foreign_objects as foreign
 import oracle
 import pytest
 import torch
-from conftest import CHECKPOINTS, LOADABLE, ROOT, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, ROOT, Fixture, by_name, corpus_files, needs_corpus
 from naive_sanitize import agrees, sanitized, saved
 
 import ckptool
@@ -147,7 +147,7 @@ def test_old_names_of_what_torch_lists(tmp_path: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zip_missing_storage.pth", "zip_short_storage.pth", "truncated_legacy.pth"])
 def test_a_damaged_file_is_not_called_loadable(name: str) -> None:
-    with ckptool.open(ROOT / "fixtures" / name) as checkpoint, pytest.raises(MalformedError):
+    with ckptool.open(FIXTURES / name) as checkpoint, pytest.raises(MalformedError):
         sanitize(checkpoint)
 
 

@@ -1,7 +1,7 @@
 """Folders of DeepSpeed and Megatron-LM: named with what is there and what is missing.
 
-Those of two ranks were written by DeepSpeed itself (fixtures/real); for other numbers of ranks, and for Megatron-LM's
-older format, the files are made here with the names and keys that the frameworks write.
+Those of two ranks were written by DeepSpeed itself (fixtures/files/real); for other numbers of ranks, and for
+Megatron-LM's older format, the files are made here with the names and keys that the frameworks write.
 """
 
 from __future__ import annotations
