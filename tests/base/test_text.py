@@ -1,4 +1,4 @@
-"""The next steps for a file whose name begins with a dash, or holds a line break, could not be typed as printed."""
+"""Text for the user: what is printed as a command can be typed, whatever the name of the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptool.base.text import salvage_step, undo_step
     "name", ["-x.pth", "--all", "a\nb.pth", "a'b.pth", "\x1b[31m", "tab\there", "it's\n", "\udcff.pth"]
 )
 @pytest.mark.parametrize("step", [undo_step, salvage_step])
-def test_a_shell_reads_the_name(step: object, name: str) -> None:
+def test_a_shell_reads_the_name_in_a_next_step(step: object, name: str) -> None:
     command = "ckptool" + step(name).partition(" -o ")[0].partition("ckptool")[2]  # type: ignore[operator]
     words = command.split(" ", 2)[2]
     assert words.isprintable()

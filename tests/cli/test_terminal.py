@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
+import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from command_line import say
+from conftest import FIXTURES
 from crafted_files import (
     FLOATS,
     ROOT,
@@ -27,6 +29,8 @@ from crafted_files import (
     tensor,
     with_record,
 )
+
+from ckptool.cli.main import run
 
 #: What a name could do: clear the screen, set a title, ring, turn the direction of text, begin a line of its own.
 ACTING = {
@@ -166,3 +170,24 @@ def test_no_name_in_a_file_decides_a_path(tmp_path: Path) -> None:
         said = say(command, path, "-o", out)
         assert set(tmp_path.rglob("*")) - before <= {out, inside / "salvage.pth"}, said
     assert not os.path.lexists(tmp_path.parent / "outside")
+
+
+# -- the name of the writer ------------------------------------------------------------------------------------
+# The first line of inspect says who wrote a file, in the words of the file.
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [("torchscript.pt", "version"), ("package.pt", "python_version"), ("exported.pt2", "archive_version")],
+)
+def test_the_name_of_the_writer_does_not_act_on_the_terminal(
+    name: str, record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    with zipfile.ZipFile(FIXTURES / name) as old, zipfile.ZipFile(path, "w") as new:
+        for item in old.infolist():
+            data = old.read(item)
+            new.writestr(item.filename, b"3\x1b[31m\xc2\x9b" if item.filename.endswith(f"/{record}") else data)
+    run(["inspect", str(path)])
+    out, err = capsys.readouterr()
+    assert out and not any(ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 for char in (out + err).replace("\n", ""))

@@ -174,3 +174,25 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         for weights in ([1.0], [1.0, -1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
             with pytest.raises(TargetError):
                 ckptool.average([checkpoint, checkpoint], weights=weights)
+
+
+# -- what is not averaged does not change ----------------------------------------------------------------------
+# Tensors that are excluded, or in no state dict, may share a storage with an averaged one.
+
+
+def test_what_is_not_averaged_does_not_change(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    for number, path in enumerate(paths):
+        both = torch.arange(10.0) * (number + 1)
+        torch.save({"a": both[:5], "b": both[5:]}, path)
+    checkpoints = [ckptool.open(path) for path in paths]
+    with pytest.raises(RefusedError, match="shares its storage"):
+        ckptool.average(checkpoints, only=ckptool.Globs(["a"]))
+
+
+def test_a_negative_bit_in_one_input_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    torch.save({"w": torch._neg_view(torch.tensor([1.0, 2.0]))}, paths[0])
+    torch.save({"w": torch.tensor([5.0, 7.0])}, paths[1])
+    with pytest.raises(RefusedError, match="negative bit"):
+        ckptool.average([ckptool.open(path) for path in paths])

@@ -321,3 +321,31 @@ def test_every_nan_has_the_bits_that_torch_gives_it(target: str) -> None:
         data = b"".join(struct.pack("<I", codes[number * number % 8]) for number in range(count))
         theirs = torch.frombuffer(bytearray(data), dtype=torch.float32).to(getattr(torch, target))
         assert runtime_values.cast_elements(data, "float32", target)[0] == theirs.view(torch.uint8).numpy().tobytes()
+
+
+# -- overflow is refused or reported, whatever the dtype -------------------------------------------------------
+
+
+OVERFLOWS = [
+    (torch.tensor([100_000, 1]), "float16"),
+    (torch.tensor([1e300 + 0j], dtype=torch.complex128), "complex64"),
+    (torch.tensor([1e30]), "float16"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "dtype"), OVERFLOWS, ids=["integer", "complex", "float"])
+def test_overflow_of_any_dtype_is_refused_with_strict(tensor: torch.Tensor, dtype: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pth", tmp_path / "b.pth"
+    torch.save({"a.w": tensor}, path)
+    with ckptool.open(path) as checkpoint, pytest.raises(RefusedError):
+        ckptool.save(ckptool.cast(checkpoint, dtype, only=ckptool.Globs(["*"]), strict=True), out)
+    assert not out.exists()
+
+
+def test_the_overflow_of_a_cast_is_reported_after_a_merge(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"a.w": torch.tensor([1e30])}, path)
+    with ckptool.open(path) as one, ckptool.open(path) as other:
+        merged = ckptool.merge(one, ckptool.cast(other, "float16"))
+        ckptool.save(merged, tmp_path / "b.pth")
+        assert [change.edit for tell in merged.later for change in tell()] == ["overflow"]

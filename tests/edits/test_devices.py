@@ -1,6 +1,4 @@
-"""Devices in programs were passed over: ``remap --strings`` left the strings in the attributes of TorchScript modules
-without a word, and nobody said that the constants and sample inputs of a torch.export archive, the inputs of a traced
-module, the sources of a package or compiled code name devices, too."""
+"""Devices in programs: those in tags and strings are changed, those in code, constants and inputs are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import json
 import linecache
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 from command_line import say
 from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
+from zip_copies import rewritten
 
 import ckptool
 
@@ -53,13 +51,6 @@ def module() -> torch.jit.ScriptModule:
         return torch.jit.script(names["Net"]())
 
 
-def again(path: Path, out: Path, change: Callable[[str, bytes], bytes]) -> Path:
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(out, "w") as target:
-        for name in source.namelist():
-            target.writestr(name, change(name.partition("/")[2], source.read(name)))
-    return out
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "m.pt"
@@ -88,7 +79,7 @@ def test_strings_of_attributes_are_changed(script: Path, tmp_path: Path) -> None
     assert {item["device"] for item in report["attributes"]} <= {"cpu", "meta"}
 
 
-def test_an_attribute_by_the_name_of_its_device(script: Path, tmp_path: Path) -> None:
+def test_an_attribute_is_changed_by_the_name_of_its_device(script: Path, tmp_path: Path) -> None:
     with ckptool.open(script) as checkpoint:
         ckptool.save(ckptool.remap_devices(checkpoint, {"meta": "cpu"}, strings=True), tmp_path / "out.pt")
     assert torch.jit.load(str(tmp_path / "out.pt"), map_location="cpu").meta == "cpu"
@@ -103,7 +94,7 @@ def test_keys_of_dicts_are_no_strings_that_name_a_device(tmp_path: Path) -> None
     assert (found["cuda"], found["device"], found["list"]) == (1, "cpu", ["cpu"])
 
 
-def test_mobile_models(tmp_path: Path) -> None:
+def test_strings_of_mobile_models_are_changed(tmp_path: Path) -> None:
     path = tmp_path / "m.ptl"
     module()._save_for_lite_interpreter(str(path))
     said = say("remap", path, "--to", "cpu", "--strings", "-o", tmp_path / "out.ptl")
@@ -115,9 +106,9 @@ def test_mobile_models(tmp_path: Path) -> None:
     assert _load_for_lite_interpreter(str(tmp_path / "out.ptl")) is not None
 
 
-def test_traced_inputs_are_named(tmp_path: Path) -> None:
+def test_devices_of_traced_inputs_are_reported(tmp_path: Path) -> None:
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "t.pt"))
-    path = again(
+    path = rewritten(
         tmp_path / "t.pt", tmp_path / "c.pt", lambda n, d: d.replace(CPU, CUDA) if n == "traced_inputs.pkl" else d
     )
     said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt")
@@ -156,7 +147,9 @@ def tagged(name: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("part", ["data/constants/model_constants_config.json", "data/sample_inputs/model.pt"])
-def test_what_export_has_beside_its_weights(part: str, exported: Path, tmp_path: Path) -> None:
+def test_devices_that_an_export_names_beside_its_weights_are_reported(
+    part: str, exported: Path, tmp_path: Path
+) -> None:
     def change(name: str, data: bytes) -> bytes:
         if name != part:
             return data
@@ -164,7 +157,7 @@ def test_what_export_has_beside_its_weights(part: str, exported: Path, tmp_path:
             return tagged(name, data)
         return data.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1')
 
-    path = again(exported, tmp_path / "c.pt2", change)
+    path = rewritten(exported, tmp_path / "c.pt2", change)
     said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt2")
     assert said.code == 0 and part in said.all and "names cuda:1 1 time; it stays as it is" in said.all
     assert "code-devices" in [finding["code"] for finding in ckptool.inspect(path)["findings"]]
@@ -173,7 +166,7 @@ def test_what_export_has_beside_its_weights(part: str, exported: Path, tmp_path:
 
 
 def test_export_knows_no_map_location(exported: Path, tmp_path: Path) -> None:
-    path = again(
+    path = rewritten(
         exported,
         tmp_path / "c.pt2",
         lambda n, d: d.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1'),
@@ -203,7 +196,7 @@ def compiled(path: Path) -> Path:
     return path
 
 
-def test_compiled_packages(tmp_path: Path) -> None:
+def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     path = compiled(tmp_path / "m.pt2")
     said = say("inspect", path)
     assert said.code == 0 and "it is an AOTInductor package, executable by nature" in said.all
@@ -219,7 +212,7 @@ def test_an_export_may_run_what_its_pickles_name(exported: Path) -> None:
     assert "executable by nature" in said.all and "pickles within it run when it is loaded" in said.all
 
 
-def test_sources_of_packages(tmp_path: Path) -> None:
+def test_devices_in_sources_of_packages_are_reported(tmp_path: Path) -> None:
     from torch.package.package_exporter import PackageExporter
 
     with PackageExporter(str(tmp_path / "p.pt")) as exporter:
@@ -230,7 +223,7 @@ def test_sources_of_packages(tmp_path: Path) -> None:
     assert said.code == 0 and "net.py: the code names cuda:1 1 time; it stays as it is" in said.all
 
 
-def test_programs_within_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_within_packages_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.package import package_exporter
 
     monkeypatch.setattr(package_exporter, "_gate_torchscript_serialization", False)

@@ -143,3 +143,10 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
         for found in checkpoint.state_dicts:
             result = edited(path, out, lambda c, where=found.path: ckptool.extract(c, where or "."))
             assert oracle.difference(at(loaded, parse_path(found.path)), result) == ""
+
+
+def test_only_scalars_are_set() -> None:
+    with ckptool.open(FIXTURES / "wrapped.pth") as checkpoint:
+        for value in ((1, 2), [1], {}, object()):
+            with pytest.raises(TargetError, match="no scalar"):
+                ckptool.set_entry(checkpoint, "epoch", value)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import ckptool
 from ckptool import Checkpoint, Globs
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
+from ckptool.checkpoint.tensors import Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -182,3 +184,22 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
             ckptool.merge(checkpoint, foreign, entries=[("nowhere", "x")])
         with pytest.raises(TargetError, match="no mapping"):
             ckptool.merge(checkpoint, foreign, entries=[(".", 'nowhere["x"]')])
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+
+
+class CountedStorages(dict[str, Storage]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_merge_passes_over_the_storages_a_fixed_number_of_times() -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as one, ckptool.open(FIXTURES / "plain_dict.pth") as other:
+        one.survey.reader.storages = counted = CountedStorages(one.survey.reader.storages)
+        merged = ckptool.merge(one, other)
+        assert len(merged.added) == 9
+        assert counted.passes <= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shlex
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
 from output_checks import checked, edited, every, named_for, saved
 
@@ -181,3 +183,62 @@ def test_users_whose_names_begin_alike(tmp_path: Path, out: Path) -> None:
     path = saved({"homes": homes, "said": said, "w": torch.ones(1)}, tmp_path / "in.pth")
     edited(path, out, ckptool.redact)
     assert torch.load(out)["said"] == "user and user, not annab; by user or user, not u.2000 (user)"
+
+
+# -- nothing is left behind ------------------------------------------------------------------------------------
+# Comments, other records, unused objects, tuple keys, the name of the folder, shared strings.
+
+
+SECRET = b"alice"
+
+
+def redacted(path: Path, out: Path, **how: object) -> bytes:
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.redact(checkpoint, **how), out)  # type: ignore[arg-type]
+    torch.load(out, weights_only=True)
+    return out.read_bytes()
+
+
+def test_comments_and_other_records_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "alice_model.pth"
+    torch.save({"w.x": torch.zeros(2)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"/home/alice/x"
+        archive.writestr("alice_model/notes.txt", "by alice")
+    assert SECRET not in redacted(path, tmp_path / "out.pth")
+
+
+def test_secrets_in_tuple_keys_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "m.pth"
+    torch.save({"w.x": torch.zeros(2), "files": {("/home/alice/t", 1): 2}}, path)
+    assert SECRET not in redacted(path, tmp_path / "out.pth")
+
+
+def test_a_string_at_two_places_is_removed_when_one_is_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "m.pth"
+    shared = "/home/alice/shared/thing"
+    torch.save({"w.x": torch.zeros(2), "a": {"p": shared}, "z": {"q": shared}}, path)
+    assert SECRET not in redacted(path, tmp_path / "out.pth", only=ckptool.Globs([], ["a*"]))
+
+
+def test_keys_that_become_equal_stay_apart(tmp_path: Path) -> None:
+    path, out = tmp_path / "m.pth", tmp_path / "out.pth"
+    torch.save({"files": {"/a/b/x.txt": 1, "/c/d/x.txt": 2}, "w.x": torch.zeros(1)}, path)
+    redacted(path, out)
+    assert sorted(torch.load(out)["files"].values()) == [1, 2]
+
+
+# -- the next step ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_step_of_redact_removes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my model.ckpt").write_bytes((FIXTURES / "lightning.ckpt").read_bytes())
+    said = say("redact", "my model.ckpt")
+    step = said.out.rpartition("-> ckptool ")[2]
+    assert say(*shlex.split(step)).code == 0
+    assert "nothing private is recognised" in say("redact", "my model.redacted.ckpt").out
+
+
+def test_a_file_without_secrets_has_no_next_step() -> None:
+    assert "->" not in say("redact", FIXTURES / "bare.pth").out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from crafted_files import Code, archive, entries, legacy, name, put, report_of, 
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.files.sources import BytesSource
+from ckptool.files.zips.recovery import Walked
+from ckptool.formats import damaged
+from ckptool.formats.damaged import rescue_zip
 
 SIZE = 24
 
@@ -276,3 +281,35 @@ def test_nothing_whole_writes_nothing(tmp_path: Path) -> None:
     path, out = tmp_path / "cut.pth", tmp_path / "out.pth"
     path.write_bytes(ZIP[: ZIP.index(floats(1)) + 8])
     assert (say("salvage", path, "-o", out).code, out.exists()) == (3, False)
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+
+
+class Counted(list[Walked]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[Walked]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_salvage_passes_over_the_records_a_fixed_number_of_times() -> None:
+    file = io.BytesIO()
+    torch.save({f"w{number}": torch.ones(3) for number in range(50)}, file)
+    cut = file.getvalue()[: len(file.getvalue()) // 2]
+    walks = []
+
+    class Watched(damaged._Walk):
+        def __init__(self, source: BytesSource) -> None:
+            super().__init__(source)
+            self.records = Counted(self.records)
+            walks.append(self.records)
+
+    keep, damaged._Walk = damaged._Walk, Watched  # type: ignore[misc]
+    try:
+        rescued = rescue_zip(BytesSource(cut))
+    finally:
+        damaged._Walk = keep  # type: ignore[misc]
+    assert 0 < len(rescued.lost) < 50
+    assert [records.passes for records in walks] and max(records.passes for records in walks) <= 4

@@ -232,3 +232,17 @@ def test_for_inference_keeps_the_average_where_it_is_all_there_is(tmp_path: Path
     path = saved(copy.deepcopy(training), tmp_path / "in.pth")
     del training["optimizer"]
     assert oracle.difference(training, edited(path, out, lambda c: ckptool.slim(c, purpose="inference"))) == ""
+
+
+# -- entries go by their keys ----------------------------------------------------------------------------------
+# One object, such as None or an interned string, may be the value of several entries: only the chosen one is dropped.
+
+
+def test_an_entry_goes_by_its_key(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pth", tmp_path / "b.pth"
+    name = "cosine"
+    entries = {"model": {"w.x": torch.zeros(2)}, "lr_scheduler": name, "name": name, "optimizer": None, "note": None}
+    torch.save({**entries, "args": None}, path)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.redact(ckptool.slim(checkpoint, purpose="inference"), ["args"]), out)
+    assert list(torch.load(out)) == ["model", "name", "note"]

@@ -1,4 +1,4 @@
-"""Every file of a folder was open at the same time: with as many ranks as descriptors, nothing could be read."""
+"""Folders of more files than a process may open: few are open at a time, and each is the one that it was."""
 
 from __future__ import annotations
 
@@ -78,22 +78,22 @@ def every_command(folder: Path, out: Path, single: str) -> None:
         assert "Too many open files" not in found.stdout + found.stderr
 
 
-def test_a_folder_of_dcp(dcp: Path, tmp_path: Path) -> None:
+def test_a_dcp_folder_needs_few_descriptors(dcp: Path, tmp_path: Path) -> None:
     every_command(dcp, tmp_path, ".pth")
     loaded = torch.load(tmp_path / "whole.pth")
     assert torch.equal(loaded["module"]["weight"], torch.arange(RANKS * 3.0).reshape(RANKS, 3))
 
 
-def test_folders_of_shards(shards: Path, tmp_path: Path) -> None:
+def test_folders_of_shards_need_few_descriptors(shards: Path, tmp_path: Path) -> None:
     every_command(shards, tmp_path, ".safetensors" if next(shards.glob("*.safetensors"), None) else ".pth")
 
 
-def test_what_salvage_says_of_a_folder(dcp: Path, tmp_path: Path) -> None:
+def test_salvage_of_a_folder_needs_few_descriptors(dcp: Path, tmp_path: Path) -> None:
     found = run("salvage", str(dcp), "-o", str(tmp_path / "x.pth"))
     assert found.returncode in (2, 3, 4) and "Too many open files" not in found.stderr and "->" in found.stderr
 
 
-def test_some_are_open_at_a_time(dcp: Path) -> None:
+def test_a_limited_number_of_files_is_open(dcp: Path) -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("no /proc")
     with ckptool.open(dcp) as one, ckptool.open(dcp) as two:
         for checkpoint in (one, two):
@@ -143,7 +143,7 @@ def grown(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, touched, grown, Path.unlink])
-def test_a_file_that_is_another_when_it_is_opened_again(change: object, tmp_path: Path) -> None:
+def test_a_file_that_changed_before_it_is_opened_again_is_refused(change: object, tmp_path: Path) -> None:
     ranks = LIMITS.open_files * 2
     folder = write_ranks(tmp_path / "saved", {"w": torch.arange(ranks * 10).reshape(ranks, 10)}, ranks)
     with ckptool.open(folder) as checkpoint:
@@ -156,7 +156,7 @@ def test_a_file_that_is_another_when_it_is_opened_again(change: object, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_was_opened_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_opened_by_a_relative_path_survives_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = LIMITS.open_files * 2
     folder = write_ranks(tmp_path / "saved", {"w": torch.arange(ranks * 10).reshape(ranks, 10)}, ranks)
     monkeypatch.chdir(tmp_path)
@@ -166,7 +166,7 @@ def test_a_folder_that_was_opened_by_a_relative_path(tmp_path: Path, monkeypatch
     assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.arange(ranks * 10).reshape(ranks, 10))
 
 
-def test_inputs_are_looked_at_once_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_checked_once_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each output looked at every input: a million looks for a thousand ranks."""
     from ckptool.files.pool import PooledFile
 

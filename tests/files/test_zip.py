@@ -183,3 +183,17 @@ def test_a_source_reads_the_same_as_the_file(tmp_path: Path) -> None:
     assert isinstance(source, FileSource)
     data = path.read_bytes()
     assert source.read(0, 10**9) == data and source.read(5, 7) == data[5:12] and source.read(len(data), 1) == b""
+
+
+# -- the root folder of an output ------------------------------------------------------------------------------
+# A file laid out anew does not take over a root folder whose name cannot be written.
+
+
+@pytest.mark.parametrize("root", [b"\xff\xfe\xfd\xfc", b"a\\bc", b"a\nbc"])
+def test_the_root_folder_of_an_output_has_a_plain_name(root: bytes, tmp_path: Path) -> None:
+    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
+    path.write_bytes((FIXTURES / "bare.pth").read_bytes().replace(b"bare/", root + b"/"))
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.drop(checkpoint, ["conv1.*"]), out)
+    assert ckptool.validate(out)["valid"]
+    assert len(torch.load(out, weights_only=True)) == 7

@@ -362,3 +362,53 @@ def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
     found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
     assert isinstance(found["good.safetensors"], Target)
     assert "text" in found["notes.txt"].why and "no format" in found["noise.dat"].why  # type: ignore[union-attr]
+
+
+# -- a part of a folder is recognized as one -------------------------------------------------------------------
+# A file of a DCP folder is not damaged, config.json is not the message of a server, and one shard is not a whole
+# checkpoint.
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
+def test_a_file_of_a_dcp_folder_leads_to_the_folder(command: str, name: str) -> None:
+    said = say(command, FIXTURES / "dcp4" / name)
+    assert said.code == 3
+    assert "a part of a DCP folder" in said.err
+    assert said.err.endswith(f"  -> ckptool inspect {FIXTURES / 'dcp4'}\n")
+
+
+def sharded_model(tmp_path: Path) -> Path:
+    out = tmp_path / "model"
+    assert say("convert", FIXTURES / "model.safetensors", "-o", out, "--max-shard-size", "80").code == 0
+    (out / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (out / "notes.json").write_text("{}")
+    return out
+
+
+def test_json_beside_weights_is_not_a_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = sharded_model(tmp_path)
+    for name, words in (
+        ("config.json", "JSON text, the model's configuration, not the weights"),
+        ("notes.json", "JSON"),
+    ):
+        said = say("inspect", out / name)
+        assert said.code == 3
+        assert words in said.err and "server" not in said.err
+        assert said.err.endswith(f"-> ckptool inspect {out}\n")
+    monkeypatch.chdir(out)
+    assert say("convert", "config.json", "-o", "x.pth").err.endswith("-> ckptool inspect .\n")
+    alone = shutil.copy(out / "config.json", tmp_path)
+    assert "a message of a server, or a configuration" in say("inspect", alone).err
+
+
+def test_one_shard_is_reported_as_one_of_several(tmp_path: Path) -> None:
+    out = sharded_model(tmp_path)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 1
+    said = say("inspect", shards[1])
+    assert said.code == 0
+    assert f"it is shard 2 of {len(shards)}: the rest of the checkpoint is in its folder" in said.out
+    assert f"-> ckptool inspect {out}\n" in said.out
+    assert "it is shard" not in say("inspect", out).out
+    assert "it is shard" not in say("inspect", FIXTURES / "model.safetensors").out

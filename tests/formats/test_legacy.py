@@ -342,3 +342,17 @@ def test_what_to_do_about_strings_that_are_not_utf_8(tmp_path: Path) -> None:
         f"ckptool sanitize {path} -o {tmp_path / 'f.loadable.pth'}"
     ]
     assert "sanitize" in ckptool.validate(path)["next"]
+
+
+# -- a legacy module laid out anew as a zip --------------------------------------------------------------------
+# The persistent ids of the legacy format, such as ('module', ...), are unknown to the zip format.
+
+
+def test_a_legacy_module_loads_after_a_cast(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.pth", tmp_path / "new.pth"
+    module = torch.nn.Linear(3, 2)
+    torch.save(module, old, _use_new_zipfile_serialization=False)
+    with ckptool.open(old) as checkpoint:
+        ckptool.save(ckptool.cast(checkpoint, "float64"), new)
+    loaded = torch.load(new, weights_only=False)
+    assert torch.equal(loaded.weight, module.weight.double())

@@ -938,3 +938,19 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- no input is an output -------------------------------------------------------------------------------------
+# Not the second input either: that of --like, of --map, or of match --apply.
+
+
+@pytest.mark.parametrize("command", ["rename", "edit", "match"])
+def test_a_second_input_is_not_replaced_by_the_output(command: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.pth"
+    shutil.copy(FIXTURES / "bare.pth", other)
+    before = other.read_bytes()
+    own = {"rename": ["--like", str(other), "--by-order"], "edit": ["--like", str(other), "--by-order"]}
+    arguments = own.get(command, [str(other), "--apply"])
+    code = run([command, str(FIXTURES / "bare_module.pth"), *arguments, "-o", str(other), "--force"])
+    assert code == 4
+    assert other.read_bytes() == before

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import os
+import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, TargetError
@@ -596,3 +598,41 @@ def test_deques_that_take_so_many_are_not_the_same(sizes: tuple[Any, Any], tmp_p
         torch.save({"x": collections.deque(maxlen=size)}, path)
     assert not ckptool.diff(*paths)["same"]
     assert ckptool.diff(paths[0], paths[0])["same"]
+
+
+# -- tensors in different files of a folder --------------------------------------------------------------------
+# Adjacent tensors are read together, but only within one file: the bytes at that place in the first file were
+# compared once, and a tensor that differs was called the same.
+
+
+def header_size(path: Path) -> int:
+    return int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def write_two_shards(folder: Path, value: int) -> Path:
+    """The second shard's tensor begins where, in the first one, the second tensor does."""
+    folder.mkdir()
+    first = {"a": torch.zeros(4, dtype=torch.int64), "c": torch.ones(8, dtype=torch.int64)}
+    one, two = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    save_file(first, one)
+    for length in range(1, 200):
+        name = "b" * length
+        save_file({name: torch.full((4,), value)}, two)
+        if header_size(two) == header_size(one) + 32:
+            break
+    assert header_size(two) == header_size(one) + 32
+    index = {"metadata": {}, "weight_map": {"a": one.name, name: two.name, "c": one.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_difference_in_the_second_shard_is_found(tmp_path: Path) -> None:
+    one, two = write_two_shards(tmp_path / "one", 5), write_two_shards(tmp_path / "two", 6)
+    report = ckptool.diff(one, two)
+    assert not report["same"]
+    assert ckptool.diff(one, write_two_shards(tmp_path / "three", 5))["same"]
+
+
+def test_a_dcp_folder_and_its_copy_are_the_same(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "dcp4", tmp_path / "copy"))
+    assert ckptool.diff(FIXTURES / "dcp4", folder)["same"]

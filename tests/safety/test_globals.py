@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import pickle
 import re
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from command_line import say
 from conftest import FIXTURES, MANIFEST
 from conftest import ROOT as PROJECT
@@ -487,3 +489,47 @@ def test_what_runs_nothing_is_a_warning(made: Any, tmp_path: Path) -> None:
     report = report_of(tmp_path / "seed.pth", plain({"x": made}))
     assert report["status"] == "valid", report["checks"]
     assert "dangerous-call" not in notes(report, "error")
+
+
+# -- pickles in torch.export archives --------------------------------------------------------------------------
+# Constants that are not tensors are pickles, which torch.export.load runs. They are where files of torch.save have
+# storages.
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo attacked",)
+
+
+def export_archive(path: Path, name: str, data: bytes) -> Path:
+    config = json.dumps({"config": {}})
+    inputs = io.BytesIO()
+    torch.save(((), {}), inputs)
+    records = {
+        "data/weights/model_weights_config.json": config,
+        "data/constants/model_constants_config.json": config,
+        "data/sample_inputs/model.pt": inputs.getvalue(),
+        "models/model.json": "{}",
+        "archive_format": "pt2",
+        "archive_version": "0",
+    }
+    with zipfile.ZipFile(path, "w") as target:
+        for record, content in (records | {name: data}).items():
+            target.writestr(f"m/{record}", content)
+    return path
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_pickled_constants_of_exports_are_followed(protocol: int, tmp_path: Path) -> None:
+    path = export_archive(tmp_path / "m.pt2", "data/constants/opaque_obj_0", pickle.dumps(Attack(), protocol))
+    said = say("validate", path)
+    assert said.code == 1 and "echo attacked" in said.all
+    assert "1 pickled object (data/constants/opaque_obj_0)" in say("inspect", path).all
+
+
+def test_sample_inputs_of_exports_are_followed(tmp_path: Path) -> None:
+    """These torch.export.load reads with weights_only first, and without where that refuses."""
+    data = io.BytesIO()
+    torch.save(((Attack(),), {}), data)
+    said = say("validate", export_archive(tmp_path / "m.pt2", "data/sample_inputs/model.pt", data.getvalue()))
+    assert said.code == 1 and "echo attacked" in said.all

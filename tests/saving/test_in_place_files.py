@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -20,6 +22,9 @@ from in_place_edits import NAMES, copied, in_place, sha
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
+from ckptool.files.sources import BytesSource
+from ckptool.files.zips.reader import read_archive
+from ckptool.files.zips.versions import versions
 
 TOOL = [sys.executable, "-m", "ckptool"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -286,3 +291,128 @@ def test_salvage_of_a_cut_copy(tmp_path: Path) -> None:
             assert torch.equal(tensor, weights[name].cpu())
         assert size < 26_000 or len(saved) == len(weights)
         assert run(["validate", str(part), "-q"]) in (0, 1)
+
+
+# -- an edit under way is not an unfinished one ----------------------------------------------------------------
+# While one process edits a file in place, another must not be told to take back what looks unfinished: an ``undo`` a
+# moment later would take back the finished edit.
+
+
+def test_an_edit_under_way_is_not_taken_for_an_unfinished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "bare.pth", path)
+    refused: list[str] = []
+    real = os.fsync
+
+    def meanwhile(fd: int) -> None:
+        real(fd)
+        with pytest.raises(RefusedError) as caught, ckptool.open(path) as checkpoint:
+            ckptool.save_in_place(ckptool.wrap(checkpoint, "b"))
+        refused.append(caught.value.what)
+
+    with ckptool.open(path) as checkpoint, monkeypatch.context() as patch:
+        edited = ckptool.wrap(checkpoint, "a")
+        patch.setattr(os, "fsync", meanwhile)
+        ckptool.save_in_place(edited)
+    assert refused == ["another process edits it in place"] * 3
+
+
+def test_an_edit_that_ended_meanwhile_counts_as_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "bare.pth", path)
+    seen: list[Any] = []
+    real = os.fsync
+
+    def meanwhile(fd: int) -> None:
+        real(fd)
+        seen.append(ckptool.open(path))
+
+    with ckptool.open(path) as checkpoint, monkeypatch.context() as patch:
+        edited = ckptool.wrap(checkpoint, "a")
+        patch.setattr(os, "fsync", meanwhile)
+        ckptool.save_in_place(edited)
+    for other in seen[:2]:
+        with other, pytest.raises(ChangedError):
+            ckptool.save_in_place(ckptool.wrap(other, "b"))
+
+
+def test_a_refused_edit_releases_its_lock(tmp_path: Path) -> None:
+    """Looking whether somebody edits it does not keep others from doing so."""
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "zip_trailing.pth", path)
+    with ckptool.open(path) as checkpoint, path.open("rb+") as other:
+        with pytest.raises(RefusedError, match="behind the archive"):
+            ckptool.save_in_place(ckptool.wrap(checkpoint, "a"))
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# -- odd roots, failing closes, long chains --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", [b"\xff\xfe\xfd\xfc", b"a\\bc", b"a\nbc"])
+def test_a_root_folder_whose_name_is_odd_is_edited_in_place(root: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    path.write_bytes((FIXTURES / "bare.pth").read_bytes().replace(b"bare/", root + b"/"))
+    whole = path.read_bytes()
+    with ckptool.open(path) as checkpoint:
+        expected = tmp_path / "out.pth"
+        ckptool.save(edited := ckptool.wrap(checkpoint, "w"), expected)
+        assert ckptool.save_in_place(edited)
+    with ckptool.open(path) as one, ckptool.open(expected) as other:
+        assert one.container.pickle == other.container.pickle
+        assert one.root == other.root
+    ckptool.undo(path)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("act", ["edit", "undo"])
+def test_a_close_that_fails_has_nothing_to_lose(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "bare.pth", path)
+    real = os.close
+    writable: list[int] = []
+
+    def opened(name: str, flags: int, *more: int, _open: object = os.open) -> int:
+        fd = _open(name, flags, *more)  # type: ignore[operator]
+        writable.extend([fd] if flags & os.O_RDWR else [])
+        return int(fd)
+
+    def close(fd: int) -> None:
+        real(fd)
+        if fd in writable:
+            raise OSError(errno.EIO, "it is stuck")
+
+    with ckptool.open(path) as checkpoint:
+        edited = ckptool.wrap(checkpoint, "w")
+        if act == "undo":
+            ckptool.save_in_place(edited)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opened)
+            patch.setattr(os, "close", close)
+            if act == "edit":
+                ckptool.save_in_place(edited)
+            else:
+                ckptool.undo(path)
+    assert writable and ("w" in torch.load(path)) is (act == "edit")
+
+
+def test_reading_the_directory_of_a_file_of_many_versions_does_not_visit_them(tmp_path: Path) -> None:
+    """Each former version was opened by looking at all of those before it."""
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "bare.pth", path)
+    reads: list[int] = []
+
+    class Counted(BytesSource):
+        def read(self, offset: int, size: int) -> bytes:
+            reads.append(offset)
+            return super().read(offset, size)
+
+    counts = []
+    for _ in range(20):
+        with ckptool.open(path) as checkpoint:
+            ckptool.save_in_place(ckptool.wrap(checkpoint, "w"))
+        reads.clear()
+        read_archive(Counted(path.read_bytes()))
+        counts.append(len(reads))
+    assert len(set(counts)) == 1
+    assert len(versions(BytesSource(path.read_bytes()))) == 21

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.base.errors import MalformedError
-from ckptool.values import elements as rooms
+from ckptool.values import elements as elements_module
 from ckptool.values.elements import elements, holds_rows, tensor_size, unordered
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
@@ -24,8 +24,8 @@ DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Pieces and windows of a few bytes: what else would take tensors of hundreds of megabytes."""
     chunk, window = request.param
-    monkeypatch.setattr(rooms, "_CHUNK", chunk)
-    monkeypatch.setattr(rooms, "_WINDOW", window)
+    monkeypatch.setattr(elements_module, "_CHUNK", chunk)
+    monkeypatch.setattr(elements_module, "_WINDOW", window)
     yield chunk
 
 
@@ -91,3 +91,25 @@ def test_what_cannot_be_is_malformed(change: dict[str, object], tmp_path: Path) 
         tensor = checkpoint.survey.tensors[0].tensor._replace(**change)  # type: ignore[arg-type]
         with pytest.raises(MalformedError):
             list(elements(checkpoint, tensor))
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+# Many views of one deflated storage do not each inflate it from its beginning.
+
+
+def test_a_deflated_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tmp_path / "plain.pth"
+    base = torch.arange(4000.0)
+    torch.save({f"k{number}": base[number * 4 : number * 4 + 2] for number in range(500)}, plain)
+    path = deflated(plain)
+    times = 0
+    inflate = elements_module.contents
+
+    def counted(*how: object) -> object:
+        nonlocal times
+        times += 1
+        return inflate(*how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(elements_module, "contents", counted)
+    assert ckptool.hash(path)["content"] == ckptool.hash(plain)["content"]
+    assert times <= 4  # some threads may begin at once

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource
 from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
 from ckptool.values.elements import contiguous_strides
@@ -353,3 +354,27 @@ def test_an_empty_name(tmp_path: Path) -> None:
     for path in (tmp_path / "back.pth", tmp_path / "theirs.pth"):
         back = torch.load(path)
         assert back.keys() == value.keys() and all(torch.equal(back[name], value[name]) for name in value)
+
+
+# -- a folder is not written under the name of a file ----------------------------------------------------------
+# An edit of a DCP folder writes a folder: under a name such as x.pth nobody would look into it.
+
+
+@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "x.pth.tar", "x.safetensors"])
+@pytest.mark.parametrize("edit", [["drop", "optimizer"], ["add-module"], ["strip-module"]], ids=lambda edit: edit[0])
+def test_a_folder_under_the_name_of_a_file_is_refused_with_the_command_for_a_file(
+    edit: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / name
+    assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 4
+    option = " --to-format torch" if name.endswith(".tar") else ""
+    assert (
+        f"-> make one file of it, and edit that: ckptool convert {FOLDER} -o {out}{option}\n" in capsys.readouterr().err
+    )
+    assert not out.exists()
+
+
+def test_the_command_for_one_file_works(tmp_path: Path) -> None:
+    out = tmp_path / "x.pth"
+    assert run(["convert", str(FOLDER), "-o", str(out)]) == 0
+    assert out.is_file()

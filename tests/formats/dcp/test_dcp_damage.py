@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from zip_copies import Change, rewritten, version_eleven, without_version
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
@@ -514,3 +515,79 @@ def test_an_item_is_a_tensor_as_torch_takes_it(
         dcp_to_torch_save(saved, tmp_path / "by_torch.pt")
     else:
         refused(saved, tmp_path)
+
+
+# -- one bad file does not hide the others ---------------------------------------------------------------------
+# A file that cannot be opened is named, with one line for all of its pieces, and the rest of the folder is read.
+
+
+def test_the_other_files_are_read_when_one_cannot_be(folder: Path) -> None:
+    path = folder / "__2_0.distcp"
+    path.unlink()
+    path.mkdir()
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+        assert problem.message.startswith(f"{path.name} cannot be read: it is a directory, not a file, and with it ")
+        assert len(checkpoint.survey.tensors) == 12
+    assert len(ckptool.get(folder, "model.norm.weight").tobytes()) == 12
+
+
+def test_a_stray_file_that_cannot_be_opened_is_a_warning(folder: Path) -> None:
+    (folder / "__7_0.distcp").symlink_to("nowhere")
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.level == "warning" and "__7_0.distcp cannot be read" in problem.message
+    assert ckptool.validate(folder)["status"] == "valid"
+
+
+def test_metadata_that_cannot_be_opened_is_named(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").mkdir()
+    with pytest.raises(UnreadableError, match=r"\.metadata cannot be read: it is a directory"):
+        ckptool.open(folder)
+
+
+def test_a_broken_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(MalformedError, match=r"model\.safetensors\.index\.json is no valid index of shards"):
+        ckptool.open(tmp_path)
+
+
+def test_a_cut_file_gets_one_line(folder: Path) -> None:
+    os.truncate(folder / "__1_0.distcp", 10)
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.message.startswith("__1_0.distcp has 10 bytes, and optimizer.param_groups.0.lr ends at 1,261")
+    assert problem.message.endswith("and 9 more")
+
+
+def test_the_objects_of_a_damaged_file_get_one_line(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.message.startswith("__1_0.distcp cannot be read: it begins with zeros")
+    assert problem.message.endswith(" and 10 more")
+
+
+# -- versions of items -----------------------------------------------------------------------------------------
+# torch opens no archive without a version that it knows, and no item of a folder either.
+
+
+@pytest.mark.parametrize("change", [without_version, version_eleven])
+def test_items_need_a_version_that_torch_knows(change: Change, tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "saved", {"w": torch.ones(2)}, 1)
+    assert ckptool.validate(folder)["valid"]
+    file = folder / "__0_0.distcp"
+    size = file.stat().st_size
+    rewritten(file, tmp_path / "item", change)
+    # The archive is found from its end, and may have bytes before it: those of another size take the place.
+    data = (tmp_path / "item").read_bytes()
+    file.write_bytes(data)
+    metadata = (folder / ".metadata").read_bytes()
+    before, after = (b"M" + number.to_bytes(2, "little") for number in (size, len(data)))
+    assert before in metadata
+    (folder / ".metadata").write_bytes(metadata.replace(before, after))
+    report = ckptool.validate(folder)
+    assert not report["valid"]
+    assert "version" in str(report["checks"])

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.cli.main import run
+from ckptool.formats.dcp.metadata import EXPECTED
 
 FOLDER = FIXTURES / "dcp4"
 
@@ -242,3 +243,16 @@ def test_temporary_metadata_of_a_rank(tmp_path: Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata.tmp")
     with pytest.raises(MalformedError, match="not finished"):
         ckptool.open(folder)
+
+
+# -- classes of older versions ---------------------------------------------------------------------------------
+# Metadata of torch before 2.3 names classes of another module, that of torch 1.13 yet others: both are what torch
+# writes.
+
+
+def test_classes_of_older_versions_are_expected() -> None:
+    old = "torch.distributed._shard"
+    assert f"{old}.sharded_tensor.metadata.TensorProperties" in EXPECTED
+    assert f"{old}.sharded_tensor.metadata.MEM_FORMAT_ENCODING" in EXPECTED
+    assert f"{old}.checkpoint.metadata.Metadata" in EXPECTED
+    assert "builtins.getattr" not in EXPECTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import warnings
 import zipfile
 import zlib
@@ -22,6 +23,7 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.edits.rename import by_glob as by_pattern
+from ckptool.formats.programs import script_code
 from ckptool.formats.programs.torchscript import TorchScript
 from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode
@@ -481,3 +483,71 @@ def test_the_constants_of_frozen_programs_are_compared(tmp_path: Path) -> None:
         torch.jit.freeze(torch.jit.script(torch.nn.Linear(3, 2).eval())).save(str(path))
     report = ckptool.diff(*paths)
     assert not report["same"] and "constants/0" in {item["what"] for item in report["program"]}
+
+
+# -- code is read in bounded time and memory -------------------------------------------------------------------
+# One line of a megabyte, all escaped quotes, once took hours; a million classes, or devices by a million numbers,
+# took gigabytes. All files of code are read, however many: those left out would count as parameters.
+
+
+HEAD = "class Net(Module):\n  __parameters__ = ["
+MANY = 1 << 20
+
+HOSTILE = {
+    "escapes": HEAD + '"' + '\\"' * MANY + ", ]\n",
+    "quotes": HEAD + '"' * MANY + "]\n",
+    "backslashes": HEAD + '"' + "\\" * MANY + "]",
+    "one line": "x" * MANY,
+    "brackets": "class Net(Module):\n" + "(" * MANY,
+    "lines": "\n" * (8 * MANY),
+    "devices": "".join(f'"cuda:{number}"' for number in range(MANY)),
+    "one device": '"cuda:0" ' * MANY,
+    "classes": "".join(f"class A{number}(Module):\n" for number in range(MANY)),
+}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "m.pt"
+    torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_code_takes_bounded_memory(kind: str, script: Path, tmp_path: Path) -> None:
+    out = tmp_path / "h.pt"
+    with zipfile.ZipFile(script) as source, zipfile.ZipFile(out, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+        target.writestr("m/code/__torch__/more.py", HOSTILE[kind], zipfile.ZIP_DEFLATED)
+    tracemalloc.start()
+    try:
+        rows = ckptool.keys(out)["tensors"]
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [row["key"] for row in rows] == ["weight", "bias"]
+    assert most < 200_000_000
+
+
+def test_a_class_with_an_unusual_attribute(script: Path, tmp_path: Path) -> None:
+    """Before torch 1.6 the declared tensors are the buffers: the one whose name is none of Python's, too."""
+    text = 'class Net(Module):\n  __parameters__ = ["größe", ]\n  __annotations__ = []\n'
+    text += '  __annotations__["a b"] = Tensor\n  plain : Optional[Tensor]\n  other : int\n'
+    ((name, said),) = script_code._classes(text)
+    assert name == "Net" and said.parameters == {"größe"} and said.tensors == {"a b", "plain"}
+
+
+def test_every_file_of_code_is_read(script: Path, tmp_path: Path) -> None:
+    out = tmp_path / "many.pt"
+    with zipfile.ZipFile(out, "w") as target, zipfile.ZipFile(script) as source:
+        # The record of the root names the folder: the files come before the classes that count.
+        target.writestr("m/version", "3\n")
+        for number in range(20_001):
+            target.writestr(f"m/code/__torch__/a{number}.py", "")
+        for name in source.namelist():
+            if not name.endswith("/version"):
+                target.writestr(name, source.read(name))
+    with ckptool.open(out) as checkpoint:
+        assert isinstance(checkpoint.container, TorchScript)
+        assert not checkpoint.container.code.unread and not checkpoint.container.held.guessed
