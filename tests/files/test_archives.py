@@ -207,7 +207,7 @@ def test_bombs(tmp_path: Path) -> None:
 
 
 def test_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptool.archives.LIMITS", LIMITS._replace(member_bytes=1000))
+    monkeypatch.setattr("ckptool.files.archives.LIMITS", LIMITS._replace(member_bytes=1000))
     for path, step in (
         (zipped(tmp_path / "a.zip", PARTS, zipfile.ZIP_DEFLATED), "unzip"),
         (tarred(tmp_path / "a.tar.gz", PARTS, "w:gz"), "tar -xzf"),
@@ -326,7 +326,7 @@ def test_a_gzipped_checkpoint(name: str, legacy: bool, tmp_path: Path, monkeypat
 
 
 def test_gzip_data_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptool.archives.LIMITS", LIMITS._replace(member_bytes=1 << 20))
+    monkeypatch.setattr("ckptool.files.archives.LIMITS", LIMITS._replace(member_bytes=1 << 20))
     path = tmp_path / "m.pth.gz"
     path.write_bytes(gzip.compress(b"PK\3\4" + os.urandom(2 << 20)))
     with pytest.raises(UnreadableError, match="not inflated to memory") as caught:
