@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FIXTURES, Fixture
 from output_checks import checked, every, saved
-from test_cast import tensors
+from tensor_storages import tensors
 from torch import nn
 
 import ckptool

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import FIXTURES, Fixture, by_name, corpus_files, needs_corpus
 from output_checks import VIEWS, WHOLE, checked, edited, saved
+from tensor_storages import tensors
 from torch import nn
 
 import ckptool
@@ -104,20 +105,6 @@ def mark(tensor: torch.Tensor) -> object:
     ):
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
-
-
-def tensors(loaded: Any) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-    work: list[tuple[str, Any]] = [("", loaded)]
-    while work:
-        name, value = work.pop()
-        if isinstance(value, torch.Tensor):
-            found.append((name, value))
-        elif isinstance(value, dict):
-            work += [(str(key), item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            work += [(name, item) for item in value]
-    return found
 
 
 def naive(path: Path, dtype: str, chosen: Chosen = floating) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_slim import held, needed, same_sharing, same_values
+from tensor_storages import held, needed, same_sharing, same_values
 
 import ckptool
 from ckptool import Checkpoint

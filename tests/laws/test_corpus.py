@@ -9,7 +9,7 @@ from pathlib import Path
 import oracle
 import pytest
 from conftest import CORPUS, corpus_files, needs_corpus
-from test_lossless import _without_metadata, strip
+from naive_edits import strip, without_metadata
 
 import ckptool
 from ckptool.base.errors import NotACheckpointError, UnreadableError
@@ -125,7 +125,7 @@ def test_edits_equal_the_naive_ones(path: Path, edit: str, out: Path) -> None:
         expected = oracle.rename(expected, paths, strip if edit == "strip" else "module.".__add__)
     else:
         assert oracle.tags(out) == [tag if tag in ("cpu", "meta") else edit for tag in oracle.tags(path)]
-    assert oracle.difference(_without_metadata(expected), _without_metadata(oracle.load(out))) == ""
+    assert oracle.difference(without_metadata(expected), without_metadata(oracle.load(out))) == ""
 
 
 @torch_files

@@ -7,6 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 from conftest import CHECKPOINTS, LOADABLE, Fixture, by_name
+from naive_edits import strip, without_metadata
 
 import ckptool
 from ckptool.base.errors import RefusedError
@@ -37,10 +38,6 @@ def paths_of(fixture: Fixture) -> list[list[str | int]]:
         return [parse_path(item.path) for item in checkpoint.state_dicts if item.confidence == "high"]
 
 
-def strip(name: str) -> str:
-    return name[7:] if name.startswith("module.") else name
-
-
 @loadable
 def test_strip_equals_the_naive_edit(fixture: Fixture, out: Path) -> None:
     if fixture.path.name == "collision.pth":
@@ -52,7 +49,7 @@ def test_strip_equals_the_naive_edit(fixture: Fixture, out: Path) -> None:
         pytest.skip("refused: see test_zip.py")
     edited(fixture, out, "strip")
     expected = oracle.rename(oracle.load(fixture.path), paths_of(fixture), strip)
-    assert oracle.difference(_without_metadata(expected), _without_metadata(oracle.load(out))) == ""
+    assert oracle.difference(without_metadata(expected), without_metadata(oracle.load(out))) == ""
 
 
 @loadable
@@ -61,17 +58,7 @@ def test_add_equals_the_naive_edit(fixture: Fixture, out: Path) -> None:
         pytest.skip("refused: see test_zip.py")
     edited(fixture, out, "add")
     expected = oracle.rename(oracle.load(fixture.path), paths_of(fixture), "module.".__add__)
-    assert oracle.difference(_without_metadata(expected), _without_metadata(oracle.load(out))) == ""
-
-
-def _without_metadata(loaded: object) -> object:
-    """``_metadata`` follows the keys, which test_metadata.py checks against torch's own function."""
-    work = [loaded]
-    while work:
-        value = work.pop()
-        getattr(value, "__dict__", {}).pop("_metadata", None)
-        work += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    return loaded
+    assert oracle.difference(without_metadata(expected), without_metadata(oracle.load(out))) == ""
 
 
 @loadable

@@ -19,7 +19,7 @@ from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from process_probe import command
-from test_stats import any_tensor
+from random_tensors import any_tensor
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_diff import CUT, KINDS, as_big_endian, bumped, saved
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, TargetError

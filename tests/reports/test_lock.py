@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from changed_tensors import CUT, saved
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
-from test_diff import CUT, saved
 
 import ckptool
 from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError
