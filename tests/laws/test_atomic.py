@@ -23,8 +23,8 @@ from conftest import FIXTURES, ROOT
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.files import write
 from ckptool.files.sources import FileSource
+from ckptool.files.write import copying
 
 SUFFIX = ".ckptool-tmp"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -88,8 +88,8 @@ def moving(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
-    monkeypatch.setattr(write.copying, "_CHUNK", 512)
-    monkeypatch.setattr(write.copying, "_BUFFER", 512)
+    monkeypatch.setattr(copying, "_CHUNK", 512)
+    monkeypatch.setattr(copying, "_BUFFER", 512)
 
 
 @pytest.fixture
@@ -579,7 +579,7 @@ def test_a_write_back_that_fails_while_more_is_written_is_not_lost(
         failed.set()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(write.copying, "_FLUSH_FROM", 0)
+    monkeypatch.setattr(copying, "_FLUSH_FROM", 0)
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
         strip_to(source, out, force=True, progress=lambda _: failed.wait(5) and None)
@@ -706,8 +706,8 @@ def test_an_input_that_is_replaced_by_another_file_is_copied_as_it_was_opened(
 KILLER = """
     import os, signal, sys
     import ckptool
-    from ckptool import write
-    import ckptool.write.copying
+    from ckptool.files import write
+    import ckptool.files.write.copying
 
     source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
     write.copying._CHUNK = write.copying._BUFFER = 2048
@@ -835,8 +835,8 @@ SIGNALLED = """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if before == "ignored":
         signal.signal(number, signal.SIG_IGN)
-    import ckptool.write.copying
-    from ckptool import write
+    import ckptool.files.write.copying
+    from ckptool.files import write
     from ckptool.cli.main import main
     write.copying._CHUNK = 512
     real, calls = os.copy_file_range, [0]

@@ -157,7 +157,7 @@ WATCHED = """
     import importlib, pkgutil, sys
     import ckptool
     from ckptool.api import sanitize
-    from ckptool.errors import CkptoolError
+    from ckptool.base.errors import CkptoolError
 
     warm, out, *paths = sys.argv[1:]
 
