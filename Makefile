@@ -35,7 +35,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/cog --check -I . $(GENERATED)
-	$(BIN)/python fixtures/make.py --check
+	$(BIN)/python fixtures/generators/make.py --check
 
 docs: $(READY) ## Generate the documentation anew
 	$(BIN)/cog -r -I . $(GENERATED)
@@ -44,7 +44,7 @@ bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 G
 	$(BIN)/python -m bench $(BENCH)
 
 fixtures: $(READY) ## Make the fixtures anew
-	$(BIN)/python fixtures/make.py
+	$(BIN)/python fixtures/generators/make.py
 
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

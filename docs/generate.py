@@ -39,7 +39,7 @@ def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            Path(name).write_bytes((ROOT / "fixtures" / fixture).read_bytes())
+            Path(name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
             Path("ckptool.toml").write_text(POLICY, encoding="utf-8")
             os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
             for command in commands:

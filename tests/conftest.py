@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT / "fixtures"
+FIXTURES = ROOT / "fixtures" / "files"
+#: The scripts that write the fixtures, and the model of one of them.
+GENERATORS = ROOT / "fixtures" / "generators"
 #: Checkpoints by other people; they never go into the project, and tests that use them skip without them.
 CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
 
@@ -24,7 +26,7 @@ for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
 
 
 class Fixture(NamedTuple):
-    """A line of fixtures/MANIFEST.tsv."""
+    """A line of fixtures/files/MANIFEST.tsv."""
 
     path: Path
     container: str
@@ -56,7 +58,7 @@ def manifest() -> list[Fixture]:
 
 
 class Real(NamedTuple):
-    """A line of fixtures/real/MANIFEST.tsv: a file or folder that another library wrote."""
+    """A line of fixtures/files/real/MANIFEST.tsv: a file or folder that another library wrote."""
 
     path: Path
     kind: str

@@ -15,6 +15,7 @@ from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 __all__ = ["TARGETS", "guided"]

@@ -8,35 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from decoded_graphs import graph_of, refusal, root_of
 from pickle_objects import dump
 
 from ckptool.base.errors import PickleError, TruncatedPickleError
 from ckptool.base.limits import LIMITS
 from ckptool.pickles import opcodes as op
-from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import Buffer, Dict, Graph, List, Node, Persistent, children
+from ckptool.pickles.nodes import Buffer, Dict, List, Persistent, children
 
 MILLION = 1_000_000
-
-
-def graph_of(data: bytes) -> Graph:
-    """The graph of a pickle for which the laws hold."""
-    graph = decode(data).graph
-    assert difference(graph, decode(encode(graph)).graph) == ""
-    return graph
-
-
-def root_of(data: bytes) -> Node:
-    graph = graph_of(data)
-    return graph.nodes[graph.root]
-
-
-def refusal(data: bytes) -> PickleError:
-    with pytest.raises(PickleError) as caught:
-        decode(data)
-    return caught.value
 
 
 @contextmanager

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sys
+import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import ckptool
 from ckptool.base.errors import PickleError
 from ckptool.base.limits import LIMITS
+from ckptool.checkpoint.tensors import TensorReader
 from ckptool.pickles import fast_decode, fast_encode
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import Call, Graph, Node, Persistent
+from ckptool.pickles.nodes import Call, Graph, Instance, Node, Persistent
 
 #: Tensors before the memo has numbers of four bytes, from which on there are phrases.
 _FIRST = 40
@@ -279,3 +287,121 @@ def attempt(graph: Graph) -> object:
         return encode(graph)
     except ValueError as error:
         return str(error)
+
+
+# -- TorchScript -----------------------------------------------------------------------------------------------
+# The phrase that the pickler of TorchScript repeats is read in one step, with the same result as instruction by
+# instruction.
+
+
+class ScriptLeaf(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size, size)), nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("turned", torch.ones(2, 3, 4, 5).permute(3, 1, 0, 2))
+        self.register_buffer("empty", torch.zeros(0, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class ScriptNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Names that are numbers, as the keys of storages are: one string for both.
+        self.layers = nn.ModuleList([ScriptLeaf(size) for size in (2, 3) * 20])
+        self.layers[7].weight = self.layers[9].weight
+        self.layers[11].bias = nn.Parameter(self.layers[9].weight[1, 1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.fixture(scope="module")
+def script_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("script") / "m.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(ScriptNet()).save(str(made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def script_pickle(script_path: Path) -> bytes:
+    with zipfile.ZipFile(script_path) as archive:
+        return archive.read("m/data.pkl")
+
+
+def written_out(graph: Graph) -> list[Any]:
+    """Every node and all of the style, comparable."""
+    nodes: list[Any] = []
+    for node in graph.nodes:
+        slots = [name for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ()) if name != "filling"]
+        held = [getattr(node, name) for name in slots]
+        if isinstance(node, Instance):
+            held += [list(node.items), list(node.pairs), list(node.states)]
+        nodes.append((type(node), held or repr(node)))
+    style = [getattr(graph.style, name) for name in graph.style.__slots__]
+    return [nodes, graph.root, style, dict(graph.refused), list(graph.oddities)]
+
+
+def decoded(script_pickle: bytes) -> Any:
+    try:
+        return written_out(decode(script_pickle).graph)
+    except PickleError as error:
+        return str(error), error.offset
+
+
+def word_by_word(script_pickle: bytes) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_decode, "_PHRASE", lambda *_: None)
+        patch.setattr(fast_decode, "_NATIVE", lambda *_: None)
+        return decoded(script_pickle)
+
+
+def test_torchscript_read_by_phrases_is_the_same(script_pickle: bytes) -> None:
+    assert decoded(script_pickle) == word_by_word(script_pickle)
+
+
+def test_damaged_torchscript_read_by_phrases_is_the_same(script_pickle: bytes) -> None:
+    chance = random.Random(7)
+    for _ in range(300):
+        spoilt = bytearray(script_pickle)
+        spoilt[chance.randrange(2, len(script_pickle))] = chance.choice(
+            (0x28, 0x74, 0x68, 0x72, 0x2E, chance.randrange(256))
+        )
+        assert decoded(bytes(spoilt)) == word_by_word(bytes(spoilt))
+
+
+def test_phrases_of_torchscript_are_met(script_pickle: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, met = fast_decode._NATIVE, [0]
+
+    def counting(*arguments: Any) -> Any:
+        found = real(*arguments)
+        met[0] += found is not None
+        return found
+
+    monkeypatch.setattr(fast_decode, "_NATIVE", counting)
+    graph = decode(script_pickle).graph
+    # The first ones have small memo numbers.
+    assert met[0] > 100
+    style = graph.style.memoizing_late()
+    assert encode(Graph(graph.nodes, graph.root, style, graph.refused, graph.oddities)) == script_pickle
+
+
+def test_tensors_of_torchscript_are_read_once(script_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The survey goes on with what the container has read; only what it detached is new."""
+    real, read = TensorReader._read_storage, [0]
+
+    def counting(*arguments: Any) -> None:
+        read[0] += 1
+        real(*arguments)
+
+    monkeypatch.setattr(TensorReader, "_read_storage", counting)
+    with ckptool.open(script_path) as checkpoint:
+        assert len(checkpoint.survey.tensors) == 200
+        assert read[0] == len(checkpoint.survey.reader.uses())
+        # An edited graph has a reader of its own.
+        edited = ckptool.remap_devices(checkpoint, {"cpu": "cuda:1"})
+        assert {entry.tensor.location for entry in edited.survey.tensors} == {"cuda:1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from test_machine import graph_of, refusal, root_of
+from decoded_graphs import graph_of, refusal, root_of
 
 from ckptool.base.limits import LIMITS
 from ckptool.pickles.decode import decode

@@ -86,7 +86,7 @@ def torch_loads(data: bytes) -> Any:
 
 
 def acting(text: str) -> list[str]:
-    """The characters of a text that a terminal would act on (as in tests/test_inert.py)."""
+    """The characters of a text that a terminal would act on (as in tests/laws/test_inert.py)."""
     return [
         f"U+{ord(char):04X}"
         for char in set(text) - {"\n"}

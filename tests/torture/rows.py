@@ -10,7 +10,7 @@ from typing import NamedTuple
 __all__ = ["CORPUS", "FIXTURES", "ROOT", "Broken", "Options", "Row", "Skipped", "Tally"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FIXTURES = ROOT / "fixtures"
+FIXTURES = ROOT / "fixtures" / "files"
 #: Real checkpoints by other people; rows that use them go without where they are not.
 CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
 

@@ -23,6 +23,7 @@ from tabulate import tabulate
 
 # Run as a script: the package is the folder above, and ckptool is the one of this working tree, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torture import calls, cuts, flips, fuzz, in_place, large, moments, places, sameness, transfers

@@ -36,27 +36,27 @@ def determinism(tally: Tally, options: Options) -> None:
 
 
 def inert(tally: Tally, options: Options) -> None:
-    """An audit hook over everything ckptool does with every file: tests/test_inert.py has it."""
+    """An audit hook over everything ckptool does with every file: tests/laws/test_inert.py has it."""
     _tested(tally, options, "nothing_is or no_module_that or the_watch_would")
 
 
 def terminal(tally: Tally, options: Options) -> None:
-    """Everything that is printed about every file, and about one made to provoke: the rest of tests/test_inert.py."""
+    """Everything that is printed about every file, and about one made to provoke: the rest of test_inert.py."""
     _tested(tally, options, "not (nothing_is or no_module_that or the_watch_would)")
 
 
 def _tested(tally: Tally, options: Options, which: str) -> None:
     report = options.scratch / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_inert.py", "-k", which]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/laws/test_inert.py", "-k", which]
     done = subprocess.run(
         [*command, f"--junitxml={report}"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     for case in cases:
-        tally.case(f"tests/test_inert.py, {case.get('name')}")
+        tally.case(f"tests/laws/test_inert.py, {case.get('name')}")
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
         tally.check(wrong is None, "" if wrong is None else (wrong.get("message") or "")[:300])
-    tally.case("tests/test_inert.py as a whole")
+    tally.case("tests/laws/test_inert.py as a whole")
     tally.amount = _files()
     tally.check(done.returncode == 0 and bool(cases), f"pytest ends with {done.returncode}: {done.stdout[-300:]}")
     tally.note(f"{len(cases)} tests over {_files() - _corpus()} fixtures and {_corpus()} real checkpoints")

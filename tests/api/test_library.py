@@ -1,0 +1,555 @@
+"""The library: what ``import ckptool`` gives, against torch and against the code that people write by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import CHECKPOINTS, FIXTURES, GENERATORS, LOADABLE, Fixture, by_name
+
+import ckptool
+from ckptool.base import errors
+from ckptool.base.map_location import check_device, parse_map_location, restored_location
+from ckptool.checkpoint.paths import parse_path
+from ckptool.files.sources import Span
+from ckptool.formats.planning import plan_of
+from ckptool.pickles.compare import difference
+from ckptool.pickles.encode import encode
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+Edit = Callable[[ckptool.Checkpoint], ckptool.Checkpoint]
+
+#: What no edit is made of: cut files, and archives that two readers see differently.
+REFUSED = {"truncated.pth", "truncated_legacy.pth", "zip_leading.pth", "zip_two_pickles.pth", "legacy_protocol0.pth"}
+EDITABLE = [item for item in CHECKPOINTS if item.path.name not in REFUSED]
+editable = pytest.mark.parametrize("fixture", EDITABLE, ids=by_name)
+
+
+def fixture_path(name: str) -> str:
+    return str(FIXTURES / name)
+
+
+# -- load ---------------------------------------------------------------------------------------------------------
+
+#: (file, key to give, path in the loaded object)
+STATES: list[tuple[str, str | None, list[str | int]]] = [
+    ("bare.pth", None, []),
+    ("bare_module.pth", None, []),
+    ("plain_dict_module.pth", None, []),
+    ("wrapped_module.pth", None, ["state_dict"]),
+    ("ddp4_training.pth", None, ["state_dict"]),
+    ("legacy_cuda.pth", None, ["state_dict"]),
+    ("py2_legacy.pth", None, ["state_dict"]),
+    ("list_of_states.pt", "[0]", [0]),
+    ("list_of_states.pt", "[1]", [1]),
+    ("nested_twice.pth", None, ["checkpoint", "model"]),
+    ("nested_twice.pth", "checkpoint.model", ["checkpoint", "model"]),
+    ("gan.pth", "netG", ["netG"]),
+    ("gan.pth", "netD", ["netD"]),
+    ("dotted_names.pth", 'callbacks["a.b"]', ["callbacks", "a.b"]),
+    ("dotted_names.pth", '["net.v2"]', ["net.v2"]),
+    ("mean_std.pth", None, ["model"]),
+    ("mean_std.pth", "normalizer", ["normalizer"]),
+    ("some_module.pth", ".", []),
+    ("module_twice.pth", None, []),
+    ("shared_views.pth", None, []),
+    ("extra_state.pth", None, []),
+    ("big_endian.pth", None, []),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "steps"), STATES, ids=lambda value: str(value))
+@pytest.mark.parametrize("prefix", ["module.", "module", "conv1."])
+def test_load_equals_the_three_lines_of_everybody(
+    name: str, key: str | None, steps: list[str | int], prefix: str
+) -> None:
+    state: Any = torch.load(fixture_path(name), map_location="cpu", weights_only=True)
+    for step in steps:
+        state = state[step]
+    head = prefix.removesuffix(".") + "."
+    naive = {(k[len(head) :] if k.startswith(head) else k): v for k, v in state.items()}
+    loaded = ckptool.load(fixture_path(name), map_location="cpu", strip_prefix=prefix, key=key)
+    assert isinstance(loaded, dict)
+    assert oracle.difference(naive, dict(loaded)) == ""
+
+
+@pytest.mark.parametrize(("name", "key", "steps"), STATES, ids=lambda value: str(value))
+def test_load_without_a_prefix_is_what_torch_gives(name: str, key: str | None, steps: list[str | int]) -> None:
+    state: Any = torch.load(fixture_path(name), map_location="cpu", weights_only=True)
+    for step in steps:
+        state = state[step]
+    loaded = ckptool.load(fixture_path(name), "cpu", key=key)
+    assert type(loaded) is type(state)
+    assert oracle.difference(state, loaded) == ""
+
+
+def test_a_model_takes_what_load_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(GENERATORS)
+    from demo_model import SegNet  # type: ignore[import-not-found]
+
+    model = SegNet()
+    loaded = ckptool.load(fixture_path("ddp4_training.pth"), map_location="cpu", strip_prefix="module.")
+    assert str(model.load_state_dict(loaded, strict=True)) == "<All keys matched successfully>"
+    assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
+    assert model.eval()(torch.zeros(1, 3, 16, 16)).shape == (1, 5, 16, 16)
+
+
+def test_what_load_gives_shares_as_the_file_does() -> None:
+    loaded = ckptool.load(fixture_path("tied.pth"), strip_prefix="module.")
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
+
+
+def test_load_maps_single_devices() -> None:
+    loaded = ckptool.load(fixture_path("gan.pth"), {"cuda:0": "cpu", "cuda:1": "meta"}, key="netD")
+    assert {tensor.device.type for tensor in loaded.values()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "kind", "words"),
+    [
+        ("tensor.pt", {}, errors.TargetError, "no state dict"),
+        ("optimizer.pt", {}, errors.TargetError, "no state dict"),
+        ("gan.pth", {}, errors.TargetError, "2 state dicts: 'netG', 'netD'"),
+        ("list_of_states.pt", {}, errors.TargetError, "2 state dicts"),
+        ("gan.pth", {"key": "netX"}, errors.TargetError, "netX"),
+        ("gan.pth", {"key": "net["}, errors.TargetError, "not a path"),
+        ("wrapped.pth", {"strip_prefix": ""}, errors.TargetError, "prefix"),
+        ("collision.pth", {"strip_prefix": "module."}, errors.RefusedError, "'module.a'"),
+        ("hostile_system.pth", {}, errors.UnreadableError, "torch.load refuses"),
+        ("lfs_pointer.pth", {}, errors.NotACheckpointError, "Git LFS"),
+        ("truncated.pth", {}, errors.MalformedError, "cut"),
+        ("nowhere.pth", {}, errors.UnreadableError, "no such file"),
+        ("..", {}, errors.UnreadableError, "directory"),
+    ],
+)
+def test_load_says_what_is_wrong(name: str, how: dict[str, Any], kind: type, words: str) -> None:
+    with pytest.raises(ckptool.CkptoolError) as caught:
+        ckptool.load(fixture_path(name), "cpu", **how)
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+    assert caught.value.path == fixture_path(name) or words in ("prefix", "not a path")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the file wants")
+def test_load_on_a_machine_without_the_device_says_so() -> None:
+    with pytest.raises(errors.UnreadableError, match=r"torch.load refuses it: Attempting to deserialize .* CUDA"):
+        ckptool.load(fixture_path("cuda0.pth"))
+
+
+def test_several_state_dicts_need_a_key_and_the_message_helps() -> None:
+    with pytest.raises(errors.TargetError) as caught:
+        ckptool.load(fixture_path("gan.pth"))
+    assert "key=" in caught.value.next
+    assert caught.value.exit_code == 2
+
+
+# -- locations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "location"),
+    [
+        (None, None),
+        ("", None),
+        (" ", None),
+        ("cpu", "cpu"),
+        (" cuda:0 ", "cuda:0"),
+        ("cuda:1=cuda:0", {"cuda:1": "cuda:0"}),
+        ("cuda:1=cuda:0, cuda:2 = cpu", {"cuda:1": "cuda:0", "cuda:2": "cpu"}),
+    ],
+)
+def test_map_location_as_text(text: str | None, location: object) -> None:
+    assert parse_map_location(text) == location
+
+
+@pytest.mark.parametrize("text", ["=", "cuda:1=", "=cpu", "cuda:1=cpu,", "cuda:1=cpu,cuda:2", "a=b=c,d"])
+def test_what_is_no_map_location(text: str) -> None:
+    with pytest.raises(errors.TargetError) as caught:
+        parse_map_location(text)
+    assert caught.value.next
+
+
+TAGS = ["cpu", "cuda", "cuda:0", "cuda:1", "meta", "mps", "xpu:0"]
+LOCATIONS: list[Any] = [None, "cpu", "cuda:0", "meta", {}, {"cuda:1": "cuda:0"}, {"cuda:0": "cpu", "cpu": "cuda:0"}]
+
+
+@pytest.mark.parametrize("location", LOCATIONS, ids=str)
+@pytest.mark.parametrize("tag", TAGS)
+def test_lands_on_as_torch_decides(tag: str, location: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own function, with the last step, which needs the device, replaced by its argument."""
+    monkeypatch.setattr(torch.serialization, "default_restore_location", lambda _storage, place: place)
+    decide: Callable[..., str] = torch.serialization._get_restore_location(location)  # type: ignore[no-untyped-call]
+    assert restored_location(tag, location) == decide(None, tag)
+
+
+#: torch 2.13 segfaults when it swaps the bytes of a tensor that it puts on meta.
+CRASHES = {("big_endian.pth", "meta")}
+LANDINGS = [(item, location) for item in LOADABLE for location in ("cpu", "meta") if item.path.name not in REFUSED]
+LANDINGS = [(item, location) for item, location in LANDINGS if (item.path.name, location) not in CRASHES]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "location"), LANDINGS, ids=lambda value: getattr(value, "path", Path(str(value))).name
+)
+def test_inspect_says_where_torch_puts_the_tensors(fixture: Fixture, location: str) -> None:
+    report = ckptool.inspect(fixture.path, map_location=location)
+    try:
+        loaded = torch.load(fixture.path, map_location=location, weights_only=True)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        pytest.skip("torch itself cannot load these there")
+    found = {str(tensor.device) for tensor in _tensors(loaded)}
+    assert found <= {item["lands_on"] for item in report["devices"]}
+    assert found or not any(item["tensors"] for item in report["devices"])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+# -- device maps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "moves"),
+    [
+        (ckptool.DeviceMap("cpu"), {"cuda:0": "cpu", "mps": "cpu", "cpu": "cpu", "meta": "meta"}),
+        (ckptool.DeviceMap("cuda:0"), {"cuda:1": "cuda:0", "cuda": "cuda:0", "cpu": "cpu", "meta": "meta"}),
+        (ckptool.DeviceMap("cuda:0", include_cpu=True), {"cpu": "cuda:0", "meta": "cuda:0", "xpu:1": "cuda:0"}),
+        (ckptool.DeviceMap(pairs={"cuda:1": "cuda:0"}), {"cuda:1": "cuda:0", "cuda:0": "cuda:0", "cuda:11": "cuda:11"}),
+        (ckptool.DeviceMap(pairs={"cuda:*": "cpu"}), {"cuda:7": "cpu", "cuda": "cpu", "xpu:0": "xpu:0", "cpu": "cpu"}),
+        (ckptool.DeviceMap(pairs={"cpu": "cuda:0"}), {"cpu": "cuda:0"}),
+        # A swap is one step: what arrives is not moved again.
+        (ckptool.DeviceMap(pairs={"cuda:0": "cuda:1", "cuda:1": "cuda:0"}), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}),
+        # The first that applies: the device itself, then the star, then visible, then to.
+        (ckptool.DeviceMap(pairs={"cuda:*": "cpu", "cuda:1": "meta"}), {"cuda:1": "meta", "cuda:0": "cpu"}),
+        (ckptool.DeviceMap("cpu", {"cuda:1": "cuda:0"}), {"cuda:1": "cuda:0", "cuda:0": "cpu", "xpu:0": "cpu"}),
+        (ckptool.DeviceMap(visible=(1, 3)), {"cuda:1": "cuda:0", "cuda:3": "cuda:1", "cpu": "cpu", "cuda": "cuda"}),
+        (ckptool.DeviceMap("cpu", visible=(1, 3)), {"cuda:3": "cuda:1", "mps": "cpu"}),
+        (ckptool.DeviceMap(visible=(3,), pairs={"cuda:1": "cpu"}), {"cuda:3": "cuda:0", "cuda:1": "cpu"}),
+        (ckptool.DeviceMap(visible=(3,), pairs={"cuda:3": "cuda:5"}), {"cuda:3": "cuda:5"}),
+    ],
+    ids=str,
+)
+def test_a_device_map_moves(devices: ckptool.DeviceMap, moves: dict[str, str]) -> None:
+    devices.check()
+    assert {device: devices(device) for device in moves} == moves
+
+
+def test_a_device_that_is_not_visible_is_refused() -> None:
+    with pytest.raises(errors.RefusedError, match="cuda:2 is not among") as caught:
+        ckptool.DeviceMap(visible=(1, 3))("cuda:2")
+    assert "--map cuda:2=" in caught.value.next
+    with pytest.raises(errors.RefusedError, match="cuda:2") as caught:
+        ckptool.DeviceMap("cpu", visible=(1, 3))("cuda:2")
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ckptool.DeviceMap(),
+        ckptool.DeviceMap("gpu"),
+        ckptool.DeviceMap(pairs={"cuda:1": "cuda0"}),
+        ckptool.DeviceMap(pairs={"": "cpu"}),
+        ckptool.DeviceMap(pairs={"cuda:1": "cuda:*"}),
+        ckptool.DeviceMap(visible=(1, 1)),
+    ],
+    ids=str,
+)
+def test_what_is_no_device_map(devices: ckptool.DeviceMap) -> None:
+    with pytest.raises(errors.TargetError):
+        devices.check()
+    with ckptool.open(fixture_path("gan.pth")) as checkpoint, pytest.raises(errors.TargetError):
+        ckptool.remap_devices(checkpoint, devices)
+
+
+TARGETS = ["cpu", "meta", "mps", "cuda", "cuda:0", "cuda:9", "xpu", "xpu:0", "hpu", "hpu:1", "mtia", "mtia:0"]
+NO_TARGETS = ["cpu:0", "cuda0", "CUDA:0", "Cpu", "gpu", "gpu:0", "", "cuda:", "cuda:x", "cuda:0:1", "meta:x", "xla:0"]
+NO_TARGETS += ["cuda:-1", " cpu", "cuda:0 ", "cuda:\u0660", "cpu\n"]
+
+
+@pytest.mark.parametrize("target", TARGETS + NO_TARGETS)
+def test_a_target_is_what_torch_could_restore(target: str) -> None:
+    """torch restores a storage to the device, or knows the device and misses it; else it is no target."""
+    try:
+        storage: Any = torch.zeros(1).untyped_storage()
+        torch.serialization.default_restore_location(storage, target)  # type: ignore[no-untyped-call]
+        known = True
+    except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+        known = "don't know how to restore" not in str(error) and "nvalid device string" not in str(error)
+    assert known is (target in TARGETS) or target in ("xla:0", "cuda:-1", "meta:x", "cuda:x")
+    if target in TARGETS:
+        check_device(target)
+    else:
+        with pytest.raises(errors.TargetError):
+            check_device(target)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("cuda0", "cuda:0"), ("CUDA:0", "cuda:0"), ("cpu:0", "cpu")])
+def test_a_target_that_was_meant_otherwise_is_guessed(wrong: str, right: str) -> None:
+    with pytest.raises(errors.TargetError) as caught:
+        check_device(wrong)
+    assert f"'{right}'" in caught.value.next
+    check_device(right)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "gpu0",
+        "GPU",
+        "cpus",
+    ],
+)
+def test_a_guess_is_a_target_itself(wrong: str) -> None:
+    with pytest.raises(errors.TargetError) as caught:
+        check_device(wrong)
+    if caught.value.next.startswith("write '"):
+        check_device(caught.value.next.split("'")[1])
+
+
+def test_remap_takes_a_text_and_a_dict_too() -> None:
+    with ckptool.open(fixture_path("gan.pth")) as checkpoint:
+        for devices in ("cpu", {"cuda:*": "cpu"}, ckptool.DeviceMap("cpu")):
+            moved = ckptool.remap_devices(checkpoint, devices)
+            assert {entry.tensor.location for entry in moved.survey.tensors} == {"cpu"}
+        same = ckptool.remap_devices(checkpoint, {"cuda:5": "cpu"})
+        assert not same.edited and sum(change.kept for change in same.changes) == 18
+
+
+# -- edits are pure -------------------------------------------------------------------------------------------------
+
+
+def strip(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.strip_prefix(checkpoint)
+
+
+def wrappers(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.strip_wrappers(checkpoint)
+
+
+def add(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.add_prefix(checkpoint)
+
+
+def to_cpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cpu"), strings=True)
+
+
+def to_gpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cuda:1", include_cpu=True))
+
+
+EDITS: list[Edit] = [strip, wrappers, add, to_cpu, to_gpu]
+
+
+def output(checkpoint: ckptool.Checkpoint) -> bytes:
+    """The file that a checkpoint would be saved as."""
+    plan, _ = plan_of(checkpoint)
+    return b"".join(p.source.read(p.offset, p.size) if isinstance(p, Span) else p for p in plan.pieces)
+
+
+def facts(checkpoint: ckptool.Checkpoint) -> object:
+    """Everything that can be seen of a checkpoint."""
+    return (
+        encode(checkpoint.graph),
+        checkpoint.changes,
+        checkpoint.edited,
+        [entry._replace(tensor=entry.tensor) for entry in checkpoint.survey.tensors],
+        checkpoint.state_dicts,
+        checkpoint.survey.devices,
+        list(checkpoint.survey.reader.storages.items()),
+    )
+
+
+@editable
+def test_an_edit_leaves_its_input_alone(fixture: Fixture) -> None:
+    with ckptool.open(fixture.path) as checkpoint, ckptool.open(fixture.path) as untouched:
+        before = facts(untouched)
+        for edit in EDITS:
+            try:
+                edited = edit(checkpoint)
+                edited.survey  # noqa: B018
+                output(edited)
+            except errors.RefusedError:
+                assert fixture.path.name == "collision.pth"
+            assert facts(checkpoint) == before, edit.__name__
+
+
+@editable
+@pytest.mark.parametrize("rename", [strip, wrappers, add], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("move", [to_cpu, to_gpu], ids=lambda edit: edit.__name__)
+def test_names_and_devices_may_be_edited_in_either_order(fixture: Fixture, rename: Edit, move: Edit) -> None:
+    with ckptool.open(fixture.path) as checkpoint:
+        if fixture.path.name == "collision.pth" and rename is not add:
+            with pytest.raises(errors.RefusedError):
+                rename(move(checkpoint))
+            return
+        one, two = rename(move(checkpoint)), move(rename(checkpoint))
+        assert output(one) == output(two)
+        assert sorted(map(str, one.changes)) == sorted(map(str, two.changes))
+
+
+@editable
+def test_a_second_edit_finds_what_the_first_one_left(fixture: Fixture) -> None:
+    with ckptool.open(fixture.path) as checkpoint:
+        added = add(checkpoint)
+        back = strip(added)
+        assert len(back.changes) == 2 * len(added.changes)
+        assert back.changes[: len(added.changes)] == added.changes
+        assert [item.path for item in back.state_dicts] == [item.path for item in checkpoint.state_dicts]
+        assert difference(checkpoint.graph, back.graph, texts_by_value=True) == ""
+        once = to_cpu(checkpoint)
+        assert to_cpu(once).graph is once.graph  # nothing left to do
+
+
+def test_changes_say_what_was_done() -> None:
+    with ckptool.open(fixture_path("gan.pth")) as checkpoint:
+        assert checkpoint.changes == ()
+        g, d = strip(checkpoint).changes
+        assert (g.edit, g.path, g.number, g.kept) == ("strip-prefix", "netG", 9, 0)
+        assert (d.edit, d.path, d.number, d.kept) == ("strip-prefix", "netD", 0, 9)
+        (only,) = ckptool.strip_prefix(checkpoint, key="netD").changes
+        assert only == d and not ckptool.strip_prefix(checkpoint, key="netD").edited
+
+
+@pytest.mark.parametrize(("repeat", "left"), [(1, "module."), (2, ""), (5, ""), ("all", "")])
+def test_a_prefix_may_be_taken_off_more_than_once(repeat: Any, left: str) -> None:
+    with ckptool.open(fixture_path("module_twice.pth")) as checkpoint:
+        edited = ckptool.strip_prefix(checkpoint, repeat=repeat)
+        names = [entry.key for entry in edited.survey.tensors]
+        expected = [entry.key.replace("module.", "", 2) for entry in checkpoint.survey.tensors]
+        assert names == [left + name for name in expected]
+
+
+def test_a_prefix_is_whole_segments() -> None:
+    for name in ("keep_submodule.pth", "bare.pth"):
+        with ckptool.open(fixture_path(name)) as checkpoint:
+            assert not strip(checkpoint).edited
+            assert not ckptool.strip_prefix(checkpoint, "conv").edited
+            assert not ckptool.strip_prefix(checkpoint, "mod").edited
+
+
+@pytest.mark.parametrize("prefix", ["", "."])
+def test_an_empty_prefix_is_none(prefix: str) -> None:
+    with ckptool.open(fixture_path("bare.pth")) as checkpoint:
+        for edit in (ckptool.strip_prefix, ckptool.add_prefix):
+            with pytest.raises(errors.TargetError):
+                edit(checkpoint, prefix)
+
+
+# -- the rest of the library ------------------------------------------------------------------------------------------
+
+
+def test_the_library_has_what_it_says() -> None:
+    assert all(hasattr(ckptool, name) for name in ckptool.__all__)
+    assert sorted(ckptool.__all__) == ckptool.__all__
+    public = {name for name, value in vars(ckptool).items() if not name.startswith("_") and name not in sys.modules}
+    assert public - set(ckptool.__all__) <= {"annotations", "api", "TYPE_CHECKING"} | {
+        module.partition(".")[2].partition(".")[0] for module in sys.modules if module.startswith("ckptool.")
+    }
+
+
+def test_keys_filter_and_sort_like_python() -> None:
+    path = fixture_path("ddp4_training.pth")
+    everything = ckptool.keys(path, everything=True)["tensors"]
+    paths = [entry["path"] for entry in everything]
+    assert len(paths) == 38 and len(set(paths)) == 38
+    for sort, order in (("name", lambda e: e["path"]), ("bytes", lambda e: -e["bytes"])):
+        found = ckptool.keys(path, everything=True, sort=sort)["tensors"]  # type: ignore[arg-type]
+        assert found == sorted(everything, key=order)
+    only = ckptool.keys(path, include=["*weight", "*bias"], exclude=["*block*"])["tensors"]
+    names = [entry["key"] for entry in ckptool.keys(path)["tensors"]]
+    assert [e["key"] for e in only] == [n for n in names if n.endswith(("weight", "bias")) and "block" not in n]
+    assert ckptool.keys(path, key="state_dict") == ckptool.keys(path)
+
+
+@pytest.mark.parametrize("name", ["ddp4_training.pth", "dotted_names.pth", "list_of_states.pt", "lightning.ckpt"])
+def test_every_path_that_keys_prints_leads_to_the_tensor(name: str) -> None:
+    loaded = oracle.load(fixture_path(name))
+    for entry in ckptool.keys(fixture_path(name), everything=True)["tensors"]:
+        value = loaded
+        for step in parse_path(entry["path"]):
+            value = value[step]
+        assert (str(value.dtype), list(value.shape)) == (f"torch.{entry['dtype']}", list(entry["shape"]))
+
+
+def test_open_takes_a_path_and_closes_its_file() -> None:
+    for path in (fixture_path("bare.pth"), Path(fixture_path("bare.pth"))):
+        with ckptool.open(path) as checkpoint:
+            assert checkpoint.path == fixture_path("bare.pth")
+            assert "bare.pth" in repr(checkpoint) and "torch-zip" in repr(checkpoint)
+        assert checkpoint.source.fd == -1  # type: ignore[attr-defined]
+        assert len(checkpoint.survey.tensors) == 9  # what was read stays
+        checkpoint.close()
+
+
+def test_a_closed_checkpoint_is_not_saved(out: Path) -> None:
+    with ckptool.open(fixture_path("bare.pth")) as checkpoint:
+        edited = add(checkpoint)
+    with pytest.raises(ckptool.CkptoolError):
+        ckptool.save(edited, out)
+    assert not out.exists()
+
+
+def test_a_failed_open_leaves_no_file_open(tmp_path: Path) -> None:
+    fds = Path("/proc/self/fd")
+    if not fds.is_dir():
+        pytest.skip("there is no /proc")
+    before = len(list(fds.iterdir()))
+    for name in ("truncated.pth", "lfs_pointer.pth", "empty.pth", "truncated_legacy.pth", "bare.pkl"):
+        for _ in range(3):
+            try:
+                ckptool.open(fixture_path(name)).close()
+            except ckptool.CkptoolError as error:
+                assert error.path == fixture_path(name)
+    assert len(list(fds.iterdir())) <= before
+
+
+def test_errors_have_facts_as_fields() -> None:
+    with pytest.raises(errors.NotACheckpointError) as caught:
+        ckptool.open(fixture_path("lfs_pointer.pth"))
+    error = caught.value
+    assert (error.kind, error.next, error.exit_code) == ("git-lfs-pointer", "git lfs pull", 3)
+    assert str(error) == f"{error.path}: {error.what}"
+    assert isinstance(error, ckptool.CkptoolError)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, ckptool.CkptoolError)}
+    assert codes == {2, 3, 4, 5, 70}
+
+
+def test_state_dicts_made_by_torch_survive_every_edit(tmp_path: Path) -> None:
+    """Not only fixtures: a model of today, saved now, edited, loaded."""
+    model = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(3, 4), b=torch.nn.LayerNorm(4)))
+    source = tmp_path / "in.pth"
+    torch.save({"model": torch.nn.DataParallel(model).state_dict(), "step": 7}, source)
+    for number, edits in enumerate(itertools.permutations((strip, to_gpu, to_cpu))):
+        with ckptool.open(source) as checkpoint:
+            for edit in edits:
+                checkpoint = edit(checkpoint)
+            ckptool.save(checkpoint, tmp_path / f"{number}.pth")
+        loaded = oracle.load(tmp_path / f"{number}.pth")
+        assert oracle.difference(loaded["model"], model.state_dict()) == ""
+        assert loaded["step"] == 7
+
+
+def test_records_are_values() -> None:
+    """Nothing that the library gives away can be changed by accident."""
+    with ckptool.open(fixture_path("bare.pth")) as checkpoint:
+        entry = checkpoint.survey.tensors[0]
+        for record, field in ((entry, "key"), (entry.tensor, "dtype"), (checkpoint.state_dicts[0], "path")):
+            assert isinstance(record, tuple) or dataclasses.is_dataclass(record)
+            with pytest.raises(AttributeError):
+                setattr(record, field, "x")

@@ -1,0 +1,342 @@
+"""Impossible geometry: nobody checks it, and torch's mmap path trusts it. For every function that rebuilds a tensor."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from crafted_files import (
+    FLOATS,
+    TENSOR,
+    Code,
+    by_key,
+    call,
+    legacy,
+    name,
+    notes,
+    ordered,
+    plain,
+    put,
+    report_of,
+    storage,
+    tensor,
+    with_status,
+)
+
+UTILS = "torch._utils"
+#: Shape, stride and offset of views that do not lie in a storage of four floats.
+WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "one too many": ((5,), (1,), 0),
+    "offset too far": ((4,), (1,), 1),
+    "offset at the end": ((1,), (1,), 4),
+    "stride too wide": ((2,), (4,), 0),
+    "two dimensions": ((2, 3), (3, 1), 0),
+    "a negative size": ((-1,), (1,), 0),
+    "two negative sizes": ((-2, -2), (2, 1), 0),
+    "a negative stride": ((4,), (-1,), 3),
+    "a negative offset": ((2,), (1,), -2),
+    "sizes and strides differ in number": ((4,), (1, 1), 0),
+    "no strides": ((4,), (), 0),
+    "2^61 elements": ((1 << 61,), (1,), 0),
+    "2^62 elements": ((1 << 62,), (1,), 0),
+    "2^63 elements": ((1 << 63,), (1,), 0),
+    "2^32 x 2^32": ((1 << 32, 1 << 32), (1 << 32, 1), 0),
+    "2^32 x 2^32 expanded": ((1 << 32, 1 << 32, 2), (0, 0, 4), 0),
+    "offset 2^61": ((1,), (1,), 1 << 61),
+    "offset 2^62": ((1,), (1,), 1 << 62),
+    "offset -2^62": ((1,), (1,), -(1 << 62)),
+    "stride 2^61": ((2,), (1 << 61,), 0),
+    "stride 2^62": ((2,), (1 << 62,), 0),
+    "2,000 dimensions": ((2,) + (1,) * 1999, (4,) + (1,) * 1999, 0),
+}
+
+
+def dense(shape: Any, stride: Any, offset: int) -> Code:
+    return tensor(shape, stride, offset)
+
+
+def old(shape: Any, stride: Any, offset: int) -> Code:
+    return call(name(UTILS, "_rebuild_tensor"), storage(), offset, shape, stride)
+
+
+def third(shape: Any, stride: Any, offset: int) -> Code:
+    return tensor(
+        shape, stride, offset, storage("0", 16, "UntypedStorage"), "_rebuild_tensor_v3", [name("torch", "float32")]
+    )
+
+
+def parameter(shape: Any, stride: Any, offset: int) -> Code:
+    return call(name(UTILS, "_rebuild_parameter"), tensor(shape, stride, offset), True, ordered())
+
+
+def parameter_with_state(shape: Any, stride: Any, offset: int) -> Code:
+    arguments = tensor(shape, stride, offset), True, ordered(), {"a": 1}
+    return call(name(UTILS, "_rebuild_parameter_with_state"), *arguments)
+
+
+def quantized(shape: Any, stride: Any, offset: int) -> Code:
+    scheme = (name("torch", "per_tensor_affine"), Code(b"G" + struct.pack(">d", 0.5)), 0)
+    held = storage("0", 4, "QInt32Storage")
+    return call(name(UTILS, "_rebuild_qtensor"), held, offset, shape, stride, scheme, False, ordered())
+
+
+def scales(shape: Any, stride: Any, offset: int) -> Code:
+    """Per channel: the scales are a tensor of their own."""
+    scheme = (name("torch", "per_channel_affine"), tensor(shape, stride, offset), tensor((1,)), 0)
+    held = storage("1", 4, "QInt32Storage")
+    return call(name(UTILS, "_rebuild_qtensor"), held, 0, (4,), (1,), scheme, False, ordered())
+
+
+def sparse_values(shape: Any, stride: Any, offset: int) -> Code:
+    indices = tensor((1, 2), (2, 1), of=storage("1", 2, "LongStorage"))
+    data = (indices, tensor(shape, stride, offset), (4,), True)
+    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_coo"), data)
+
+
+def sparse_indices(shape: Any, stride: Any, offset: int) -> Code:
+    indices = tensor(shape, stride, offset, storage("1", 2, "LongStorage"))
+    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_coo"), (indices, tensor((2,)), (4,), True))
+
+
+def sparse_csr(shape: Any, stride: Any, offset: int) -> Code:
+    longs = storage("1", 2, "LongStorage")
+    data = (tensor((2,), of=longs), tensor((1,), of=longs), tensor(shape, stride, offset), (1, 4))
+    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_csr"), data)
+
+
+def nested(shape: Any, stride: Any, offset: int) -> Code:
+    table = tensor((1, 1), (1, 1), of=storage("1", 2, "LongStorage"))
+    return call(name(UTILS, "_rebuild_nested_tensor"), tensor(shape, stride, offset), table, table, table)
+
+
+def nested_table(shape: Any, stride: Any, offset: int) -> Code:
+    table = tensor(shape, stride, offset, storage("1", 2, "LongStorage"))
+    return call(name(UTILS, "_rebuild_nested_tensor"), TENSOR, table, table, table)
+
+
+def typed(shape: Any, stride: Any, offset: int) -> Code:
+    inner = (storage(), offset, shape, stride, False, ordered())
+    arguments = name(UTILS, "_rebuild_tensor_v2"), name("torch", "Tensor"), inner, {"a": 1}
+    return call(name("torch._tensor", "_rebuild_from_type_v2"), *arguments)
+
+
+def backend(shape: Any, stride: Any, offset: int) -> Code:
+    arguments = tensor(shape, stride, offset), name("torch", "float32"), "xla:0", False
+    return call(name(UTILS, "_rebuild_device_tensor_from_cpu_tensor"), *arguments)
+
+
+def jagged(shape: Any, stride: Any, offset: int) -> Code:
+    return call(
+        name("torch.nested._internal.nested_tensor", "_rebuild_njt"), {"_values": tensor(shape, stride, offset)}
+    )
+
+
+FUNCTIONS = (
+    *(dense, old, third, parameter, parameter_with_state, quantized, scales, sparse_values, sparse_indices),
+    *(sparse_csr, nested, nested_table, typed, backend, jagged),
+)
+STORED = {"0": FLOATS, "1": struct.pack("<2q", 0, 1)}
+
+Made = Callable[[Any, Any, int], Code]
+
+
+def findings(report: dict[str, Any]) -> set[str]:
+    return notes(report, "error") & {"geometry", "storage-size", "missing-storage"}
+
+
+@pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
+def test_a_view_that_fits_is_no_flaw(made: Made, tmp_path: Path) -> None:
+    """Two elements of whatever has room for them: what fails below fails for its geometry."""
+    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made is scales else {})
+    shape, stride = ((1, 2), (2, 1)) if made is sparse_indices else ((2,), (1,))
+    report = report_of(tmp_path / "seed.pth", plain({"w": made(shape, stride, 0)}, held))
+    assert findings(report) == set()
+    assert say("keys", tmp_path / "seed.pth").code == 0
+
+
+#: Shapes, strides and offsets that are read as no tensor at all are passed over.
+UNREAD = "a tensor whose numbers are absurd is taken for no tensor, and nothing is said"
+
+
+@pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
+@pytest.mark.parametrize("view", by_key(WRONG))
+def test_impossible_geometry_fails(made: Made, view: tuple[Any, Any, int], tmp_path: Path) -> None:
+    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made is scales else {})
+    report = report_of(tmp_path / "seed.pth", plain({"w": made(*view)}, held))
+    assert (report["status"], "geometry" in findings(report)) == ("invalid", True), notes(report)
+
+
+# -- storages ---------------------------------------------------------------------------------------------------
+
+STORAGES = {
+    "one element too many": storage("0", 5),
+    "one element too few": storage("0", 3),
+    "a wider class": storage("0", 4, "DoubleStorage"),
+    "a narrower class": storage("0", 4, "HalfStorage"),
+    "no elements": storage("0", 0),
+    "-1 elements": storage("0", -1),
+    "2^61 elements": storage("0", 1 << 61),
+    "2^62 elements": storage("0", 1 << 62),
+    "2^64 elements": storage("0", 1 << 64),
+    "elements are text": Code(put(("storage", name("torch", "FloatStorage"), "0", "cpu", "4")) + b"Q"),
+    "elements are None": Code(put(("storage", name("torch", "FloatStorage"), "0", "cpu", None)) + b"Q"),
+    "a key that is no record": storage("../../version", 4),
+    "a class that is none": storage("0", 4, "NoSuchStorage"),
+    "a class that is a function": Code(put(("storage", name("posix", "system"), "0", "cpu", 4)) + b"Q"),
+    "a place that is no text": Code(put(("storage", name("torch", "FloatStorage"), "0", 7, 4)) + b"Q"),
+    "a persistent id of another kind": Code(put(("module", name("torch", "FloatStorage"), "0", "cpu", 4)) + b"Q"),
+    "a persistent id too short": Code(put(("storage", "0")) + b"Q"),
+    "no tuple": Code(put("0") + b"Q"),
+    "no storage at all": Code(b"N"),
+}
+ABSURD = "a storage whose persistent id makes no sense is passed over, and its tensor with it"
+
+
+@pytest.mark.parametrize("held", by_key(STORAGES))
+def test_a_storage_that_cannot_be_fails(held: Code, tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    report = report_of(path, plain({"w": tensor(of=held)}))
+    assert report["status"] == "invalid", notes(report)
+    with pytest.raises(Exception):  # noqa: B017 - a dozen kinds
+        torch.load(path, weights_only=True)
+
+
+def test_what_torch_maps_without_a_look(tmp_path: Path) -> None:
+    """2^61 elements: refused by torch.load, taken by its mmap path."""
+    path = tmp_path / "seed.pth"
+    report = report_of(path, plain({"w": tensor(of=storage("0", 1 << 61))}))
+    assert {"sizes"} <= set(with_status(report, "fail"))
+    with pytest.raises(RuntimeError):
+        torch.load(path, weights_only=True)
+    assert torch.load(path, weights_only=True, mmap=True)["w"].shape == (4,)
+
+
+# -- arguments of the wrong kind --------------------------------------------------------------------------------
+
+
+def with_arguments(*arguments: object) -> Code:
+    return call(name(UTILS, "_rebuild_tensor_v2"), *arguments)
+
+
+NONSENSE = {
+    "the shape is text": with_arguments(storage(), 0, "4", (1,), False, ordered()),
+    "the shape holds text": with_arguments(storage(), 0, ("4",), (1,), False, ordered()),
+    "the shape is None": with_arguments(storage(), 0, None, (1,), False, ordered()),
+    "the offset is text": with_arguments(storage(), "0", (4,), (1,), False, ordered()),
+    "the strides hold None": with_arguments(storage(), 0, (4,), (None,), False, ordered()),
+    "two arguments": with_arguments(storage(), 0),
+    "no arguments": with_arguments(),
+}
+
+
+@pytest.mark.parametrize("value", by_key(NONSENSE))
+def test_arguments_that_make_no_tensor_fail(value: Code, tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    report = report_of(path, plain({"w": value, "v": TENSOR}))
+    with pytest.raises(Exception):  # noqa: B017 - a dozen kinds
+        torch.load(path, weights_only=True)
+    assert report["status"] == "invalid", notes(report)
+
+
+# -- where a tensor may hide ------------------------------------------------------------------------------------
+
+BAD = tensor((5,))
+PLACES = {
+    "the root": BAD,
+    "a dict": {"w": BAD},
+    "a dict without text keys": {1: BAD},
+    "a list": [BAD],
+    "a tuple": (1, BAD),
+    "a list in a list": [[[BAD]]],
+    "a key": Code(b"}(" + BAD.raw + b"K\x01u"),
+    "a set": Code(b"\x8f(" + BAD.raw + b"\x90"),
+    "a frozenset": Code(b"(" + BAD.raw + b"\x91"),
+    "OrderedDict's arguments": call(name("collections", "OrderedDict"), [["w", BAD]]),
+    "a state": Code(ordered().raw + put({"_metadata": {"w": BAD}}) + b"b"),
+    "the state of an unknown object": Code(name("who", "Knows").raw + b")\x81" + put({"w": BAD}) + b"b"),
+    "the arguments of an unknown call": call(name("who", "knows"), BAD),
+    "the arguments of an unknown object": Code(name("who", "Knows").raw + put((BAD,)) + b"\x81"),
+    "what is popped": Code(BAD.raw + b"0N"),
+    "backward hooks": call(
+        name(UTILS, "_rebuild_tensor_v2"),
+        storage(),
+        0,
+        (4,),
+        (1,),
+        False,
+        call(name("collections", "OrderedDict"), [["w", BAD]]),
+    ),
+    "metadata": call(name(UTILS, "_rebuild_tensor_v2"), storage(), 0, (4,), (1,), False, ordered(), {"w": BAD}),
+}
+
+
+@pytest.mark.parametrize("value", by_key(PLACES))
+def test_impossible_geometry_is_found_wherever_it_hides(value: Code, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", plain(pickled=b"\x80\x04" + put(value) + b"."))
+    assert (report["status"], "geometry" in findings(report)) == ("invalid", True), notes(report)
+
+
+def test_impossible_geometry_in_a_legacy_file(tmp_path: Path) -> None:
+    held = Code(put(("storage", name("torch", "FloatStorage"), "0", "cpu", 4, None)) + b"Q")
+    report = report_of(tmp_path / "seed.pth", legacy({"w": tensor((5,), of=held)}))
+    assert findings(report) == {"geometry"}
+
+
+VIEWS = {
+    "it begins at the end": (("9", 4, 4), 1),
+    "it begins far outside": (("9", 1 << 61, 1), 1),
+    "it begins before its base": (("9", -1, 2), 1),
+    "the tensor is larger than the view": (("9", 1, 1), 2),
+}
+
+
+@pytest.mark.parametrize("case", by_key(VIEWS))
+def test_a_legacy_view_must_lie_in_its_base(case: tuple[tuple[str, int, int], int], tmp_path: Path) -> None:
+    view, size = case
+    held = Code(put(("storage", name("torch", "FloatStorage"), "0", "cpu", 4, view)) + b"Q")
+    path = tmp_path / "seed.pth"
+    report = report_of(path, legacy({"w": tensor((size,), of=held)}))
+    with pytest.raises(Exception):  # noqa: B017 - a dozen kinds
+        torch.load(path, weights_only=True)
+    assert report["status"] == "invalid", notes(report)
+
+
+# -- what is legal ----------------------------------------------------------------------------------------------
+
+
+def saved(value: object) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+LEGAL = {
+    "an expanded view of 4 PiB": saved(torch.ones(1).expand(1 << 25, 1 << 25)),
+    "an empty view far outside": plain({"w": tensor((0, 9), (9, 1), 0)}),
+    "an empty view with an offset at the end": plain({"w": tensor((0,), (1,), 4)}),
+    "a scalar": saved(torch.tensor(2.0)),
+    "overlapping strides": saved(torch.arange(5.0).as_strided((3, 3), (1, 1))),
+    "meta, however large": saved(torch.empty(1 << 40, device="meta")),
+}
+
+
+@pytest.mark.parametrize("data", LEGAL.values(), ids=LEGAL.keys())
+def test_legal_geometry_passes(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    report = report_of(path, data)
+    assert (report["status"], findings(report)) == ("valid", set())
+    torch.load(path, weights_only=True)
+
+
+def test_a_view_of_4_pib_stays_a_view(tmp_path: Path) -> None:
+    path, out = tmp_path / "seed.pth", tmp_path / "out.pth"
+    torch.save({"module.w": torch.ones(1).expand(1 << 25, 1 << 25)}, path)
+    assert say("strip-module", path, "-o", out).code == 0
+    assert out.stat().st_size < 4096
+    assert torch.load(out, weights_only=True)["w"].stride() == (0, 0)

@@ -1,0 +1,460 @@
+"""What a pickle means to torch: the same to ckptool, or refused. The oracle is torch.load(weights_only=True)."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crafted_files import Code, altered, call, name, plain, put, storage, tensor
+from crafted_files import ordered as empty
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import load
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.base.errors import CkptoolError, RefusedError, UnreadableError
+
+FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
+STORED = {"0": FLOATS, "1": NINES}
+GIVEN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def ordered(*pairs: tuple[Any, Any]) -> Code:
+    """An OrderedDict that is filled after it was made."""
+    flat = (part for pair in pairs for part in pair)
+    return raw(empty(), b"(", *flat, b"u") if pairs else empty()
+
+
+def written(path: Path, thing: Any, stored: dict[str, bytes] = STORED) -> Path:
+    path.write_bytes(plain(thing, stored))
+    return path
+
+
+def raw(*parts: Any) -> Code:
+    return Code(b"".join(part if isinstance(part, bytes) else put(part) for part in parts))
+
+
+def takes(path: Path) -> tuple[str, str]:
+    """The status, and that of the check weights-only."""
+    report = ckptool.validate(path)
+    return report["status"], next(check["status"] for check in report["checks"] if check["name"] == "weights-only")
+
+
+def loads(path: Path) -> bool:
+    try:
+        load(path)
+    except Exception:
+        return False
+    return True
+
+
+# -- values -----------------------------------------------------------------------------------------------------
+
+A, B = tensor((4,)), tensor((4,), of=storage("1"))
+TENSOR = "torch._utils"
+BUILDS: dict[str, Code] = {
+    "set_(storage, offset, size, stride)": raw(A, (storage("1"), 0, (4,), (1,)), b"b"),
+    "set_(tensor)": raw(A, (B,), b"b"),
+    "twice": raw(A, (storage("1"), 0, (4,), (1,)), b"b", (storage("0"), 0, (4,), (1,)), b"b"),
+    "a parameter": raw(call(name("torch.nn.parameter", "Parameter"), A, False), (storage("1"), 0, (4,), (1,)), b"b"),
+    "a parameter by five": raw(
+        call(name("torch.nn.parameter", "Parameter"), A, False), (B, None, ordered(), False, None), b"b"
+    ),
+    "data as an attribute": call(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_tensor_v2"),
+        name("torch", "Tensor"),
+        (storage(), 0, (4,), (1,), False, ordered()),
+        {"data": B},
+    ),
+    "data as an attribute of a parameter": call(
+        name("torch._utils", "_rebuild_parameter_with_state"), A, False, ordered(), {"data": B}
+    ),
+}
+
+
+@pytest.mark.parametrize("made", [b"\x97", b"\x97\x98"], ids=["writable", "read only"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_bytes_from_outside_of_the_file_are_given_to_no_reader(made: bytes, kept: bool, tmp_path: Path) -> None:
+    """Also where the pickle throws them away: torch.load fails in both modes, and an edit would mend that unseen."""
+    whole = ordered(("a", A))
+    path = written(tmp_path / "a.pth", raw(made, whole, b"\x86") if kept else raw(made, b"0", whole))
+    for weights_only in (True, False):
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=weights_only)
+    assert takes(path)[0] == "invalid"
+    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="outside of the file"):
+        ckptool.repack(checkpoint)
+
+
+@pytest.mark.parametrize("made", BUILDS.values(), ids=BUILDS.keys())
+def test_a_tensor_that_is_changed_after_it_was_made_is_refused(made: Code, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", ordered(("a", made)))
+    assert load(path)["a"].tolist() == [9, 9, 9, 9] or made is BUILDS["twice"]
+    assert takes(path) == ("invalid", "not possible")
+    with ckptool.open(path) as checkpoint:
+        for command in (ckptool.repack, ckptool.strip_module, lambda found: found.survey):
+            with pytest.raises(UnreadableError, match="does not follow"):
+                command(checkpoint)
+    for report in (ckptool.keys, ckptool.hash, ckptool.lock, lambda found: ckptool.get(found, "")):
+        with pytest.raises(UnreadableError, match="does not follow"):
+            report(path)
+
+
+#: A tensor whose id is number 7 of the memo, and its arguments number 8.
+NUMBERED = raw(
+    name("torch._utils", "_rebuild_tensor_v2"),
+    raw(b"(", ("storage", name("torch", "FloatStorage"), "0", "cuda:0", 4), b"q\x07Q", 0, (4,), (1,), False, empty()),
+    b"tq\x08R",
+)
+EDITS: dict[str, Any] = {
+    "remap": lambda found: ckptool.remap_devices(found, "cpu"),
+    "legacy": lambda found: ckptool.convert(found, "legacy"),
+    "repack": ckptool.repack,
+    "slim": ckptool.slim,
+    "cast": lambda found: ckptool.cast(found, "float16"),
+}
+
+
+@pytest.mark.parametrize("again", [b"h\x07", b"h\x08"], ids=["id", "arguments"])
+@pytest.mark.parametrize("holder", ["entry", "key", "list", "tuple", "state", "set"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_value_does_not_change_with_the_storage_whose_id_it_is(
+    again: bytes, holder: str, edit: str, tmp_path: Path
+) -> None:
+    value = Code(again)
+    held: dict[str, Any] = {
+        "entry": ordered(("a", NUMBERED), ("b", value)),
+        "key": ordered(("a", NUMBERED), (value, 1)),
+        "list": ordered(("a", NUMBERED), ("b", raw(b"](", value, b"e"))),
+        "tuple": ordered(("a", NUMBERED), ("b", (1, value))),
+        "state": raw(ordered(("a", NUMBERED)), raw(b"}", "kept", value, b"s"), b"b"),
+        "set": ordered(("a", NUMBERED), ("b", raw(b"\x8f(", value, b"\x90"))),
+    }
+    path = written(tmp_path / "a.pth", held[holder])
+    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="a value as well"):
+        ckptool.save(EDITS[edit](checkpoint), tmp_path / "out.pth")
+    assert takes(path)[0] == "invalid"
+
+
+IDS: dict[str, Any] = {
+    "a location of bytes": (name("torch", "FloatStorage"), "1", call(name("_codecs", "encode"), "cpu", "latin1"), 4),
+    "no location": (name("torch", "FloatStorage"), "1", None, 4),
+    "a device as location": (name("torch", "FloatStorage"), "1", call(name("torch", "device"), "cpu"), 4),
+    "a number as location": (name("torch", "FloatStorage"), "1", 7, 4),
+    "as many as true": (name("torch", "FloatStorage"), "1", "cpu", True),
+    "0 beside '0'": (name("torch", "FloatStorage"), 0, "cpu", 4),
+}
+
+
+@pytest.mark.parametrize("parts", IDS.values(), ids=IDS.keys())
+@pytest.mark.parametrize(
+    "kind", ["storage", call(name("_codecs", "encode"), "storage", "latin1")], ids=["text", "bytes"]
+)
+def test_storages_that_cannot_be_read_are_never_unused(parts: Any, kind: Any, tmp_path: Path) -> None:
+    size = 1 if parts[3] is True else 4
+    made = call(name(TENSOR, "_rebuild_tensor_v2"), raw((kind, *parts), b"Q"), 0, (size,), (1,), False, ordered())
+    path = written(tmp_path / "a.pth", {"a": A, "b": made}, {"0": FLOATS, "1": NINES[: 4 * size]})
+    assert loads(path)
+    for edit in (ckptool.repack, lambda found: ckptool.keep(found, ["a"]), lambda found: ckptool.remap(found, "cpu")):
+        with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
+            ckptool.save(edit(checkpoint), tmp_path / "out.pth")
+    assert takes(path)[0] == "invalid"
+
+
+LEFT: dict[str, Code] = {
+    "six parts": raw(("storage", name("torch", "FloatStorage"), "1", "cpu", 4, None), b"Q0"),
+    "no class": raw(("storage", 7, "1", "cpu", 4), b"Q0"),
+    "a name alone": raw(("storage",), b"Q0"),
+}
+
+
+@pytest.mark.parametrize("thrown", LEFT.values(), ids=LEFT.keys())
+def test_an_id_that_is_thrown_away_is_not_mended_unsaid(thrown: Code, tmp_path: Path) -> None:
+    """Torch fails at it; written again the file would load. ``sanitize`` leaves it out, and may."""
+    path = written(tmp_path / "a.pth", raw(thrown, ordered(("module.a", A))))
+    assert not loads(path)
+    assert takes(path)[0] == "invalid"
+    for edit in (ckptool.strip_module, ckptool.repack, lambda found: ckptool.set_entry(found, "epoch", 1)):
+        with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
+            ckptool.save(edit(checkpoint), tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("other", [("ByteStorage", 4), ("FloatStorage", 1), ("DoubleStorage", 2)])
+def test_the_description_that_torch_takes_is_not_left_out(other: tuple[str, int], tmp_path: Path) -> None:
+    """Of a storage that is described in two ways the first counts: without it the file would hold another one."""
+    cls, numel = other
+    second = call(
+        name(TENSOR, "_rebuild_tensor_v2"),
+        raw(("storage", name("torch", cls), "0", "cpu", numel), b"Q"),
+        *(0, (1,), (1,), False, ordered()),
+    )
+    path, out = written(tmp_path / "a.pth", {"a": A, "b": second}, {"0": FLOATS}), tmp_path / "out.pth"
+    assert loads(path)
+    with ckptool.open(path) as checkpoint:
+        with pytest.raises(RefusedError, match="described in two ways"):
+            ckptool.drop(checkpoint, ["a"])
+        ckptool.save(ckptool.drop(checkpoint, ["b"]), out)
+    assert load(out)["a"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("parts", [5, 6])
+def test_ids_of_shards_are_those_of_their_format(parts: int, tmp_path: Path) -> None:
+    """Six values are for legacy files; torch refuses them in a zip, also where a pickle throws them away."""
+    path = tmp_path / "pytorch_model.bin"
+    id_of = raw(("storage", name("torch", "FloatStorage"), "0", "cpu", 4, None)[:parts], b"Q")
+    made = call(name("torch._utils", "_rebuild_tensor_v2"), id_of, 0, (4,), (1,), False, ordered())
+    for thing in ({"a": made}, raw(id_of, b"0", {"a": tensor((4,))})):
+        path.write_bytes(plain(thing, {"0": struct.pack("<4f", 1, 2, 3, 4)}))
+        assert (ckptool.validate(tmp_path)["status"] == "valid") is (parts == 5)
+
+
+@pytest.mark.parametrize("flags", [{"neg": False}, {"neg": True}, {"neg": 1}, {"neg": None}, {"other": True}, {}])
+def test_a_flag_of_a_tensor_counts_by_being_there(flags: dict[str, Any], tmp_path: Path) -> None:
+    made = call(name(TENSOR, "_rebuild_tensor_v2"), storage(), 0, (4,), (1,), False, empty(), flags)
+    path, out = written(tmp_path / "a.pth", {"a": made}, {"0": FLOATS}), tmp_path / "out.pth"
+    wanted = load(path)["a"].tolist()
+    assert takes(path) == ("valid", "pass")
+    assert ckptool.get(path, "a").tolist() == wanted
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow=["all"]), out.with_suffix(".safetensors"))
+    assert load_file(out.with_suffix(".safetensors"))["a"].tolist() == wanted
+    plain_one = written(tmp_path / "b.pth", {"a": A}, {"0": FLOATS})
+    assert (ckptool.hash(path)["content"] == ckptool.hash(plain_one)["content"]) is (wanted == [1, 2, 3, 4])
+
+
+def test_an_empty_storage_on_meta_keeps_its_record(tmp_path: Path) -> None:
+    """Torch looks for it, whatever its tag says."""
+    made = tensor((0,), of=raw(("storage", name("torch", "FloatStorage"), "1", "meta", 0), b"Q"))
+    path, out = written(tmp_path / "a.pth", {"a": A, "b": made}, {"0": FLOATS, "1": b""}), tmp_path / "out.pth"
+    assert load(path)["b"].shape == (0,)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.repack(checkpoint), out)
+    assert load(out)["b"].shape == (0,)
+
+
+def test_an_id_of_the_archive_that_is_no_text_is_said(tmp_path: Path) -> None:
+    """Torch hands it to Python as a string before it reads anything."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(altered(".data/serialization_id", data=b"\xff" * 40))
+    assert not loads(path)
+    assert takes(path)[0] == "invalid"
+
+
+ONE = Code(b"G" + struct.pack(">d", 1.0))
+KEYS = st.sampled_from(["a", "b", "module.c", 1, True, 0, None, ONE, (1, 2), (1, "x")])
+PAIRS = st.lists(st.tuples(KEYS, st.sampled_from([A, B, 5, "x"])), max_size=4)
+
+
+def listed(pairs: list[tuple[Any, Any]], form: str) -> Any:
+    if form == "dict":
+        return raw(b"}(", *(part for pair in pairs for part in pair), b"u")
+    if form == "OrderedDict":
+        return ordered(*pairs)
+    couples = [list(pair) if form[-1] == "s" else pair for pair in pairs]
+    return couples if form.startswith("list") else tuple(couples)
+
+
+FORMS = ["dict", "OrderedDict", "list", "lists", "tuple", "tuples", "characters", "set"]
+
+
+@GIVEN
+@given(
+    pairs=PAIRS,
+    more=PAIRS,
+    form=st.sampled_from(FORMS),
+    cls=st.sampled_from(["OrderedDict", "Counter"]),
+    new=st.booleans(),
+    late=st.booleans(),
+    built=st.booleans(),
+)
+def test_a_mapping_of_a_mapping_is_what_torch_makes_or_refused(
+    tmp_path: Path, pairs: Any, more: Any, form: str, cls: str, new: bool, late: bool, built: bool
+) -> None:
+    source = ["ab", "cd"] if form == "characters" else raw(b"c__builtin__\nset\n", (["ab"],), b"R")
+    source = listed(pairs, form) if form not in ("characters", "set") else source
+    made = raw(name("collections", cls), (source,), b"\x81" if new else b"R")
+    if more:
+        made = raw(made, b"(", *(part for pair in more for part in pair), b"u")
+    if built:
+        made = raw(made, {"_metadata": ordered()}, b"b")
+    whole: Any = made
+    if late and form in ("list", "lists", "dict"):
+        # The argument is filled once more, after the call has copied it.
+        again = raw(b"h\xfe", put("late"), put(1), b"s") if form == "dict" else raw(b"h\xfe", ["late", 1], b"a")
+        whole = raw(b"]", name("collections", cls), source, b"q\xfe\x85", b"\x81" if new else b"R", b"a", again, b"a")
+    path = written(tmp_path / "a.pth", whole)
+    try:
+        theirs = load(path)
+    except Exception:
+        assert takes(path)[1] != "pass"
+        return
+    try:
+        ours = ckptool.get(path, "")
+    except CkptoolError:
+        assert takes(path)[1] != "pass"
+        return
+    assert takes(path)[1] == "pass"
+    assert plainly(ours) == plainly(theirs)
+
+
+def plainly(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(repr(key), plainly(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plainly(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@GIVEN
+@given(pairs=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from([A, B])), min_size=1, max_size=5))
+def test_edits_of_repeated_keys_keep_what_torch_sees(tmp_path: Path, pairs: Any) -> None:
+    path, out = written(tmp_path / "a.pth", listed(pairs, "dict")), tmp_path / "out.pth"
+    theirs = load(path)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.add_prefix(checkpoint, "p."), out, force=True)
+        assert plainly(load(out)) == plainly({f"p.{key}": value for key, value in theirs.items()})
+    if len(theirs) > 1:
+        first = next(iter(theirs))
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(ckptool.drop(checkpoint, [first]), out, force=True)
+            assert plainly(load(out)) == plainly({key: value for key, value in theirs.items() if key != first})
+
+
+# -- arguments --------------------------------------------------------------------------------------------------
+
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        4,
+        -1,
+        1 << 63,
+        "",
+        "cpu",
+        "cuda:-1",
+        "latin1",
+        (),
+        (4,),
+        (1,),
+        (-4,),
+        (4, 4),
+        [4],
+        {},
+        {"a": 1},
+    ]
+)
+UNTYPED = raw(("storage", name("torch.storage", "UntypedStorage"), "0", "cpu", 16), b"Q")
+CALLS = {
+    "v2": (TENSOR, "_rebuild_tensor_v2", (storage(), 0, (4,), (1,), False, ordered())),
+    "v3": (
+        *(TENSOR, "_rebuild_tensor_v3"),
+        (UNTYPED, 0, (4,), (1,), False, ordered(), name("torch", "float32")),
+    ),
+    "parameter": (TENSOR, "_rebuild_parameter", (A, True, ordered())),
+    "with state": (TENSOR, "_rebuild_parameter_with_state", (A, True, ordered(), {"a": 1})),
+    "Parameter": ("torch.nn.parameter", "Parameter", (A, False)),
+    "typed": (
+        *("torch._tensor", "_rebuild_from_type_v2"),
+        (name(TENSOR, "_rebuild_tensor_v2"), name("torch", "Tensor"), (storage(), 0, (4,), (1,), False, ordered()), {}),
+    ),
+    "meta": (TENSOR, "_rebuild_meta_tensor_no_storage", (name("torch", "float32"), (4,), (1,), False)),
+    "Size": ("torch", "Size", ((1, 2),)),
+    "device": ("torch", "device", ("cuda", 1)),
+    "layout": ("torch.serialization", "_get_layout", ("torch.strided",)),
+    "encode": ("_codecs", "encode", ("x", "latin1")),
+    "bytearray": ("__builtin__", "bytearray", ("x", "latin1")),
+    "set": ("__builtin__", "set", ([1, 2],)),
+    "complex": ("__builtin__", "complex", (1, 2)),
+}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_arguments_are_those_that_torch_takes(tmp_path: Path, data: st.DataObject) -> None:
+    module, function, arguments = CALLS[data.draw(st.sampled_from(sorted(CALLS)))]
+    changed = list(arguments)
+    place = data.draw(st.integers(0, len(changed)))
+    how = data.draw(st.sampled_from(["none", "change", "add", "remove"]))
+    if how == "add" or (how == "change" and place == len(changed)):
+        changed.insert(place, data.draw(ODD))
+    elif how != "none" and place < len(changed):
+        changed[place : place + 1] = [data.draw(ODD)] if how == "change" else []
+    opcode = b"\x81" if data.draw(st.integers(0, 5)) == 0 else b"R"
+    path = written(tmp_path / "a.pth", {"a": raw(name(module, function), tuple(changed), opcode)})
+    if takes(path)[1] == "pass":
+        load(path)
+    elif how == "none" and opcode == b"R":
+        raise AssertionError("what torch itself writes is refused")
+
+
+@pytest.mark.parametrize("depth", [10, 200_000])
+def test_keys_that_are_too_deep_to_be_hashed(depth: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", raw(b"})", b"\x85" * depth, A, b"s"))
+    assert takes(path)[1] == ("pass" if depth == 10 else "warning")
+
+
+def test_requires_grad_of_old_parameters_is_that_of_their_state(tmp_path: Path) -> None:
+    made = raw(call(name("torch.nn.parameter", "Parameter"), A), (False, False, ordered()), b"b")
+    path = written(tmp_path / "a.pth", {"a": made})
+    assert load(path)["a"].requires_grad is False
+    assert takes(path) == ("valid", "pass")
+    with ckptool.open(path) as checkpoint:
+        assert [entry.tensor.requires_grad for entry in checkpoint.survey.tensors] == [False]
+
+
+def test_a_meta_storage_has_a_record_in_a_zip(tmp_path: Path) -> None:
+    made = tensor((4,), of=raw(("storage", name("torch", "FloatStorage"), "5", "meta", 4), b"Q"))
+    path = written(tmp_path / "a.pth", {"a": made})
+    assert not loads(path) and takes(path) == ("invalid", "warning")
+
+
+@pytest.mark.parametrize("made", [b"ccollections\nOrderedDict\nK\x01\x85R", b"ccollections\nCounter\n]]a\x85R"])
+def test_the_pickles_beside_the_one_of_a_legacy_file_are_called_as_well(made: bytes, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.pt"
+    torch.save({"a": torch.ones(2)}, whole, _use_new_zipfile_serialization=False)
+    path = tmp_path / "a.pt"
+    path.write_bytes(whole.read_bytes().replace(b"u.", b"X\x01\x00\x00\x00x" + made + b"su.", 1))
+    assert not loads(path) and takes(path) == ("invalid", "warning")
+
+
+@pytest.mark.parametrize("made", [A, storage()], ids=["tensor", "storage"])
+def test_a_tensor_is_no_function(made: Code, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", {"a": call(made, 1)})
+    with pytest.raises(TypeError, match="not callable"):
+        torch.load(path, weights_only=False)
+    assert takes(path) == ("invalid", "warning")
+
+
+@pytest.mark.parametrize("state", [[1], {"a": 1}, (None, {"a": 1})], ids=repr)
+def test_what_is_on_the_list_is_not_changed_itself(state: Any, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pth", {"a": raw(name("collections", "OrderedDict"), state, b"b")})
+    with pytest.raises((TypeError, pickle.UnpicklingError)):
+        torch.load(path, weights_only=False)
+    assert takes(path) == ("invalid", "warning")
+
+
+def test_nested_tensors_of_legacy_files_are_refused(tmp_path: Path) -> None:
+    """``_legacy_load`` fills the storages last; the sizes of a nested tensor are in one."""
+    value = {"n": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])}
+    for file, legacy, status in (("zip.pth", False, "valid"), ("legacy.pth", True, "invalid")):
+        torch.save(value, tmp_path / file, _use_new_zipfile_serialization=not legacy)
+        assert ckptool.validate(tmp_path / file)["status"] == status
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int64", "bool", "float32"])
+def test_a_tensor_that_is_cast_when_it_is_read_is_not_followed(dtype: str, tmp_path: Path) -> None:
+    function = name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    made = call(function, tensor(), name("torch", dtype), "cpu", False)
+    path = tmp_path / "moved.pth"
+    path.write_bytes(plain({"w": made}, {"0": bytes(16)}))
+    assert str(torch.load(path)["w"].dtype) == f"torch.{dtype}"
+    assert (ckptool.validate(path)["status"] == "valid") == (dtype == "float32")

@@ -1,0 +1,579 @@
+"""Tensors that are spread over ranks, in files of torch.save: what one rank had, against torch itself.
+
+The files in fixtures/files/sharded are what single ranks of four saved (fixtures/generators/make_sharded.py); every
+value follows from its name, so that a part can be compared with the whole that it is a part of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from conftest import FIXTURES, GENERATORS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ckptool
+from ckptool.base.errors import CkptoolError, RefusedError
+from ckptool.base.globs import Globs
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, sharding, sharding_summary
+from ckptool.cli import main
+from ckptool.edits.sharded import local_parts
+from ckptool.pickles.nodes import Global, List, Node
+from ckptool.reports.inspection import inspection
+from ckptool.reports.keys import key_listing
+from ckptool.reports.tree import tree_of
+from ckptool.safety.calls import suspicious_calls
+from ckptool.values.elements import elements
+
+sys.path.append(str(GENERATORS))
+
+from _save import t
+
+SHARDED = FIXTURES / "sharded"
+FILES = sorted(SHARDED.glob("*.pth"))
+every = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+WHOLE = {
+    "0.weight": ("0.weight", (8, 6)),
+    "0.bias": ("0.bias", (8,)),
+    "2.weight": ("2.weight", (3, 8)),
+    "2.bias": ("2.bias", (3,)),
+    "line.weight": ("line", (6, 2)),
+    "grid.weight": ("grid", (4, 6)),
+    "whole.weight": ("whole", (3, 3)),
+    "parameter": ("parameter", (4, 2)),
+    "rows.weight": ("rows", (10, 4)),
+    "columns.weight": ("columns", (3, 8)),
+    "blocks.weight": ("blocks", (6, 6)),
+    "local.weight": ("local", (8, 3)),
+}
+
+
+def listed(path: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    return {item["key"]: item for item in ckptool.keys(path, **how)["tensors"]}
+
+
+def whole(key: str, dtype: str = "float32") -> torch.Tensor | None:
+    """The tensor that all ranks have together."""
+    name, shape = WHOLE.get(key.removeprefix("module."), ("", ()))
+    return t(name, *shape).to(getattr(torch, dtype)) if name else None
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    told = io.StringIO()
+    with redirect_stdout(told), redirect_stderr(told):
+        code = main.run([str(word) for word in words])
+    return code, told.getvalue()
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process as one rank of four, without the others; the parameter is its number."""
+    dist.init_process_group("fake", rank=request.param, world_size=4, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# -- which part it is -------------------------------------------------------------------------------------------------
+
+
+@every
+def test_a_part_has_the_values_of_the_whole_at_its_indices(path: Path) -> None:
+    with ckptool.open(path) as checkpoint:
+        compared = 0
+        for entry in checkpoint.survey.tensors:
+            found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
+            full = whole(entry.key, entry.tensor.dtype)
+            if found is None or full is None:
+                continue
+            if path.stem.startswith("fsdp2"):
+                full = full.add(full * 2, alpha=-0.1)  # a step was made
+            assert entry.tensor.shape == full.shape
+            for part in found.parts:
+                assert part.ranges is not None
+                tensor = checkpoint.survey.reader.tensor(part.ref)
+                assert tensor is not None
+                data = b"".join(elements(checkpoint, tensor))
+                expected = full
+                for dim, ranges in enumerate(part.ranges):
+                    index = torch.tensor([at for begin, end in ranges for at in range(begin, end)], dtype=torch.int64)
+                    expected = expected.index_select(dim, index)
+                assert data == expected.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                compared += 1
+        assert compared or path.stem.startswith("fsdp1_local")
+
+
+def test_the_flat_parameter_of_a_local_state_dict() -> None:
+    item = listed(SHARDED / "fsdp1_local.rank0.pth")["_flat_param"]
+    assert (item["shape"], item["local_shape"], item["parts"][0]["offsets"]) == ([83], [21], [0])
+    assert item["placements"] == ["Chunk(0)"]
+
+
+def test_what_is_told_of_a_dtensor() -> None:
+    item = listed(SHARDED / "fsdp_tp.rank2.pth")["2.weight"]
+    assert item["sharding"] == "DTensor"
+    assert (item["shape"], item["local_shape"]) == ([3, 8], [1, 4])
+    assert item["placements"] == ["Shard(0)", "Shard(1)"]
+    assert item["mesh"] == {"device": "cpu", "names": ["dp", "tp"], "shape": [2, 2], "ranks": 4}
+    assert item["rank"] == 2
+    assert item["parts"] == [{"shape": [1, 4], "offsets": [2, 0], "ranges": [[[2, 3]], [[0, 4]]]}]
+
+
+def test_what_is_told_of_a_sharded_tensor() -> None:
+    item = listed(SHARDED / "sharded_tensors.rank0.pth")["blocks.weight"]
+    assert (item["sharding"], item["shape"], item["local_shape"], item["bytes"]) == ("ShardedTensor", [6, 6], None, 72)
+    assert [part["offsets"] for part in item["parts"]] == [[0, 0], [0, 3]]
+    assert (item["placements"], item["mesh"]["ranks"], item["rank"]) == (["Enumerable"], 4, 0)
+    none = listed(SHARDED / "sharded_tensors.rank2.pth")["blocks.weight"]
+    assert (none["parts"], none["local_shape"], none["bytes"]) == ([], None, 0)
+
+
+def test_a_mesh_over_some_of_the_ranks() -> None:
+    item = listed(SHARDED / "tp.rank3.pth")["module.0.weight"]
+    assert item["mesh"] == {"device": "cpu", "names": ["tp"], "shape": [2], "ranks": 2}
+    assert (item["rank"], item["parts"][0]["offsets"]) == (3, [4, 0])
+
+
+def test_a_plain_tensor_says_nothing_of_shards() -> None:
+    for path in (SHARDED / "dtensors.rank0.pth", SHARDED / "sharded_tensors.rank0.pth"):
+        assert not {"sharding", "parts", "mesh"} & listed(path)["plain"].keys()
+
+
+@every
+def test_the_whole_file_is_one_state_dict_of_its_names(path: Path) -> None:
+    with ckptool.open(path) as checkpoint:
+        assert [item.confidence for item in checkpoint.state_dicts] == ["high"]
+        state_dict = checkpoint.state_dicts[0]
+        assert len(state_dict.items) == sum(entry.state_dict == 0 for entry in checkpoint.survey.tensors)
+        assert not any("local_shards" in entry.path for entry in checkpoint.survey.tensors)
+
+
+placements = st.one_of(
+    st.just(Replicate()),
+    st.builds(Shard, st.integers(0, 1)),
+    st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, 1), st.integers(1, 4)),
+)
+
+
+@given(
+    st.tuples(st.integers(0, 13), st.integers(0, 13)),
+    st.lists(st.tuples(st.integers(1, 5), placements), min_size=1, max_size=3),
+    st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_indices_are_those_that_torch_computes(
+    shape: tuple[int, int], cuts: list[tuple[int, Any]], data: st.DataObject
+) -> None:
+    mesh = tuple(size for size, _ in cuts)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in mesh)
+    told = [Placement("", getattr(one, "dim", -1), getattr(one, "split_factor", 1)) for _, one in cuts]
+    found = ranges_of(shape, mesh, place, told)
+    assert found is not None
+    local, offset = _compute_local_shape_and_global_offset(shape, mesh, list(place), [one for _, one in cuts])
+    assert tuple(sum(end - begin for begin, end in each) for each in found) == tuple(local)
+    # A part that is empty in one dimension is nowhere: torch and we name different places for it.
+    if 0 not in local:
+        assert tuple(each[0][0] for each in found) == tuple(offset)
+    for dim in (0, 1):
+        indices = torch.arange(shape[dim])
+        for (size, one), at in zip(cuts, place):
+            if getattr(one, "dim", -1) == dim:
+                flat = type(one)(0, split_factor=one.split_factor) if isinstance(one, _StridedShard) else Shard(0)
+                indices = flat._split_tensor(indices, size, with_padding=False)[0][at]
+        assert [at for begin, end in found[dim] for at in range(begin, end)] == indices.tolist()
+
+
+def test_what_does_not_fit_is_not_known() -> None:
+    assert ranges_of((8,), (2, 2), (0,), [Placement("", 0)]) is None
+    assert ranges_of((8,), (2,), (2,), [Placement("", 0)]) is None
+    assert ranges_of((8,), (2,), (0,), [Placement("", 1)]) is None
+    assert ranges_of((8,), (2,), (0,), [Placement("", 0, 1 << 60)]) is None
+    assert ranges_of((8,), (2,) * 1000, (0,) * 1000, [Placement("", 0)] * 1000) is None
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_inspect_says_that_it_is_what_one_rank_had(path: Path) -> None:
+    report = ckptool.inspect(path)
+    rank = int(path.stem[-1])
+    kind = "ShardedTensor" if path.stem.startswith(("fsdp1", "sharded")) else "DTensor"
+    assert (report["sharding"]["kinds"], report["sharding"]["ranks"]) == ([kind], [rank])
+    codes = {item["code"]: item for item in report["findings"]}
+    assert f"what rank {rank}" in codes["shards"]["message"]
+    assert "full_state_dict=True" in codes["shards"]["next"]
+    assert ("process-group" in codes) == (kind == "ShardedTensor")
+    assert "dangerous-call" not in codes
+
+
+def test_tensors_on_one_rank_are_whole() -> None:
+    report = ckptool.inspect(FIXTURES / "dtensor.pt")
+    assert (report["sharding"]["tensors"], report["sharding"]["partial"]) == (2, 0)
+    (found,) = [item for item in report["findings"] if item["code"] == "shards"]
+    assert (found["level"], "each of them whole" in found["message"]) == ("note", True)
+
+
+def test_a_sum_that_is_to_be_taken_is_not_whole() -> None:
+    with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
+        entries = {entry.key: entry for entry in checkpoint.survey.tensors}
+        for name, is_whole in (("sum.weight", False), ("whole.weight", True), ("line.weight", False)):
+            found = sharding_summary(checkpoint.survey.reader, [entries[name]])
+            assert found is not None
+            assert (found.partial == 0) is is_whole
+
+
+def test_validate_has_a_check_for_it() -> None:
+    for name, status in (("sharded/fsdp2.rank1.pth", "warning"), ("dtensor.pt", "pass"), ("bare.pth", None)):
+        checks = {item["name"]: item["status"] for item in ckptool.validate(FIXTURES / name)["checks"]}
+        assert checks.get("shards") == status
+
+
+def test_the_class_within_a_class_is_no_dangerous_call_and_everything_else_is() -> None:
+    with ckptool.open(SHARDED / "sharded_tensors.rank0.pth") as checkpoint:
+        graph = checkpoint.graph
+        assert suspicious_calls(graph) == []
+        text = next(ref for ref, node in enumerate(graph.nodes) if node == "ProcessGroupState")
+        outer = next(
+            ref for ref, node in enumerate(graph.nodes) if type(node) is Global and node.name == "ShardedTensor"
+        )
+        calls = suspicious_calls(graph.edited({text: "__init_subclass__"}, []))  # and what it gave is called
+        assert calls[0].startswith("builtins.getattr(") and all("__init_subclass__" in call for call in calls)
+        calls = suspicious_calls(graph.edited({outer: Global("os", "system")}, []))
+        assert calls[0] == "builtins.getattr(os.system, 'ProcessGroupState')"
+
+
+# -- torch takes what edits make --------------------------------------------------------------------------------------
+
+
+def dtensors_of(path: Path) -> dict[str, DTensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = torch.load(path, weights_only=True)
+    return {name: value for name, value in loaded.items() if isinstance(value, DTensor)}
+
+
+def test_strip_module_on_dtensors(tmp_path: Path) -> None:
+    with ckptool.open(SHARDED / "tp.rank3.pth") as checkpoint:
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "x.pth")
+    before, after = dtensors_of(SHARDED / "tp.rank3.pth"), dtensors_of(tmp_path / "x.pth")
+    assert [f"module.{name}" for name in after] == list(before) != []
+    for name, value in after.items():
+        old = before[f"module.{name}"]
+        assert torch.equal(value.to_local(), old.to_local())
+        assert (value.shape, value.placements) == (old.shape, old.placements)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize("group", [1], indirect=True)
+def test_edited_sharded_tensors_load_in_their_group(group: None, tmp_path: Path) -> None:
+    path = SHARDED / "fsdp1_sharded.rank1.pth"
+    with ckptool.open(path) as checkpoint:
+        edited = ckptool.add_module(checkpoint)
+        ckptool.save(ckptool.cast(edited, "float16"), tmp_path / "x.pth")
+        ckptool.save(ckptool.convert(edited, "legacy"), tmp_path / "legacy.pth")
+    before = torch.load(path, weights_only=False)
+    after = torch.load(tmp_path / "x.pth", weights_only=False)
+    legacy = torch.load(tmp_path / "legacy.pth", weights_only=False)
+    assert list(after) == [f"module.{name}" for name in before] == list(legacy)
+    for name, old in before.items():
+        new = after[f"module.{name}"]
+        assert (new.size(), new.dtype, new.metadata().tensor_properties.dtype) == (
+            old.size(),
+            torch.float16,
+            torch.float16,
+        )
+        assert new.metadata().shards_metadata == old.metadata().shards_metadata
+        for kept, shard, same in zip(old.local_shards(), new.local_shards(), legacy[f"module.{name}"].local_shards()):
+            assert torch.equal(kept.tensor.half(), shard.tensor)
+            assert torch.equal(kept.tensor, same.tensor)
+
+
+def test_cast_names_the_dtype_everywhere(tmp_path: Path) -> None:
+    path = SHARDED / "dtensors.rank3.pth"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.cast(checkpoint, "float16"), tmp_path / "x.pth")
+    before, after = dtensors_of(path), dtensors_of(tmp_path / "x.pth")
+    for name, value in after.items():
+        meta = value._spec.tensor_meta
+        assert meta is not None
+        assert value.dtype == value.to_local().dtype == meta.dtype == torch.float16
+        assert torch.equal(value.to_local(), before[name].to_local().half())
+        assert hash(value._spec) == hash(value._spec.__class__(value._spec.mesh, value.placements, meta))
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_cast_reaches_tensors_of_which_nothing_is_here(group: None, tmp_path: Path) -> None:
+    with ckptool.open(SHARDED / "sharded_tensors.rank2.pth") as checkpoint:
+        ckptool.save(ckptool.cast(checkpoint, "bfloat16"), tmp_path / "x.pth")
+    loaded = torch.load(tmp_path / "x.pth", weights_only=False)
+    assert loaded["blocks.weight"].local_shards() == []
+    assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
+
+
+def test_an_excluded_dtensor_is_not_cast() -> None:
+    with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
+        edited = ckptool.cast(checkpoint, "float64", only=Globs((), ("line.*",)))
+        dtypes = {entry.key: entry.tensor.dtype for entry in edited.survey.tensors}
+    assert (dtypes["line.weight"], dtypes["whole.weight"]) == ("float32", "float64")
+
+
+def test_an_edit_of_nothing_gives_the_file(tmp_path: Path) -> None:
+    for path in FILES:
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(checkpoint, tmp_path / path.name)
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_remap_says_what_of_a_mesh_it_leaves(tmp_path: Path) -> None:
+    path = SHARDED / "fsdp2.rank1.pth"
+    code, told = run("remap", path, "--map", "cpu=cuda:0", "-o", tmp_path / "x.pth")
+    assert code == 0
+    assert "the DeviceMesh of 'cpu' stays so; --strings changes it too" in told
+    item = listed(tmp_path / "x.pth")["0.weight"]
+    assert (item["location"], item["mesh"]["device"]) == ("cuda:0", "cpu")
+
+
+def test_remap_with_strings_reaches_meshes_and_back(tmp_path: Path) -> None:
+    path = SHARDED / "fsdp_tp.rank1.pth"
+    assert run("remap", path, "--map", "cpu=cuda:1", "--strings", "-o", tmp_path / "gpu.pth")[0] == 0
+    item = listed(tmp_path / "gpu.pth")["0.weight"]
+    assert (item["location"], item["mesh"]["device"]) == ("cuda:1", "cuda")
+    code, told = run("remap", tmp_path / "gpu.pth", "--to", "cpu", "--strings", "-o", tmp_path / "cpu.pth")
+    assert (code, "now of 'cpu'" in told) == (0, True)
+    before, after = dtensors_of(path), dtensors_of(tmp_path / "cpu.pth")
+    for name, value in after.items():
+        assert value.device_mesh.device_type == "cpu"
+        assert value.device_mesh == before[name].device_mesh
+        assert torch.equal(value.to_local(), before[name].to_local())
+    assert ckptool.diff(path, tmp_path / "cpu.pth")["same"]
+
+
+@pytest.mark.parametrize("group", [0], indirect=True)
+def test_remap_moves_the_places_of_shards(group: None, tmp_path: Path) -> None:
+    path = SHARDED / "sharded_tensors.rank0.pth"
+    assert run("remap", path, "--map", "cpu=meta", "-o", tmp_path / "x.pth")[0] == 0
+    loaded = torch.load(tmp_path / "x.pth", weights_only=False)
+    placed = [shard.placement.device() for shard in loaded["rows.weight"].metadata().shards_metadata]
+    assert placed == [torch.device("meta")] * 4
+
+
+# -- local parts ------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_sanitize_makes_plain_tensors_of_the_parts(path: Path, tmp_path: Path) -> None:
+    code, told = run("sanitize", path, "-o", tmp_path / "x.pth")
+    assert (code, "--local-parts makes plain tensors" in told) == (4, True)
+    code, told = run("sanitize", path, "--local-parts", "-o", tmp_path / "x.pth")
+    assert code == 0, told
+    loaded = torch.load(tmp_path / "x.pth", weights_only=True)
+    loaded = loaded.get("model", loaded)
+    for key, item in listed(path).items():
+        names = [key] if len(item.get("parts", [0])) == 1 else [f"{key}.part{n}" for n in range(len(item["parts"]))]
+        assert [list(loaded.pop(name).shape) for name in names] == [
+            part["shape"] for part in item.get("parts", [{"shape": item["shape"]}])
+        ]
+    assert not loaded
+    assert "sharding" not in ckptool.inspect(tmp_path / "x.pth")
+
+
+def test_a_parameter_stays_one(tmp_path: Path) -> None:
+    with ckptool.open(SHARDED / "dtensors.rank3.pth") as checkpoint:
+        ckptool.save(ckptool.sanitize(checkpoint, local_parts=True), tmp_path / "x.pth")
+    value = torch.load(tmp_path / "x.pth")["parameter"]
+    assert type(value) is torch.nn.Parameter
+    assert torch.equal(value.detach(), t("parameter", 4, 2)[3:])
+
+
+def test_a_name_of_a_part_that_is_taken(tmp_path: Path) -> None:
+    with ckptool.open(SHARDED / "sharded_tensors.rank0.pth") as checkpoint:
+        taken = ckptool.rename(checkpoint, {"plain": "blocks.weight.part1"})
+        with pytest.raises(RefusedError, match=r"a key 'blocks\.weight\.part1' already"):
+            local_parts(taken)
+
+
+def test_what_is_not_spread_is_left_alone() -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
+        assert local_parts(checkpoint) is checkpoint
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".dcp"])
+@pytest.mark.parametrize("name", ["fsdp_tp.rank1", "sharded_tensors.rank0", "sharded_tensors.rank2"])
+def test_converting_parts_is_a_loss_of_its_own(name: str, suffix: str, tmp_path: Path) -> None:
+    path, out = SHARDED / f"{name}.pth", tmp_path / f"x{suffix}"
+    code, told = run("convert", path, "-o", out)
+    assert (code, "what one rank had of larger ones" in told) == (4, True)
+    assert "--allow-loss shards" in told
+    assert not out.exists()
+    code, told = run("convert", path, "-o", out, "--allow-loss", "shards")
+    assert code == 0, told
+    made = {item["key"]: item["shape"] for item in ckptool.keys(out)["tensors"]}
+    expected: dict[str, list[int]] = {}
+    for key, item in listed(path).items():
+        parts = [part["shape"] for part in item.get("parts", [item])]
+        expected |= {key: parts[0]} if len(parts) == 1 else {f"{key}.part{n}": part for n, part in enumerate(parts)}
+    assert made == expected
+
+
+def test_a_folder_of_torch_shards_keeps_dtensors(tmp_path: Path) -> None:
+    path = SHARDED / "fsdp_tp.rank1.pth"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=60), tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.bin"))
+    assert len(files) > 1
+    found = {name: value for file in files for name, value in dtensors_of(file).items()}
+    assert found.keys() == dtensors_of(path).keys()
+
+
+def test_a_legacy_file_of_dtensors_loads(tmp_path: Path) -> None:
+    path = SHARDED / "dtensors.rank0.pth"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "legacy"), tmp_path / "x.pth")
+    for name, value in dtensors_of(tmp_path / "x.pth").items():
+        assert torch.equal(value.to_local(), dtensors_of(path)[name].to_local())
+    assert listed(tmp_path / "x.pth")["line.weight"]["parts"] == listed(path)["line.weight"]["parts"]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_values_at_another_place_are_another_fingerprint(tmp_path: Path) -> None:
+    path = SHARDED / "sharded_tensors.rank0.pth"
+    with ckptool.open(path) as checkpoint:
+        before = checkpoint.graph
+        entry = next(entry for entry in checkpoint.survey.tensors if entry.key == "local.weight")
+        ckptool.save(ckptool.convert(checkpoint, "legacy"), tmp_path / "same.pth")
+        found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
+        assert found is not None
+        # The offsets of its one shard, (0, 0), a row further down.
+        lists = [
+            ref
+            for ref, node in enumerate(before.nodes)
+            if type(node) is List and [before.nodes[item] for item in node.items] == [0, 0]
+        ]
+        one = next(ref for ref, node in enumerate(before.nodes) if node == 1 and type(node) is int)
+        shifted = before.edited({ref: List([one, one]) for ref in lists}, [])
+        ckptool.save(checkpoint.changed(shifted, []), tmp_path / "moved.pth")
+    prints = [ckptool.hash(name)["content"] for name in (path, tmp_path / "same.pth", tmp_path / "moved.pth")]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_two_ranks_differ_in_what_they_are_and_have() -> None:
+    report = ckptool.diff(SHARDED / "fsdp_tp.rank1.pth", SHARDED / "fsdp_tp.rank2.pth")
+    assert not report["same"]
+    text = json.dumps(report)
+    assert "mesh.rank" in text
+    assert "mesh.coordinate" in text
+    assert "local_tensor" in text
+    assert "_hash" not in text
+
+
+def test_parts_of_other_sizes_differ(tmp_path: Path) -> None:
+    report = ckptool.diff(SHARDED / "fsdp_tp.rank1.pth", SHARDED / "fsdp_tp.rank2.pth")
+    told = {(item["path"], item["what"]): (item["a"], item["b"]) for item in report["changed"]}
+    assert told['["2.weight"]', "local_tensor shape"] == ([2, 4], [1, 4])
+    torch.save({"a.w": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    torch.save({"a.w": torch.ones(3, 3).to_sparse()}, tmp_path / "b.pt")
+    assert not ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")["same"]
+
+
+def test_stats_are_those_of_the_part() -> None:
+    rows = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank0.pth")["tensors"]}
+    part = t("rows", 10, 4)[:3]
+    assert (rows["rows.weight"]["min"], rows["rows.weight"]["numel"]) == (part.min().item(), 12)
+    assert rows["blocks.weight"]["reason"] == "a ShardedTensor of 2 tensors"
+    none = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank2.pth")["tensors"]}
+    assert none["blocks.weight"]["reason"] == "nothing of it is in this file"
+
+
+@pytest.mark.parametrize("name", ["fsdp2.rank3", "tp.rank3", "sharded_tensors.rank0"])
+def test_salvage_leaves_out_what_lacks_a_part_and_keeps_what_is_empty(name: str, tmp_path: Path) -> None:
+    data = (SHARDED / f"{name}.pth").read_bytes()
+    outcomes = set()
+    for end in range(len(data) - 1500, len(data), 64):
+        path, out = tmp_path / f"{end}.pth", tmp_path / f"{end}.saved.pth"
+        path.write_bytes(data[:end])
+        code, told = run("salvage", path, "-o", out)
+        assert (code in (0, 1) and out.exists()) or "nothing can be saved" in told or "tensors whole" in told, told
+        outcomes.add(code)
+        if out.exists():
+            assert ckptool.validate(out)["status"] == "valid"
+            items = ckptool.keys(SHARDED / f"{name}.pth", everything=True)["tensors"]
+            before = {item["path"]: item for item in items}
+            with ckptool.open(out) as checkpoint:
+                for entry in checkpoint.survey.tensors:
+                    found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
+                    parts = [] if found is None else [list(part.shape) for part in found.parts]
+                    assert parts == [part["shape"] for part in before[entry.path].get("parts", [])]
+    assert {0, 1} & outcomes
+
+
+# -- files that nobody wrote ------------------------------------------------------------------------------------------
+
+
+EDITS: tuple[Callable[[Checkpoint], Checkpoint], ...] = (
+    local_parts,
+    lambda it: ckptool.remap(it, {"cpu": "cuda:0"}, strings=True),
+    lambda it: ckptool.cast(it, "float16"),
+    lambda it: ckptool.sanitize(it, local_parts=True, drop_unknown=True),
+    lambda it: ckptool.convert(it, "safetensors", allow=("all",)),
+    lambda it: ckptool.convert(it, "dcp", allow=("all",)),
+    lambda it: ckptool.slim(it),
+)
+
+
+def tried(checkpoint: Checkpoint) -> None:
+    """Everything that looks at sharded tensors; what is wrong with them is told, and not as a bug."""
+    looks: tuple[Callable[[Checkpoint], object], ...] = (
+        lambda it: key_listing(it, everything=True),
+        inspection,
+        lambda it: tree_of(it, 4),
+    )
+    for look in looks:
+        with contextlib.suppress(CkptoolError):
+            look(checkpoint)
+    for edit in EDITS:
+        try:
+            made = edit(checkpoint)
+            key_listing(made, everything=True)
+        except CkptoolError:
+            pass
+
+
+@pytest.mark.parametrize("name", ["fsdp_tp.rank1", "sharded_tensors.rank0"])
+@pytest.mark.parametrize("bad", [None, 1 << 70, -1, (), "x" * 100_000], ids=lambda bad: type(bad).__name__)
+def test_damage_at_any_place_is_no_bug(name: str, bad: Node) -> None:
+    with ckptool.open(SHARDED / f"{name}.pth") as checkpoint:
+        graph = checkpoint.graph
+        places = [ref for ref, node in enumerate(graph.nodes) if ref != graph.root and not isinstance(node, Global)]
+        for ref in places:
+            tried(checkpoint.changed(graph.edited({ref: bad}, []), []))
+
+
+def test_a_wrapper_of_another_kind_is_not_spread() -> None:
+    with ckptool.open(FIXTURES / "subclass.pt") as checkpoint:
+        assert not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
+        assert sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors) is None

@@ -1,0 +1,509 @@
+"""match against torch: the fix that is found is done, and ``load_state_dict(strict=True)`` takes the result."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+from torch import nn
+from trained_models import TRAINED, Backbone, Block, Flat, Net, Renamed, filled, fsdp, state
+
+import ckptool
+from ckptool.base.errors import MalformedError, RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
+from ckptool.cli.main import run
+from ckptool.edits.like.match import match_checkpoint
+from ckptool.edits.like.targets import match_target
+from ckptool.edits.pipeline import apply_fix
+
+
+def saved(made: Any, path: Path) -> Path:
+    torch.save(state(made), path)
+    return path
+
+
+def at(loaded: Any, path: str) -> Any:
+    for step in parse_path(path):
+        loaded = loaded[step]
+    return loaded
+
+
+def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
+    """Match two files, do what is found, and return the report.
+
+    It is done twice: by ``apply``, and by the command line that is printed; both give the same file.
+    """
+    wanted = match_target(target)
+    with ckptool.open(source) as checkpoint:
+        found = match_checkpoint(checkpoint, wanted, **how)
+        assert found.steps is not None, found.report
+        shapes = {name: value.shape for name, value in wanted.tensors.items()}
+        ckptool.save(apply_fix(checkpoint, found.steps, shapes, key=found.key), out)
+    if found.report["fix"]:
+        printed = out.with_name("printed.pth")
+        assert typed(found.report["fix"]["command"], printed) == 0
+        assert printed.read_bytes() == out.read_bytes()
+    return found.report
+
+
+def typed(command: str, out: Path) -> int:
+    """Run a command line as a shell would, with another output."""
+    words = shlex.split(command)
+    assert words[0] == "ckptool" and words[-2] == "-o"
+    return run([*words[1:-1], str(out), "--force", "-q"])
+
+
+@pytest.mark.parametrize(("have", "want"), list(itertools.permutations(TRAINED, 2)))
+def test_every_form_is_brought_into_every_other(have: str, want: str, tmp_path: Path) -> None:
+    made, other = TRAINED[have](), TRAINED[want]()
+    source, target, out = saved(made, tmp_path / "a.pth"), saved(other, tmp_path / "b.pth"), tmp_path / "out.pth"
+    report = fixed(source, target, out)
+    if report["fits"]:
+        assert {have, want} == {"plain", "plain dict"}
+        return
+    fix = report["fix"]
+    assert fix["complete"], fix
+    assert fix["loads"] == report["wanted"] == len(filled(Net()).state_dict())
+    expected = at(torch.load(target), report["target_state_dict"])
+    result = at(torch.load(out), report["target_state_dict"])
+    # Both were filled alike, so equal values say that every name has the tensor that it should have.
+    assert list(result) == list(expected)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
+    if isinstance(other, torch.nn.Module):
+        other.load_state_dict(torch.load(out), strict=True)
+    assert ckptool.match(out, target)["fits"]
+
+
+def matched(have: Any, want: Any, tmp_path: Path, **how: Any) -> dict[str, Any]:
+    return ckptool.match(saved(have, tmp_path / "a.pth"), saved(want, tmp_path / "b.pth"), **how)
+
+
+@pytest.mark.parametrize("form", [name for name in TRAINED if name not in ("renamed backbone", "other names")])
+def test_another_number_of_classes_is_named(form: str, tmp_path: Path) -> None:
+    """All but the head is brought into place; the head is said, and what remains loads without it."""
+    target, out = saved(Net(10), tmp_path / "b.pth"), tmp_path / "out.pth"
+    source = saved(TRAINED[form](), tmp_path / "a.pth")
+    report = ckptool.match(source, target)
+    rest = report["fix"] or report
+    assert not report["fits"] and not (report["fix"] or {}).get("complete")
+    assert rest["size_mismatches"] == [
+        {"key": "head.weight", "have": "5x12", "wanted": "10x12"},
+        {"key": "head.bias", "have": "5", "wanted": "10"},
+    ]
+    assert rest["loads"] == report["wanted"] - 2 and not rest["missing"] and not rest["unexpected"]
+    assert "strict=False" in report["next"] and "--drop 'head.*'" in report["next_command"]
+    if report["fix"]:
+        fixed(source, target, out)
+    # The way out that is told.
+    assert typed(report["next_command"], tmp_path / "last.pth") == 0
+    model = Net(10)
+    loaded = at(torch.load(tmp_path / "last.pth"), report["target_state_dict"])
+    assert model.load_state_dict(loaded, strict=False).missing_keys == ["head.weight", "head.bias"]
+    assert torch.equal(model.backbone.stem.weight, filled(Net()).backbone.stem.weight)
+
+
+ARCHITECTURES: dict[str, Any] = {
+    "convolutions": lambda: nn.Sequential(*(nn.Conv2d(3 + n, 4 + n, 3) for n in range(6))),
+    "norms": lambda: nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6))),
+    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),
+    "recurrent": lambda: nn.LSTM(8, 16, 3),
+    "linear": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+    "embedding": lambda: nn.ModuleDict({"token": nn.Embedding(10, 8), "out": nn.Linear(8, 10)}),
+    "net": Net,
+}
+
+
+@pytest.mark.parametrize(("have", "want"), list(itertools.permutations(ARCHITECTURES, 2)))
+def test_two_models_do_not_fit(have: str, want: str, tmp_path: Path) -> None:
+    report = matched(ARCHITECTURES[have](), ARCHITECTURES[want](), tmp_path)
+    assert not report["fits"]
+    assert report["fix"] is None or not report["fix"]["complete"]
+    assert report["next"]
+
+
+def test_what_the_target_does_not_have_is_dropped_by_name(tmp_path: Path) -> None:
+    plain = filled(Net()).state_dict()
+    state = {f"student.{name}": value for name, value in plain.items()}
+    state |= {f"teacher.{name}": value + 1 for name, value in plain.items()} | {"loss.weight": torch.ones(2)}
+    source, target = saved({"state_dict": state}, tmp_path / "a.pth"), saved(Net(), tmp_path / "b.pth")
+    report = fixed(source, target, tmp_path / "out.pth")
+    fix = report["fix"]
+    assert fix["complete"]
+    assert [(step["option"], step["value"]) for step in fix["steps"]] == [
+        ("extract", "state_dict"),
+        ("strip-prefix", "student."),
+        ("drop", "teacher.*"),
+        ("drop", "loss.*"),
+    ]
+    assert len(fix["dropped"]) == len(plain) + 1 and "drops 25 keys" in fix["notes"][0]
+    model = Net()
+    model.load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
+    assert torch.equal(model.head.weight, plain["head.weight"])
+
+
+def test_a_drop_touches_no_other_state_dict(tmp_path: Path) -> None:
+    one, two = filled(Net()).state_dict(), Renamed().state_dict()
+    made = {"model": {**one, "extra.weight": torch.ones(2)}, "other": {**two, "extra.weight": torch.ones(3)}}
+    source, target = saved(made, tmp_path / "a.pth"), saved({"model": one}, tmp_path / "b.pth")
+    report = fixed(source, target, tmp_path / "out.pth")
+    assert report["fix"]["complete"] and report["fix"]["dropped"] == ["extra.weight"]
+    result = torch.load(tmp_path / "out.pth")
+    assert list(result["model"]) == list(one) and list(result["other"]) == list(made["other"])
+
+
+def test_names_of_one_state_dict_change_in_that_one(tmp_path: Path) -> None:
+    plain = filled(Net()).state_dict()
+    prefixed = {f"module.{name}": value for name, value in plain.items()}
+    made = {"model": prefixed, "ema": dict(prefixed), "epoch": 1}
+    source, target = saved(made, tmp_path / "a.pth"), saved({"ema": plain}, tmp_path / "b.pth")
+    report = fixed(source, target, tmp_path / "out.pth")
+    assert report["state_dict"] == "ema"
+    assert report["fix"]["command"].endswith("--key ema --strip-module -o a.fits.pth")
+    result = torch.load(tmp_path / "out.pth")
+    assert list(result["model"]) == list(prefixed) and list(result["ema"]) == list(plain)
+
+
+def test_of_several_state_dicts_the_best_is_meant_or_the_named(tmp_path: Path) -> None:
+    plain = filled(Net()).state_dict()
+    made = {"other": Block(3).state_dict(), "model": plain, "ema": {f"module.{n}": v for n, v in plain.items()}}
+    report = matched(made, Net(), tmp_path)
+    assert report["state_dict"] == "model"
+    assert report["fix"]["steps"] == [{"option": "extract", "value": "model"}]
+    assert "--key" in report["notes"][0] and "'ema' (fits as well)" in report["notes"][0]
+    report = matched(made, Net(), tmp_path, key="ema")
+    assert [step["option"] for step in report["fix"]["steps"]] == ["extract", "strip-module"]
+    assert report["notes"] == []
+    report = matched(made, Net(), tmp_path, key="model", anywhere=True)
+    assert report["fits"] and report["fix"] is None
+    report = matched(Net(), made, tmp_path)
+    assert report["target_state_dict"] == "model" and "--target-key" in report["notes"][0]
+    report = matched(Block(3), made, tmp_path, target_key="other")
+    assert report["fix"]["steps"] == [{"option": "wrap", "value": "other"}]
+
+
+def test_dtypes_are_told_and_are_no_obstacle(tmp_path: Path) -> None:
+    report = matched(filled(Net()).half(), Net(), tmp_path)
+    assert report["fits"]
+    floats = [name for name, value in Net().state_dict().items() if value.is_floating_point()]
+    assert report["dtype_differences"] == [{"key": name, "have": "float16", "wanted": "float32"} for name in floats]
+
+
+def test_the_counters_that_torch_fills_in_are_not_missing(tmp_path: Path) -> None:
+    """As in files from before torch 0.4.1: no _metadata, no num_batches_tracked."""
+    old = {name: value for name, value in filled(Net()).state_dict().items() if "tracked" not in name}
+    Net().load_state_dict(old, strict=True)
+    report = matched(old, Net(), tmp_path)
+    assert report["fits"] and len(report["filled_in"]) == 3
+    # A layer that is not there is missing with its counter.
+    less = {name: value for name, value in old.items() if "layers.2.bn" not in name}
+    report = matched(less, Net(), tmp_path)
+    assert len(report["filled_in"]) == 2 and "backbone.layers.2.bn.num_batches_tracked" in report["missing"]
+    new = filled(Net()).state_dict()
+    for name in [name for name in new if "tracked" in name]:
+        del new[name]
+    with pytest.raises(RuntimeError):
+        Net().load_state_dict(new, strict=True)
+    report = matched(new, Net(), tmp_path)
+    assert not report["fits"] and len(report["missing"]) == 3 and report["filled_in"] == []
+
+
+def test_values_that_are_no_tensors(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"version": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == {"version": 1}
+
+    made = nn.DataParallel(Extra(2, 2))
+    source, target = saved(made, tmp_path / "a.pth"), saved(Extra(2, 2), tmp_path / "b.pth")
+    assert fixed(source, target, tmp_path / "out.pth")["fix"]["complete"]
+    Extra(2, 2).load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
+    assert matched(nn.Linear(2, 2), Extra(2, 2), tmp_path)["missing"] == ["_extra_state"]
+
+
+def test_without_strict_only_sizes_are_an_obstacle(tmp_path: Path) -> None:
+    backbone = {name: value for name, value in Net().state_dict().items() if name.startswith("backbone.")}
+    assert not matched(backbone, Net(), tmp_path)["fits"]
+    report = matched(backbone, Net(), tmp_path, strict=False)
+    assert report["fits"] and report["missing"] == ["head.weight", "head.bias"]
+    assert not matched(Net(), Net(7), tmp_path, strict=False)["fits"]
+    report = matched(Backbone(), Net(), tmp_path)
+    assert [step["option"] for step in report["fix"]["steps"]] == ["add-prefix"] and not report["fix"]["complete"]
+    assert matched(Backbone(), Net(), tmp_path, strict=False)["fix"]["complete"]
+    # Of two models that share nothing, nothing loads: that is no fit either.
+    assert not matched(Block(3), Net(), tmp_path, strict=False)["fits"]
+
+
+def test_names_after_another_checkpoint(tmp_path: Path) -> None:
+    """``rename --like``, by name and by order, in the library."""
+    plain, other = saved(filled(Net()), tmp_path / "a.pth"), saved(fsdp(filled(Net())), tmp_path / "b.pth")
+    flat = saved(filled(Flat()), tmp_path / "c.pth")
+    with ckptool.open(plain) as one, ckptool.open(other) as two, ckptool.open(flat) as three:
+        ckptool.save(ckptool.rename(one, like=two), tmp_path / "1.pth")
+        ckptool.save(ckptool.rename(two, like=one), tmp_path / "2.pth")
+        ckptool.save(ckptool.rename(three, like=one, by_order=True), tmp_path / "3.pth")
+        with pytest.raises(RefusedError, match="no key has a partner"):
+            ckptool.rename(one, like=ckptool.open(FIXTURES / "bare.pth"))
+        with pytest.raises(RefusedError, match=r"key 1 is 'backbone\.stem\.weight' of shape"):
+            ckptool.rename(one, like=ckptool.open(FIXTURES / "bare.pth"), by_order=True)
+        with ckptool.open(FIXTURES / "gan.pth") as several, pytest.raises(TargetError, match="2 state dicts"):
+            ckptool.rename(several, like=one)
+    assert list(torch.load(tmp_path / "1.pth")) == list(fsdp(Net()))
+    for name in ("2.pth", "3.pth"):
+        model = Net()
+        model.load_state_dict(torch.load(tmp_path / name), strict=True)
+        assert torch.equal(model.head.weight, filled(Net()).head.weight)
+
+
+def test_models_and_mappings_as_targets(tmp_path: Path) -> None:
+    source = saved(filled(Net()), tmp_path / "a.pth")
+    assert ckptool.match(source, Net())["fits"]
+    assert ckptool.match(source, Net().state_dict())["fits"]
+    with torch.device("meta"):
+        assert ckptool.match(source, Net())["fits"]
+    report = ckptool.match(source, Flat())
+    assert report["fix"]["complete"] and report["fix"]["command"] == ""
+    # A lazy layer takes the shape that it is given.
+    assert ckptool.match(saved(nn.Linear(3, 4), tmp_path / "l.pth"), nn.LazyLinear(4))["fits"]
+    for wrong in ({3: torch.ones(2)}, 7):
+        with pytest.raises(TargetError):
+            ckptool.match(source, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TargetError):
+        ckptool.match(source)
+    with pytest.raises(TargetError):
+        ckptool.match(source, Net(), target_key="x")
+    with pytest.raises(TargetError, match="pickled module"):
+        ckptool.match(source, FIXTURES / "whole_model.pth")
+    with pytest.raises(TargetError, match="no state dict"):
+        ckptool.match(FIXTURES / "no_tensors.pth", source)
+
+
+# -- lock files ---------------------------------------------------------------------------------------------------
+
+
+def locked(path: Path, **dicts: Any) -> Path:
+    path.write_text(json.dumps({"schema": "ckptool.lock/1", "layout": "bare", "state_dicts": dicts}), encoding="utf-8")
+    return path
+
+
+def lock_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "device": "cpu"}
+        for name, value in model.state_dict().items()
+    }
+
+
+def test_a_lock_file_is_a_target(tmp_path: Path) -> None:
+    source = saved(nn.DataParallel(filled(Net())), tmp_path / "a.pth")
+    lock = locked(tmp_path / "x.lock", **{".": lock_of(Net())})
+    report = fixed(source, lock, tmp_path / "out.pth")
+    assert (report["target_kind"], report["fix"]["command"]) == (
+        "lock",
+        f"ckptool edit {source} --strip-module -o a.fits.pth",
+    )
+    Net().load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
+    lock = locked(tmp_path / "y.lock", model=lock_of(Net()), small=lock_of(Block(3)))
+    assert ckptool.match(source, lock)["target_state_dict"] == "model"
+    assert ckptool.match(source, lock, target_key="small")["target_state_dict"] == "small"
+    with pytest.raises(TargetError, match="there is 'model' and 'small'"):
+        ckptool.match(source, lock, target_key="nowhere")
+    lock = locked(tmp_path / "z.lock", **{".": {"_extra_state": {"type": "dict"}}})
+    assert ckptool.match(source, lock)["missing"] == ["_extra_state"]
+
+
+@pytest.mark.parametrize("name", ["bare.pth", "ddp4_training.pth", "extra_state.pth", "gan.pth", "sparse.pt"])
+def test_what_lock_writes_is_read(name: str, tmp_path: Path) -> None:
+    lock = str(tmp_path / "x.lock.json")
+    assert run(["lock", str(FIXTURES / name), "-o", lock]) == 0
+    assert ckptool.match(FIXTURES / name, lock)["fits"]
+    with ckptool.open(FIXTURES / name) as checkpoint:
+        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "a.pth")
+    assert fixed(tmp_path / "a.pth", Path(lock), tmp_path / "out.pth")["fix"]["complete"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"schema": "ckptool.inspect/1"}',
+        '{"schema": "ckptool.lock/1"}',
+        '{"schema": "ckptool.lock/1", "state_dicts": []}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": 3}}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": 3}}}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"shape": [1]}}}}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": "float32", "shape": [-1]}}}}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": "float32", "shape": [true]}}}}',
+        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": 3, "shape": [1]}}}}',
+        '{"a": ' * 100_000,
+    ],
+)
+def test_what_is_no_lock_file_says_so(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(MalformedError):
+        ckptool.match(FIXTURES / "bare.pth", path)
+
+
+# -- models that are named ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in the current folder, as a user has it."""
+    monkeypatch.chdir(tmp_path)
+    name = f"user_code_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import sys, torch\n"
+        "from torch import nn\n"
+        "print('hello from the model')\n"
+        "def build(): return nn.Linear(3, 4)\n"
+        "class Inner:\n    make = staticmethod(build)\n"
+        "state = {'weight': torch.zeros(4, 3), 'bias': torch.zeros(4)}\n"
+        "def real():\n    return nn.Linear(3, int(torch.ones(1).item()))\n"
+        "def leaves(): sys.exit(3)\n"
+        "def nothing(): return 7\n"
+        "huge = lambda: nn.Linear(1 << 20, 1 << 20)\n",
+        encoding="utf-8",
+    )
+    return Path(name)
+
+
+@pytest.mark.parametrize("what", ["build", "Inner.make", "state"])
+def test_a_model_by_name(what: str, code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(sys.path)
+    torch.save({"model": nn.DataParallel(nn.Linear(3, 4)).state_dict()}, "a.pth")
+    assert run(["match", "a.pth", "--model", f"{code}:{what}", "--format", "json"]) == 1
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["target_kind"] == "model"
+    assert [step["option"] for step in report["fix"]["steps"]] == ["extract", "strip-module"]
+    assert f"--model imports and runs {code}:{what}" in told.err
+    assert "hello from the model" in told.err
+    assert sys.path == before
+
+
+def test_a_model_takes_no_memory(code: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), "a.pth")
+    report = ckptool.match("a.pth", model=f"{code}:huge")
+    assert report["size_mismatches"][0]["wanted"] == "1048576x1048576"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("build", "is not PACKAGE.MODULE:CALLABLE"),
+        (":build", "is not PACKAGE.MODULE:CALLABLE"),
+        ("a-b:build", "is not PACKAGE.MODULE:CALLABLE"),
+        ("nowhere_at_all:build", "importing nowhere_at_all ends with ModuleNotFoundError: No module named"),
+        ("CODE:biuld", "there is no 'biuld' in"),
+        ("CODE:real", "calling it on the meta device ends with RuntimeError: "),
+        ("CODE:leaves", "calling it on the meta device ends with SystemExit: 3"),
+        ("CODE:nothing", "it gives int, where a torch.nn.Module or a state dict is wanted"),
+    ],
+)
+def test_a_model_that_cannot_be_made(spec: str, words: str, code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), "a.pth")
+    before = list(sys.path)
+    assert run(["match", "a.pth", "--model", spec.replace("CODE", str(code))]) == 2
+    told = capsys.readouterr()
+    assert words in told.err and told.out == ""
+    assert sys.path == before
+
+
+def test_names_from_a_model_are_taken_by_match_itself(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a.x": torch.ones(4, 3), "a.y": torch.ones(4)}, "a.pth")
+    call = ["match", "a.pth", "--model", f"{code}:build"]
+    assert run([*call, "--format", "json"]) == 1
+    fix = json.loads(capsys.readouterr().out)["fix"]
+    assert fix["complete"]
+    assert run([*call, "--apply", "-o", "out.pth"]) == 0
+    nn.Linear(3, 4).load_state_dict(torch.load("out.pth"), strict=True)
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, parallel = str(FIXTURES / "bare.pth"), str(FIXTURES / "bare_module.pth")
+    out, again = str(tmp_path / "out.pth"), str(tmp_path / "again.pth")
+    assert run(["match", plain, plain]) == 0
+    assert run(["match", parallel, plain]) == 1
+    assert run(["match", parallel, plain, "--apply", "-o", out]) == 0
+    assert run(["match", out, plain, "-q"]) == 0
+    assert run(["match", parallel, plain, "--apply", "-o", out]) == 4
+    # It fits already: the output is the input.
+    assert run(["match", plain, plain, "--apply", "-o", again]) == 0
+    assert Path(again).read_bytes() == Path(plain).read_bytes()
+    for wrong in (["--apply"], ["-o", out], ["--force"], ["--model", "a:b"], ["--target-key", "nowhere"]):
+        assert run(["match", plain, parallel, *wrong]) == 2
+    assert run(["match", plain]) == 2
+    assert run(["match", plain, str(tmp_path)]) == 3
+    assert run(["match", plain, str(tmp_path / "none")]) == 3
+    assert run(["match", plain, str(FIXTURES / "model.safetensors")]) == 1
+    capsys.readouterr()
+
+
+def test_nothing_is_written_where_nothing_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.pth"
+    call = ["match", str(FIXTURES / "ddp4_training.pth"), str(FIXTURES / "bare.pth"), "--apply", "-o", str(out)]
+    assert run(call) == 4
+    assert "no edit makes it fit" in capsys.readouterr().err and not out.exists()
+
+
+def test_a_part_is_written_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = saved(nn.DataParallel(Net()), tmp_path / "a.pth"), saved(Net(9), tmp_path / "b.pth")
+    assert run(["match", str(source), str(target), "--apply", "-o", str(tmp_path / "out.pth")]) == 1
+    told = capsys.readouterr().out
+    assert "22 of 24 keys load now; what remains:" in told
+    assert "head.weight is 5x12 here, 9x12 in the target" in told
+    assert "head.weight" in torch.load(tmp_path / "out.pth")
+
+
+# -- real checkpoints -----------------------------------------------------------------------------------------------
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
+    try:
+        checkpoint = ckptool.open(path)
+    except ckptool.CkptoolError:
+        pytest.skip("no checkpoint")
+    with checkpoint:
+        if not checkpoint.state_dicts:
+            pytest.skip("no state dict")
+        assert ckptool.match(path, path)["fits"]
+        if not any(item.confidence == "high" for item in checkpoint.state_dicts):
+            return
+        parallel = tmp_path / "parallel.pth"
+        try:
+            ckptool.save(ckptool.add_prefix(checkpoint), parallel)
+        except ckptool.CkptoolError:
+            pytest.skip("it cannot be edited")
+    for one, other in ((path, parallel), (parallel, path)):
+        report = fixed(one, other, tmp_path / "out.pth")
+        assert report["fix"]["complete"] and not report["fix"]["guess"], report["fix"]
+        assert ckptool.match(tmp_path / "out.pth", other)["fits"]
+        (tmp_path / "out.pth").unlink()
+
+
+@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
+def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(item.path)
+    code = run(["match", path, path])
+    assert code in ((0,) if item.state_dicts and "truncated" not in path else (0, 2, 3))
+    for other in ("bare.pth", "ddp4_training.pth", "gan.pth", "list_of_states.pt", "ema_odd_names.pth"):
+        for call in ([path, str(FIXTURES / other)], [str(FIXTURES / other), path]):
+            assert run(["match", *call]) in (0, 1, 2, 3)
+            assert run(["match", *call, "--format", "json"]) in (0, 1, 2, 3)
+    told = capsys.readouterr()
+    assert told.out.replace("\n", "").isprintable() and told.err.replace("\n", "").isprintable()

@@ -1,0 +1,452 @@
+"""Whole files: what is loadable stays as it is, protocols and containers, nothing runs, what is hostile ends soon."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import foreign_objects as foreign
+import oracle
+import pytest
+import torch
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, ROOT, Fixture, by_name, corpus_files, needs_corpus
+from naive_sanitize import agrees, sanitized, saved
+
+import ckptool
+from ckptool.api import sanitize
+from ckptool.base.errors import CkptoolError, MalformedError
+from ckptool.pickles import opcodes as op
+
+Namespace = argparse.Namespace
+
+# -- what is loadable -------------------------------------------------------------------------------------------
+
+
+def loads(path: Path) -> bool:
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fixture", LOADABLE, ids=by_name)
+def test_what_torch_loads_stays_the_same_byte_for_byte(fixture: Fixture, out: Path) -> None:
+    if not loads(fixture.path):
+        pytest.skip("torch refuses it")
+    with ckptool.open(fixture.path) as checkpoint:
+        again = sanitize(checkpoint)
+        ckptool.save(again, out)
+        deflated = any(
+            (problem.code, problem.level) == ("deflated", "error") for problem in checkpoint.container.problems
+        )
+    # Deflated storages are stored plain, or torch.load(mmap=True) would read other values.
+    assert (out.read_bytes() == fixture.path.read_bytes()) is not deflated
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fixture", CHECKPOINTS, ids=by_name)
+def test_every_fixture_becomes_loadable_or_is_refused(fixture: Fixture, out: Path) -> None:
+    try:
+        with ckptool.open(fixture.path) as checkpoint:
+            ckptool.save(sanitize(checkpoint, as_state_dict=True, drop_unknown=True), out)
+    except CkptoolError as error:
+        assert not loads(fixture.path), error
+        return
+    assert loads(out)
+    with ckptool.open(out) as checkpoint:
+        assert not sanitize(checkpoint).edited
+
+
+def test_what_is_not_an_object_stays_as_it_is(tmp_path: Path, out: Path) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    tied = torch.nn.Parameter(torch.ones(2))
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    value: dict[Any, Any] = {
+        "z": weight,
+        "a": [weight[1:], weight.t(), weight[:, ::2]],
+        "tied": {"x": tied, "y": tied},
+        "state": state,
+        (1, "a"): {weight: 1, 2: torch.ones(2, requires_grad=True)},
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "counter": collections.Counter("aab"),
+        "sparse": torch.eye(2).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "float8": torch.ones(2).to(torch.float8_e4m3fn),
+        "misc": [torch.device("cpu"), torch.float16, torch.Size((1, 2)), 1 << 70, float("nan"), "é", None, True],
+        "args": Namespace(a=1),
+    }
+    value["self"] = [value["a"]]
+    loaded = sanitized(saved(tmp_path / "in.pth", value), out, meta=False, loops=True).loaded
+    value["args"] = {"a": 1}
+    # A tensor as a key is compared by what it is: both must be the one under "z".
+    (key,) = (key for key in loaded[1, "a"] if isinstance(key, torch.Tensor))
+    assert key is loaded["z"]
+    for each in (value, loaded):
+        each[1, "a"] = {k: v for k, v in each[1, "a"].items() if not isinstance(k, torch.Tensor)}
+    assert not (found := oracle.difference(value, loaded)), found
+
+
+# -- protocols and containers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("protocol", [1, 3, 4, 5])
+def test_every_protocol_becomes_2(protocol: int, legacy: bool, tmp_path: Path, out: Path) -> None:
+    weight = torch.ones(2)
+    value = {"w": weight, "v": weight[1:], "s": {1, (2,)}, "b": b"\x00\xff", "f": frozenset((1,)), "n": Namespace(x=1)}
+    result = agrees(saved(tmp_path / "in.pth", value, protocol, legacy), out)
+    with ckptool.open(out) as checkpoint:
+        assert checkpoint.graph.style.protocol == 2 and not checkpoint.graph.refused
+    assert "2" in result.what("") and "pickle protocol" in result.what("")
+
+
+def test_strings_of_python_2(tmp_path: Path, out: Path) -> None:
+    """Names, numbers and arrays as Python 2 wrote them, all of it in byte strings."""
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntU\x01btR(I1\n(I2\ntcnumpy\ndtype\n(U\x02f4I0\nI1\n"
+        b"tR(I3\nU\x01<NNNI-1\nI-1\nI0\ntb\x89U\x08\x00\x00\x80?\x00\x00\x80\xbftb"
+    )
+    data = (
+        b"\x80\x02}(U\x05arrayq\x00" + array + b"U\x04textU\x02abU\x03rawU\x02\xe9\xffU\x01dccollections\nOrderedDict\n"
+    )
+    data += b"(](](U\x01kcargparse\nNamespace\n)\x81}U\x01aK\x01sbeetRu."
+    path = in_zip(tmp_path / "in.pth", data)
+    result = sanitized(path, out)
+    assert torch.equal(result.loaded["array"], torch.tensor([1.0, -1.0]))
+    assert (result.loaded["text"], result.loaded["raw"]) == ("ab", "éÿ")
+    assert result.loaded["d"] == {"k": {"a": 1}}
+    assert result.what("d.k") == "argparse.Namespace -> dict, 1 entry"
+
+
+def test_old_names_of_what_torch_lists(tmp_path: Path, out: Path) -> None:
+    value = {"p": torch.nn.Parameter(torch.ones(2))}
+    value["p"].tag = 1
+    path = saved(tmp_path / "in.pth", value)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            old, new = b"ctorch.nn.parameter\nParameter\n", b"ctorch.nn\nParameter\n"
+            archive.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
+    assert not loads(path) or b"torch.nn\nParameter" not in path.read_bytes()
+    loaded = sanitized(path, out).loaded
+    assert torch.equal(loaded["p"], torch.ones(2)) and loaded["p"].requires_grad
+
+
+@pytest.mark.parametrize("name", ["zip_missing_storage.pth", "zip_short_storage.pth", "truncated_legacy.pth"])
+def test_a_damaged_file_is_not_called_loadable(name: str) -> None:
+    with ckptool.open(FIXTURES / name) as checkpoint, pytest.raises(MalformedError):
+        sanitize(checkpoint)
+
+
+# -- nothing runs -----------------------------------------------------------------------------------------------
+
+WATCHED = """
+    import importlib, pkgutil, sys
+    import ckptool
+    from ckptool.api import sanitize
+    from ckptool.base.errors import CkptoolError
+
+    warm, out, *paths = sys.argv[1:]
+
+    def work(path):
+        for options in ({}, {"drop_unknown": True}, {"as_state_dict": True, "drop_unknown": True}):
+            try:
+                with ckptool.open(path) as checkpoint:
+                    ckptool.save(sanitize(checkpoint, **options), out, force=True)
+            except CkptoolError:
+                continue
+
+    # Modules of ckptool itself are imported when a file may be one of theirs.
+    for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    work(warm)
+    seen = []
+    sys.addaudithook(lambda event, arguments: seen.append((event, str(arguments)[:80])))
+    for path in paths:
+        work(path)
+    bad = ("import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "subprocess", "pickle", "socket")
+    seen = [entry for entry in seen if entry[0].startswith(bad)]
+    assert not seen, seen[:5]
+    assert not {"torch", "numpy", "argparse_of_the_file", "easydict", "research_lab"} & set(sys.modules)
+"""
+
+
+def test_nothing_is_imported_or_executed(tmp_path: Path) -> None:
+    """In a process of its own, where no class of the files can be imported, not even torch is."""
+    objects = {
+        "a": foreign.EasyDict(x=foreign.Config(1, torch.ones(2))),
+        "b": [foreign.Mode.EVAL, foreign.make, foreign.Made(), foreign.DictConfig({"a": [1]})],
+        "c": torch.ones(2).as_subclass(foreign.Boxes),
+        "d": __import__("numpy").arange(4),
+        "e": Path("x"),
+        "f": foreign.Stateful(1),
+    }
+    path = saved(tmp_path / "in.pth", objects)
+    again = saved(tmp_path / "in5.pth", objects, 5)
+    fixtures = [str(item.path) for item in CHECKPOINTS]
+    command = [sys.executable, "-c", textwrap.dedent(WATCHED), str(path), str(tmp_path / "out.pth"), str(again)]
+    done = subprocess.run([*command, *fixtures], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# -- hostile ----------------------------------------------------------------------------------------------------
+
+
+def in_zip(path: Path, data: bytes) -> Path:
+    """A file of torch with this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
+    return path
+
+
+def calls(module: str, name: str, *arguments: Any, state: Any = None) -> bytes:
+    """A call with any arguments, in protocol 2, without PROTO and STOP."""
+    parts = b"".join(_raw(argument) for argument in arguments)
+    made = b"c%s\n%s\n(%stR" % (module.encode(), name.encode(), parts)
+    return made + _raw(state) + b"b" if state is not None else made
+
+
+def _raw(value: Any) -> bytes:
+    if isinstance(value, Raw):
+        return value.data
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_raw, value)) + b"t"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_raw, value)) + b"e"
+    return pickle.dumps(value, 2)[2:-1]
+
+
+class Raw:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+F8 = Raw(calls("numpy", "dtype", "f8", 0, 1, state=(3, "<", None, None, None, -1, -1, 0)))
+HUGE = 10**5000
+VALUES: tuple[Any, ...] = (
+    0,
+    -1,
+    1 << 62,
+    HUGE,
+    "x",
+    "\ud800",
+    b"",
+    b"\xff" * 10,
+    None,
+    (),
+    [],
+    {},
+    1e308,
+    float("nan"),
+)
+NAMES = (
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy", "dtype"),
+    ("numpy.random._pickle", "__generator_ctor"),
+    ("numpy.random._pickle", "__randomstate_ctor"),
+    ("datetime", "datetime"),
+    ("datetime", "date"),
+    ("datetime", "time"),
+    ("datetime", "timedelta"),
+    ("datetime", "timezone"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PureWindowsPath"),
+    ("builtins", "range"),
+    ("builtins", "slice"),
+    ("builtins", "frozenset"),
+    ("builtins", "set"),
+    ("builtins", "dict"),
+    ("builtins", "bytes"),
+    ("builtins", "getattr"),
+    ("collections", "defaultdict"),
+    ("collections", "deque"),
+    ("collections", "OrderedDict"),
+    ("decimal", "Decimal"),
+    ("fractions", "Fraction"),
+    ("uuid", "UUID"),
+    ("re", "_compile"),
+    ("functools", "partial"),
+    ("torch._C", "Generator"),
+    ("torch", "Generator"),
+    ("omegaconf.dictconfig", "DictConfig"),
+    ("easydict", "EasyDict"),
+    ("copyreg", "_reconstructor"),
+    ("copyreg", "__newobj__"),
+    ("copyreg", "__newobj_ex__"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch.nn", "Parameter"),
+    ("torch.autograd.variable", "Variable"),
+    ("torch.storage", "UntypedStorage"),
+    ("zoneinfo", "ZoneInfo"),
+)
+
+
+def hostile(path: Path, data: bytes, out: Path) -> None:
+    """Any options, with an end: an output, or an error of ours."""
+    in_zip(path, data)
+    for options in ({}, {"drop_unknown": True, "as_state_dict": True}):
+        began = time.process_time()
+        with contextlib.suppress(CkptoolError), ckptool.open(path) as checkpoint:
+            ckptool.save(sanitize(checkpoint, **options), out, force=True)
+        assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("module,name", NAMES)
+def test_wrong_arguments(module: str, name: str, tmp_path: Path, out: Path) -> None:
+    """Every rule with every value at every place, and as a state: in one list, where each is a call of its own."""
+    tries = [()] + [(value,) * count for value in VALUES for count in (1, 2, 3, 4, 5)]
+    tries += [(first, second, 1) for first in VALUES for second in (0, "x", None, (), [])]
+    tries += [(F8, value) for value in VALUES] + [(value, F8, (1,), "C") for value in VALUES]
+    made = [calls(module, name, *arguments) for arguments in tries]
+    for state in (*VALUES, (1, (2,), F8, False, b"x"), (1,) * 5, ("f", (), {}, None), ({}, None), {"_content": []}):
+        made.append(calls(module, name, state=state))
+        made.append(calls(module, name, 1, 2, 3, state=state))
+    whole = b"\x80\x02](" + b"".join(made) + b"e."
+    hostile(tmp_path / "in.pth", whole, out)
+    assert out.exists()
+
+
+def reconstruct(code: str, shape: tuple[int, ...], data: Any, fortran: bool = False) -> bytes:
+    dtype = Raw(calls("numpy", "dtype", code, 0, 1, state=(3, "<", None, None, None, -1, -1, 0)))
+    ndarray = Raw(b"cnumpy\nndarray\n")
+    start = (ndarray, (0,), b"b")
+    return calls("numpy.core.multiarray", "_reconstruct", *start, state=(1, shape, dtype, fortran, data))
+
+
+ARRAYS: dict[str, bytes] = {
+    "many empty strings": reconstruct("U0", (1 << 47,), b""),
+    "more empty strings": reconstruct("S0", (1 << 30, 1 << 10), b""),
+    "a width beyond sense": reconstruct("U999999999", (0,), b""),
+    "digits that are no ASCII": reconstruct("f\u0668", (1,), b"12345678"),
+    "no digits": reconstruct("f", (1,), b"12345678"),
+    "no code": reconstruct("", (1,), b""),
+    "many empty lists": reconstruct("O8", (1 << 47, 0), []),
+    "lists in lists without elements": reconstruct("O8", (1 << 20, 1 << 20, 0), []),
+    "strides beyond int64": reconstruct("f8", (0, 1 << 47, 1 << 47, 1 << 47), b""),
+    "too many dimensions": reconstruct("f8", (1,) * 65, b"12345678"),
+    "a negative dimension": reconstruct("f8", (-1, -1), b"12345678"),
+    "a dimension too large": reconstruct("f8", (HUGE,), b"12345678"),
+    "a bool as a dimension": reconstruct("f8", (True,), b"12345678"),
+    "too few bytes": reconstruct("f8", (2,), b"12345678"),
+    "too few objects": reconstruct("O8", (2,), [1]),
+    "Fortran without elements": reconstruct("U1", (1 << 40, 0, 1 << 40), b"", True),
+    "lone surrogates": reconstruct("U1", (2,), b"\x00\xd8\x00\x00\xff\xff\xff\xff"),
+    "a surrogate as bytes": reconstruct("f8", (1,), "\ud800"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_absurd_arrays(name: str, tmp_path: Path, out: Path) -> None:
+    hostile(tmp_path / "in.pth", b"\x80\x02](" + ARRAYS[name] + b"e.", out)
+
+
+NAMESPACE = b"cargparse\nNamespace\n)\x81"
+#: Objects in objects; 100,000 namespaces take seconds.
+MANY = 20_000
+DEEP: dict[str, bytes] = {
+    "namespaces": (NAMESPACE + b"}X\x01\x00\x00\x00a") * MANY + b"K\x01" + b"sb" * MANY,
+    "named tuples": b"cm\nPair\n(" * MANY + b"K\x01" + b"t\x81" * MANY,
+    "partials": b"cfunctools\npartial\n" * MANY + b"(t" + b"R" * MANY,
+    "calls of calls": b"cm\nf\n" + b")R" * MANY,
+    "generators": b"cnumpy.random._pickle\n__generator_ctor\n(" * MANY + b"tR" * MANY,
+    "getattr": b"c__builtin__\ngetattr\n(" * MANY + b"cm\nf\n" + b"X\x01\x00\x00\x00atR" * MANY,
+    "zones": b"cdatetime\ntimezone\n(" * MANY + b"tR" * MANY,
+    "keys": b"}" + b"(" * MANY + b"K\x01" + b"t" * MANY + b"K\x01s",
+    "keys with a dict": b"}" + b"(" * MANY + NAMESPACE + b"t" * MANY + b"K\x01s",
+    "sets": b"c__builtin__\nset\n(" * MANY + b"]" + b"tR" * MANY,
+    "modules": b"cm\nNet\n)\x81}(X\x0b\x00\x00\x00_parameters}X\x08\x00\x00\x00_buffers}X\x08\x00\x00\x00_modules}"
+    b"X\x01\x00\x00\x00a" * 5_000 + b"N" + b"sub" * 5_000,
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_objects_in_objects_without_end(name: str, tmp_path: Path, out: Path) -> None:
+    hostile(tmp_path / "in.pth", b"\x80\x02" + DEEP[name] + b".", out)
+    if name in ("namespaces", "named tuples"):
+        assert out.exists() and loads(out)
+
+
+def test_cycles_through_everything(tmp_path: Path, out: Path) -> None:
+    """A slot that leads to itself: by way of its state, of what it is made of, of a list in a tuple."""
+    cycles = (
+        NAMESPACE + b"q\x00}X\x01\x00\x00\x00ah\x00sb",
+        b"cm\nC\n)\x81q\x00](h\x00h\x00eb",
+        b"comegaconf.nodes\nAnyNode\n)\x81q\x00}X\x04\x00\x00\x00_valh\x00sb",
+        b"comegaconf.dictconfig\nDictConfig\n)\x81q\x00}X\x08\x00\x00\x00_contenth\x00sb",
+        b"cnumpy.random._pickle\n__generator_ctor\n)Rq\x00h\x00b",
+        b"cfunctools\npartial\n)Rq\x00(h\x00h\x00h\x00tb",
+        b"]q\x00cm\nPair\n(h\x00t\x81q\x01a",
+        b"c__builtin__\nset\n(]q\x00tRq\x01h\x00h\x01a0",
+        b"cm\nNet\n)\x81q\x00}(X\x0b\x00\x00\x00_parameters}X\x08\x00\x00\x00_buffers}X\x08\x00\x00\x00_modules}"
+        b"X\x01\x00\x00\x00ah\x00sub",
+        b"\x8fq\x00(cm\nC\n)\x81q\x01](h\x00eb\x90",
+    )
+    for cycle in cycles:
+        for protocol in (b"\x80\x02", b"\x80\x04"):
+            hostile(tmp_path / "in.pth", protocol + cycle + b".", out)
+    assert op.NAMES[0x8F] == "EMPTY_SET"
+
+
+# -- the corpus -------------------------------------------------------------------------------------------------
+
+
+@needs_corpus
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_every_real_file_becomes_one_that_torch_loads(path: Path, out: Path) -> None:
+    """Every tensor that the static reading finds is in the output, bit for bit, and at its path."""
+    if path.stat().st_size > 30_000_000:
+        pytest.skip("large")
+    try:
+        checkpoint = ckptool.open(path)
+    except CkptoolError as error:
+        pytest.skip(f"no checkpoint: {type(error).__name__}")
+    with checkpoint:
+        if checkpoint.format not in ("torch-zip", "torch-legacy"):
+            pytest.skip("another format")
+        entries = list(checkpoint.survey.tensors)
+        result = sanitize(checkpoint, as_state_dict=True, drop_unknown=True)
+        ckptool.save(result, out)
+        if not result.edited:
+            assert loads(path) and out.read_bytes() == path.read_bytes()
+            return
+        assert not loads(path)
+        loaded = torch.load(out, map_location="cpu")
+        dropped = [change.path for change in result.changes if "dropped" in change.what]
+        modules = [change.path for change in result.changes if "-> state dict" in change.what]
+        with ckptool.open(out) as sane:
+            after = {entry.path: entry for entry in sane.survey.tensors}
+            for entry in entries:
+                if any(entry.path.startswith(place) for place in (*dropped, *modules)):
+                    continue
+                assert entry.path in after, entry.path
+                before, now = raw_bytes(checkpoint, entry.tensor), raw_bytes(sane, after[entry.path].tensor)
+                assert before == now, entry.path
+    assert loaded is not None
+
+
+def raw_bytes(checkpoint: ckptool.Checkpoint, tensor: Any) -> Any:
+    """The dtype, the geometry and the bytes of the storage of a tensor, as the file has them."""
+    if not tensor.storage:
+        return tensor.kind
+    span = checkpoint.container.stored(tensor.storage).span
+    data = b"" if span is None else span.source.read(span.offset, span.size)
+    return tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.requires_grad, data

@@ -1,0 +1,338 @@
+"""cast against ``Tensor.to``: the same values bit for bit, and everything else as it was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import platform
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+from output_checks import VIEWS, WHOLE, checked, edited, saved
+from tensor_storages import tensors
+from torch import nn
+
+import ckptool
+from ckptool import Globs
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.values.torch import compute as runtime_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+#: Torch writes these without a storage class, and cannot load such a tensor where it is a leaf with a gradient.
+CLASSLESS = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float16", "float64", "float8_e4m3fn")
+Chosen = Callable[[str, torch.Tensor], bool]
+
+
+def floating(_name: str, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2
+
+
+def everywhere(checkpoint: ckptool.Checkpoint, dtype: str, **how: Any) -> ckptool.Checkpoint:
+    """The cast of every tensor, those of optimizers, too."""
+    return ckptool.cast(checkpoint, dtype, everything=True, **how)
+
+
+class Naive:
+    """``x.to(dtype)`` for every chosen tensor of a loaded object, with whole storages: what shares goes on sharing."""
+
+    def __init__(self, loaded: Any, dtype: str, chosen: Chosen = floating) -> None:
+        self.dtype = getattr(torch, dtype)
+        self.classless = dtype in CLASSLESS
+        self.found = [(name, tensor) for name, tensor in tensors(loaded) if not tensor.is_quantized]
+        self.wanted = {mark(tensor) for name, tensor in self.found if self.casts(name, tensor, chosen)}
+        self.wanted -= {mark(tensor) for _, tensor in self.found if self.classless and self.unfit(tensor)}
+        self.storages: dict[object, torch.Tensor] = {}
+        self.made: dict[int, Any] = {}
+        self.result = self.cast(loaded)
+
+    def casts(self, name: str, tensor: torch.Tensor, chosen: Chosen) -> bool:
+        return chosen(name, tensor) and tensor.dtype != self.dtype
+
+    def unfit(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        return (tensor.requires_grad and not isinstance(tensor, nn.Parameter)) or tensor.is_neg() or tensor.is_conj()
+
+    def cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.made:
+                self.made[id(value)] = self.tensor(value) if mark(value) in self.wanted else value
+            return self.made[id(value)]
+        if isinstance(value, dict):
+            for key in value:
+                value[key] = self.cast(value[key])
+        elif isinstance(value, list):
+            value[:] = [self.cast(item) for item in value]
+        elif type(value) is tuple:
+            return tuple(self.cast(item) for item in value)
+        return value
+
+    def tensor(self, old: torch.Tensor) -> torch.Tensor:
+        if old.layout is not torch.strided or old.is_nested:
+            return old.to(self.dtype)
+        if old.is_meta:
+            new = torch.empty_strided(old.shape, old.stride(), dtype=self.dtype, device="meta")
+        else:
+            whole = self.storages.get(mark(old))
+            if whole is None:
+                count = old.untyped_storage().nbytes() // old.element_size()
+                flat = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage(), 0, (count,))
+                whole = self.storages[mark(old)] = flat.to(self.dtype)
+            new = whole.as_strided(old.shape, old.stride(), old.storage_offset())
+            new = torch._neg_view(new) if old.is_neg() else new
+            new = new.conj() if old.is_conj() and new.is_complex() else new
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=False)
+        new.__dict__.update(old.__dict__)
+        return new.requires_grad_(old.requires_grad)
+
+
+def mark(tensor: torch.Tensor) -> object:
+    """Tensors with one mark share a storage."""
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+        or not tensor.untyped_storage().nbytes()
+    ):
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def naive(path: Path, dtype: str, chosen: Chosen = floating) -> Any:
+    return Naive(oracle.load(path), dtype, chosen).result
+
+
+every = pytest.mark.parametrize("item", [item for item in WHOLE if item.path.name not in VIEWS], ids=by_name)
+
+
+@every
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
+    found = edited(item.path, out, lambda c: everywhere(c, dtype))
+    assert oracle.difference(naive(item.path, dtype), found) == ""
+
+
+@every
+def test_there_and_back(item: Fixture, out: Path) -> None:
+    """float32 to bfloat16 to float32, in one pass."""
+    found = edited(item.path, out, lambda c: everywhere(everywhere(c, "bfloat16"), "float32"))
+    once = Naive(oracle.load(item.path), "bfloat16").result
+    assert oracle.difference(Naive(once, "float32").result, found) == ""
+
+
+@every
+def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path) -> None:
+    one = edited(item.path, out, lambda c: everywhere(ckptool.slim(c), "bfloat16"))
+    two = edited(item.path, tmp_path / "two.pth", lambda c: ckptool.slim(everywhere(c, "bfloat16")))
+    assert oracle.difference(one, two) == ""
+
+
+@every
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
+def test_what_is_named_is_cast_whatever_it_is(item: Fixture, dtype: str, out: Path) -> None:
+    """Every tensor is either what ``to`` makes of it, or as it was; and torch loads the output in every case."""
+    found = edited(item.path, out, lambda c: everywhere(c, dtype, only=Globs(["*"])))
+    kind = getattr(torch, dtype)
+    for (_, old), (_, new) in zip(tensors(oracle.load(item.path)), tensors(found), strict=True):
+        plain = old.layout is torch.strided and not old.is_nested and not old.is_meta
+        assert new.dtype in (old.dtype, kind) and new.requires_grad == old.requires_grad and type(old) is type(new)
+        if plain:
+            left = old.is_quantized or "float4" in str(old.dtype) or "bits" in str(old.dtype)
+            left = left or (old.is_complex() and not kind.is_complex) or (old.is_neg() and kind.is_complex)
+            left = left or (old.requires_grad and not (kind.is_floating_point or kind.is_complex))
+            assert left or new.dtype == kind or Naive([], dtype).unfit(old)
+            assert oracle.difference(settled(old, new.dtype), settled(new, new.dtype)) == ""
+
+
+def settled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values alone."""
+    tensor = tensor.detach() if tensor.dtype == dtype else tensor.detach().to(dtype)
+    return tensor.resolve_conj().resolve_neg().contiguous().clone() if not tensor.is_quantized else tensor.int_repr()
+
+
+def test_only_one_state_dict(out: Path) -> None:
+    path = FIXTURES / "ddp4_training.pth"
+    found = edited(path, out, lambda c: everywhere(c, "float16", key="state_dict"))
+    expected = oracle.load(path)
+    expected["state_dict"] = Naive(expected["state_dict"], "float16").result
+    assert oracle.difference(expected, found) == ""
+
+
+def test_a_choice_of_keys(out: Path) -> None:
+    path = FIXTURES / "bare_module.pth"
+    found = edited(path, out, lambda c: everywhere(c, "float16", only=Globs([], ["*bn*"])))
+    expected = naive(path, "float16", lambda name, tensor: "bn" not in name and tensor.is_floating_point())
+    assert oracle.difference(expected, found) == ""
+
+
+def test_extract_and_cast(out: Path) -> None:
+    path = FIXTURES / "ddp4_training.pth"
+    found = edited(path, out, lambda c: everywhere(ckptool.extract(c, "state_dict"), "bfloat16"))
+    assert oracle.difference(Naive(oracle.load(path)["state_dict"], "bfloat16").result, found) == ""
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints(path: Path, out: Path) -> None:
+    try:
+        expected = naive(path, "bfloat16")
+        ckptool.open(path).close()
+    except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
+        pytest.skip("torch does not load it")
+    assert oracle.difference(expected, edited(path, out, lambda c: everywhere(c, "bfloat16"))) == ""
+
+
+# -- every value of every dtype -----------------------------------------------------------------------------
+
+WIDE = ("float16", "bfloat16")
+EIGHT = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+OTHERS = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool")
+COMPLEX = ("complex64", "complex128")
+
+
+@pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
+def test_every_pair_of_dtypes(source: str, tmp_path: Path, out: Path) -> None:
+    kind = getattr(torch, source)
+    if source in WIDE:
+        values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(kind)
+    elif source in EIGHT:
+        values = torch.arange(-128, 128).to(torch.int8).view(kind)
+    else:
+        values = torch.tensor([0, 1, 2.5, -3.75, 65504, 65520, 1e5, 448, 464, 480, -6e4, 3e38, 1e-8, 1e-40]).to(kind)
+    path = saved({"x.weight": values}, tmp_path / "in.pth")
+    for target in (*WIDE, *EIGHT, *OTHERS, *COMPLEX):
+        if source in COMPLEX and target not in COMPLEX:
+            continue
+        try:
+            expected = values.to(getattr(torch, target))
+        except (RuntimeError, NotImplementedError):
+            continue
+        found = edited(path, out, lambda c, target=target: everywhere(c, target, only=Globs(["*"])))
+        assert oracle.difference({"x.weight": expected}, found) == "", target
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "bfloat16"])
+def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> None:
+    inf, nan = float("inf"), float("nan")
+    values = {"a.w": torch.tensor([1.0, 1e38, -3.4e38, inf, nan, 0.0]), "b.w": torch.ones(3)}
+    path = saved(values, tmp_path / "in.pth")
+    expected = sum(
+        int((value.isfinite() & ~value.to(getattr(torch, dtype)).float().isfinite()).sum()) for value in values.values()
+    )
+    with ckptool.open(path) as checkpoint:
+        result = everywhere(checkpoint, dtype)
+        ckptool.save(result, out)
+        told = [change for tell in result.deferred_changes for change in tell()]
+        assert [change.what.split()[0] for change in told] == ([str(expected)] if expected else [])
+        if expected:
+            with pytest.raises(RefusedError, match=r"a\.w"):
+                ckptool.save(everywhere(checkpoint, dtype, strict=True), out, force=True)
+
+
+def test_large_tensors_are_cast_in_pieces(tmp_path: Path, out: Path) -> None:
+    """More than one piece, more than one storage, a piece that ends within an element."""
+    torch.manual_seed(0)
+    values = {f"w{number}": torch.randn(700_001 + number) for number in range(4)} | {"n": torch.ones(1_500_001)}
+    path = saved(values, tmp_path / "in.pth")
+    for dtype in ("bfloat16", "float64"):
+        found = edited(path, out, lambda c, dtype=dtype: everywhere(c, dtype))
+        assert oracle.difference(Naive(copy.deepcopy(values), dtype).result, found) == ""
+
+
+def test_a_parameter_with_a_gradient_cannot_become_integer(tmp_path: Path, out: Path) -> None:
+    """Torch could not load it: it stays, and that is said."""
+    value = {"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2)}
+    path = saved(value, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
+    assert oracle.difference({"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2, dtype=torch.int32)}, found) == ""
+
+
+def test_a_storage_with_odd_bytes_at_its_end(tmp_path: Path, out: Path) -> None:
+    storage = torch.arange(7, dtype=torch.uint8).untyped_storage()
+    odd = torch.empty(0, dtype=torch.uint16).set_(storage, 0, (3,))
+    path = saved({"a.w": odd}, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
+    assert oracle.difference({"a.w": odd.to(torch.int32)}, found) == ""
+
+
+def test_no_dtype_to_cast_to() -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
+        for name in ("float7", "quint8", "float4_e2m1fn_x2", ""):
+            with pytest.raises(TargetError):
+                everywhere(checkpoint, name)
+
+
+def test_tied_parameters_stay_tied(tmp_path: Path, out: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    flat = torch.arange(12.0)
+    state = {**dict(model.named_parameters(remove_duplicate=False)), "a": flat[2:6], "b": flat.view(3, 4).T[1:]}
+    path = saved(state, tmp_path / "in.pth")
+    for dtype, protocol in itertools.product(("float16", "float8_e5m2"), (2, 3)):
+        torch.save(state, path, pickle_protocol=protocol)
+        expected = naive(path, dtype)
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(everywhere(checkpoint, dtype), out, force=True)
+        assert oracle.difference(expected, checked(out, path)) == ""
+
+
+@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), dtype=torch.int32)
+    edges = [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, -0x807FFF, 0x3F808000, 0x3F818000, 0x8000, 0x18000, 1, 0]
+    values = torch.cat([bits, torch.tensor(edges, dtype=torch.int32)]).view(torch.float32)
+    values = values[~torch.isnan(values)].to(getattr(torch, source))
+    data = values.contiguous().view(torch.uint8).numpy().tobytes()
+    fast = runtime_values.cast_elements(data, source, target)
+    monkeypatch.setattr(runtime_values, "_numpy", lambda: None)
+    assert runtime_values.cast_elements(data, source, target) == fast
+    assert (fast[1] > 0) == (target == "bfloat16")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs give NaN other bits")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="so does torch without AVX")
+@pytest.mark.parametrize("target", ["bfloat16", "float16", "float64"])
+def test_every_nan_has_the_bits_that_torch_gives_it(target: str) -> None:
+    """NaN of either sign, quiet or not, alone and among numbers."""
+    codes = [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFF800001, 0x7FA12345, 0x3F800000, 0x7F800000]
+    for count in (1, 3, 8, 17, 64, 1000):
+        data = b"".join(struct.pack("<I", codes[number * number % 8]) for number in range(count))
+        theirs = torch.frombuffer(bytearray(data), dtype=torch.float32).to(getattr(torch, target))
+        assert runtime_values.cast_elements(data, "float32", target)[0] == theirs.view(torch.uint8).numpy().tobytes()
+
+
+# -- overflow is refused or reported, whatever the dtype -------------------------------------------------------
+
+
+OVERFLOWS = [
+    (torch.tensor([100_000, 1]), "float16"),
+    (torch.tensor([1e300 + 0j], dtype=torch.complex128), "complex64"),
+    (torch.tensor([1e30]), "float16"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "dtype"), OVERFLOWS, ids=["integer", "complex", "float"])
+def test_overflow_of_any_dtype_is_refused_with_strict(tensor: torch.Tensor, dtype: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pth", tmp_path / "b.pth"
+    torch.save({"a.w": tensor}, path)
+    with ckptool.open(path) as checkpoint, pytest.raises(RefusedError):
+        ckptool.save(ckptool.cast(checkpoint, dtype, only=ckptool.Globs(["*"]), strict=True), out)
+    assert not out.exists()
+
+
+def test_the_overflow_of_a_cast_is_reported_after_a_merge(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"a.w": torch.tensor([1e30])}, path)
+    with ckptool.open(path) as one, ckptool.open(path) as other:
+        merged = ckptool.merge(one, ckptool.cast(other, "float16"))
+        ckptool.save(merged, tmp_path / "b.pth")
+        assert [change.edit for tell in merged.deferred_changes for change in tell()] == ["overflow"]

@@ -1,0 +1,273 @@
+"""From every format that is read to every format that is written: the same names, shapes, dtypes and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command_line import say
+from conftest import FIXTURES
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.cli.main import run
+from ckptool.formats.safetensors.writer import losses
+
+#: A checkpoint of each format, most of them made of one zip.
+SOURCES = ("torch", "legacy", "safetensors", "dcp", "torch shards", "safetensors shards", "torchscript", "tar")
+TARGETS = ("torch", "legacy", "safetensors", "dcp", "torch shards", "safetensors shards")
+
+
+def convert(source: Path, kind: str, out: Path) -> Path:
+    target, _, shards = kind.partition(" ")
+    with ckptool.open(source) as checkpoint:
+        size = 80 if shards else 0
+        ckptool.save(ckptool.convert(checkpoint, target, tied="clone", allow=["all"], max_shard_size=size), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    made = {kind: convert(FIXTURES / "bare.pth", kind, folder / kind.replace(" ", "-")) for kind in TARGETS}
+    return made | {"torchscript": FIXTURES / "script_net.pt", "tar": FIXTURES / "torch01.tar"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_tensors_are_the_same(source: str, target: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    out = convert(sources[source], target, tmp_path / "out")
+    assert ckptool.hash(out)["content"] == ckptool.hash(sources[source])["content"]
+    assert out.is_dir() == (target == "dcp" or "shards" in target)
+    assert ckptool.validate(out)["valid"]
+
+
+@pytest.mark.parametrize("target", ["dcp", "legacy"])
+def test_shards_are_for_formats_that_have_an_index(target: str) -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="shards"):
+        ckptool.convert(checkpoint, target, max_shard_size="5GB")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("torch", "in.pth"), ("legacy", "in.pth"), ("safetensors", "in.safetensors"), ("dcp", "in.dcp")],
+)
+def test_an_output_in_a_folder_is_called_by_its_format(target: str, name: str, tmp_path: Path) -> None:
+    source = convert(FIXTURES / "bare.pth", "safetensors shards", tmp_path / "in")
+    assert run(["convert", str(source), "--to-format", target, "--out-dir", str(tmp_path / "out"), "-q"]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+# -- odd tensors: kept, refused, or named as a loss ------------------------------------------------------------
+
+
+def converted(value: Any, target: str, folder: Path, *, legacy: bool = False, **how: Any) -> Path:
+    source, out = folder / "in.pth", folder / "out"
+    torch.save(value, source, _use_new_zipfile_serialization=not legacy)
+    with ckptool.open(source) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, target, **how), out)
+    return out
+
+
+def loaded_dcp(folder: Path) -> Any:
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    return found
+
+
+def noted() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.note = "x"  # type: ignore[attr-defined]
+    return tensor
+
+
+def odd() -> dict[str, torch.Tensor]:
+    """Tensors that are more than their elements."""
+    return {
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.empty(3, device="meta"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "noted": noted(),
+    }
+
+
+def test_shards_of_torch_keep_what_tensors_are(tmp_path: Path) -> None:
+    out = converted(
+        {**odd(), "tied": (both := odd())["sparse"], "again": both["sparse"]}, "torch", tmp_path, max_shard_size=1
+    )
+    back = tmp_path / "back.pth"
+    with ckptool.open(out) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), back)
+    whole = {}
+    for file in sorted(out.glob("*.bin")):
+        whole |= oracle.load(file)
+    again = oracle.load(back)
+    assert oracle.difference({name: whole[name] for name in again}, again) == ""
+    before = oracle.load(tmp_path / "in.pth")
+    assert oracle.difference(before, {name: again[name] for name in before}) == ""
+
+
+def test_objects_of_legacy_files_come_back_from_a_dcp_folder(tmp_path: Path) -> None:
+    value = {"state": (torch.arange(4.0)[1:], torch.ones(2)), "note": noted()}
+    assert oracle.difference(value, loaded_dcp(converted(value, "dcp", tmp_path, legacy=True))) == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[noted()], [[noted()], torch.ones(1)], [{}, noted()], [{"b": {}}, torch.ones(1), {}]],
+    ids=["one", "inner", "empty", "holes"],
+)
+def test_lists_of_objects_come_back_from_a_dcp_folder(value: list[Any], tmp_path: Path) -> None:
+    assert oracle.difference({"x": value}, loaded_dcp(converted({"x": value}, "dcp", tmp_path))) == ""
+
+
+@pytest.mark.parametrize("other", [lambda t: (t,), lambda t: torch.sparse_coo_tensor([[0, 1]], t), lambda t: t.conj()])
+def test_memory_shared_with_objects_of_a_dcp_folder_is_refused(other: Any, tmp_path: Path) -> None:
+    tensor = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(RefusedError, match="share memory: a and b"):
+        converted({"a": tensor, "b": other(tensor)}, "dcp", tmp_path)
+
+
+def kinds(value: dict[str, Any], folder: Path, **how: Any) -> dict[str, tuple[str, ...]]:
+    torch.save(value, folder / "in.pth")
+    with ckptool.open(folder / "in.pth") as checkpoint:
+        return {loss.kind: loss.where for loss in losses(checkpoint, checkpoint.state_dicts[0], **how)}
+
+
+def test_losses_to_safetensors_are_named_by_kind(tmp_path: Path) -> None:
+    value = odd() | {"int4": torch.empty(2, dtype=torch.complex128), "buffer": torch.nn.Buffer(torch.ones(1))}
+    found = kinds(value, tmp_path)
+    assert found["layouts"] == ("sparse", "nested", "meta")
+    assert found["dtypes"] == ("quantized", "int4")
+    assert found["attributes"] == ("noted", "buffer")
+    assert found["requires-grad"] == ("parameter",)
+
+
+def test_a_parameter_with_attributes_loses_them_in_safetensors(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.tag = 1
+    assert kinds({"a": parameter}, tmp_path) == {"requires-grad": ("a",), "attributes": ("a",)}
+
+
+def test_views_that_are_copied_are_named(tmp_path: Path) -> None:
+    whole = torch.arange(4.0)
+    value = {"a": whole, "b": whole, "c": whole[1:], "d": torch.ones(1)}
+    assert kinds(value, tmp_path, tied="keep-first") == {"sharing": ("a", "c")}
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        changes = ckptool.convert(checkpoint, "safetensors", tied="keep-first").changes
+    assert "without that tensors share memory: a and c" in changes[-1].notes
+
+
+def test_a_float8_tensor_and_its_bytes_are_both_kept(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).to(torch.float8_e5m2)
+    for first, second in ((tensor, tensor.view(torch.uint8)), (tensor.view(torch.uint8), tensor)):
+        value = {"a.weight": first, "b.weight": second}
+        out = converted(value, "safetensors", tmp_path, tied="clone")
+        found = load_file(out)
+        assert (
+            oracle.difference({name: tensor.clone() for name, tensor in value.items()}, {n: found[n] for n in value})
+            == ""
+        )
+        report = ckptool.diff(tmp_path / "in.pth", out, ignore=["container", "sharing", "order"])
+        assert report["same"]
+        out.unlink()
+
+
+def test_dtypes_that_the_legacy_format_lacks_are_left_out_of_folders_too(tmp_path: Path) -> None:
+    out = converted({"a": torch.ones(2, dtype=torch.uint16), "b": torch.ones(2)}, "torch", tmp_path, max_shard_size=1)
+    old = tmp_path / "old.pth"
+    with ckptool.open(out) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow=["dtypes"]), old)
+    assert oracle.difference({"b": torch.ones(2)}, oracle.load(old)) == ""
+
+
+def test_diff_knows_values_that_were_turned_round(tmp_path: Path) -> None:
+    value = {"a.conj": odd()["conj"], "b.neg": odd()["neg"], "c.plain": torch.ones(2)}
+    out = converted(value, "safetensors", tmp_path, allow=["strides"])
+    report = ckptool.diff(tmp_path / "in.pth", out)
+    assert report["values"] == []
+    assert {(item["path"], item["what"]) for item in report["changed"]} == {
+        ('["a.conj"]', "conj"),
+        ('["b.neg"]', "neg"),
+        ('["b.neg"]', "stride"),
+    }
+    torch.save({**value, "a.conj": odd()["conj"].resolve_conj() + 1}, tmp_path / "other.pth")
+    assert [item["path"] for item in ckptool.diff(tmp_path / "other.pth", out)["values"]] == ['["a.conj"]']
+
+
+def test_the_containers_of_the_state_dict_are_no_loss(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(1)}
+    assert kinds({"runs": [{"model": state}]}, tmp_path) == {}
+    assert kinds({"runs": [{"model": state, "epoch": 1}], "x": 2}, tmp_path) == {"entries": ("x", "runs[0].epoch")}
+
+
+@pytest.mark.parametrize("shards", [0, 1])
+def test_names_that_no_header_can_hold_are_refused(shards: int, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="half a surrogate pair"):
+        converted({"a\ud800": torch.ones(1), "b": torch.ones(1)}, "safetensors", tmp_path, max_shard_size=shards)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_header_too_large_to_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.formats.safetensors.writer.MOST_HEADER", 1000)
+    with pytest.raises(RefusedError, match="reads none of more than 1,000"):
+        converted({"a" * 1000: torch.ones(1)}, "safetensors", tmp_path)
+
+
+# -- names: none is left out silently, none of another format is taken -----------------------------------------
+
+
+def test_names_that_are_left_out_of_tied_tensors_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "a.safetensors"
+    said = say("convert", FIXTURES / "tied.pth", "-o", out, "--tied", "keep-first")
+    with ckptool.open(out) as written:
+        (pair,) = [(name, kept) for name, kept in written.container.metadata.items() if name != "format"]
+    assert f"{pair[0]!r} for {pair[1]!r}" in said.out
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.safetensors", ["--to-format", "torch"]),
+        ("a.safetensors", ["--to-format", "legacy"]),
+        ("a.safetensors", ["--to-format", "dcp"]),
+        ("a.pth", ["--to-format", "safetensors"]),
+        ("a.pth", ["--max-shard-size", "80"]),
+    ],
+)
+def test_a_name_of_another_format_is_refused(name: str, options: list[str], tmp_path: Path) -> None:
+    said = say("convert", FIXTURES / "bare.pth", "-o", tmp_path / name, *options)
+    assert said.code == 4
+    assert "the name says" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["folder", "model-1.5", "model.v2"])
+def test_shards_keep_the_format_of_the_input(name: str, tmp_path: Path) -> None:
+    out = tmp_path / name
+    for source in (FIXTURES / "bare.pth", FIXTURES / "model.safetensors"):
+        said = say("convert", source, "-o", out, "--max-shard-size", "80", "--force", "--allow-loss", "all")
+        assert said.code == 0, said.all
+        suffix = source.suffix.replace(".pth", ".bin")
+        assert {path.suffix for path in out.iterdir()} == {suffix, ".json"}
+        for file in out.iterdir():
+            file.unlink()
+        out.rmdir()
+
+
+def test_a_folder_of_one_file_is_named_as_such(tmp_path: Path) -> None:
+    said = say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x", "--max-shard-size", "5GB")
+    assert "torch-zip -> torch-zip, one file in a folder" in said.out
+    assert len(list((tmp_path / "x").iterdir())) == 1

@@ -1,0 +1,202 @@
+"""Laws of the edits on checkpoints that nobody thought of."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensor_storages import held, needed, same_sharing, same_values
+
+import ckptool
+from ckptool import Checkpoint
+from ckptool.edits.pipeline import Step
+from ckptool.reports.validate import validation_report
+from ckptool.values.elements import elements
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+laws = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool", "complex64",
+          "float8_e4m3fn", "float8_e5m2", "uint16", "uint32")  # fmt: skip
+FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+
+segments = st.sampled_from(["a", "b", "layer0", "layer1", "x-y", "ü", "weight", "module"])
+names = st.lists(segments, min_size=1, max_size=4).map(".".join)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Views of a few storages: any offset, shape and strides, overlaps, expanded, empty, scalar; tied ones."""
+    found: dict[str, torch.Tensor] = {}
+    for number in range(draw(st.integers(1, 3))):
+        dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
+        count = draw(st.sampled_from([0, 1, 7, 100, 1500]))
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,)).to(torch.uint8)
+        flat = raw.view(dtype) if count else torch.empty(0, dtype=dtype)
+        for place in range(draw(st.integers(1, 4))):
+            shape = draw(st.lists(st.integers(0, 4), max_size=3))
+            steps = draw(st.lists(st.integers(0, 40), min_size=len(shape), max_size=len(shape)))
+            reach = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, steps))
+            if reach > count:
+                shape, steps, reach = [0], [1], 0
+            offset = draw(st.integers(0, count - reach))
+            found[f"s{number}.v{place}"] = flat.as_strided(shape, steps, offset)
+    if draw(st.booleans()):
+        found["tied.w"] = next(iter(found.values()))
+    return found
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one after the other, also where strides of dimensions of one element say otherwise."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def without_payloads(tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros for NaN: which NaN it becomes is up to torch, whose vectors make another one than its scalars."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.where(tensor.double().isnan(), torch.zeros((), dtype=torch.float64), tensor.double())
+
+
+@contextmanager
+def opened(value: Any, **how: Any) -> Iterator[tuple[Checkpoint, Path]]:
+    """A checkpoint of a value, and a name for an output beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in.pth"
+        torch.save(value, path, **how)
+        with ckptool.open(path) as checkpoint:
+            yield checkpoint, Path(folder) / "out.pth"
+
+
+def written(checkpoint: Checkpoint, out: Path) -> Any:
+    ckptool.save(checkpoint, out, force=True)
+    report = validation_report(str(out))
+    assert report["status"] == "valid", report
+    if zipfile.is_zipfile(out):
+        with zipfile.ZipFile(out) as archive:
+            assert archive.testzip() is None
+    return oracle.load(out)
+
+
+@laws
+@given(st.lists(names, min_size=1, max_size=8, unique=True), st.data(), st.booleans())
+def test_a_table_and_its_inverse_give_back_the_file(keys: list[str], data: st.DataObject, bare: bool) -> None:
+    state: dict[str, Any] = {key: torch.arange(float(number)) for number, key in enumerate(keys)}
+    state = state if bare else {"net": state, "note": "no key", "cpu": "cpu"}
+    new = data.draw(st.lists(names, min_size=len(keys), max_size=len(keys), unique=True))
+    table = {old: fresh for old, fresh in zip(keys, new) if data.draw(st.booleans())}
+    with opened(state) as (checkpoint, out):
+        if not any(item.confidence == "high" for item in checkpoint.state_dicts) or not table:
+            return
+        if len({table.get(key, key) for key in keys}) < len(keys):
+            return
+        ckptool.save(ckptool.rename(checkpoint, table), out)
+        with ckptool.open(out) as renamed:
+            found = next((item.path for item in renamed.state_dicts), None)
+            if found is None:
+                return
+            back = {fresh: old for old, fresh in table.items()}
+            ckptool.save(ckptool.rename(renamed, back, key=found or "."), out.with_name("back.pth"))
+        assert out.with_name("back.pth").read_bytes() == Path(checkpoint.path).read_bytes()
+
+
+@laws
+@given(views(), st.booleans(), st.booleans())
+def test_slim_keeps_every_value_and_never_grows(state: dict[str, torch.Tensor], legacy: bool, dedupe: bool) -> None:
+    if legacy and any(tensor.dtype in CLASSLESS for tensor in state.values()):
+        return
+    with opened(state, _use_new_zipfile_serialization=not legacy) as (checkpoint, out):
+        before = oracle.load(checkpoint.path)
+        after = written(ckptool.slim(checkpoint, dedupe=dedupe), out)
+        same_values(before, after)
+        if not dedupe:
+            same_sharing(before, after)
+        assert held(after) <= (needed(before) if not dedupe else held(before))
+        assert legacy or out.stat().st_size <= Path(checkpoint.path).stat().st_size
+
+
+CLASSLESS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)
+
+
+@laws
+@given(views(), st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3))
+def test_casts_equal_those_of_torch(state: dict[str, torch.Tensor], targets: list[str]) -> None:
+    with opened(state) as (checkpoint, out):
+        expected = oracle.load(checkpoint.path)
+        for target in targets:
+            checkpoint = ckptool.cast(checkpoint, target, everything=True)
+            expected = {key: value.to(getattr(torch, target)) if value.is_floating_point() else value
+                        for key, value in expected.items()}  # fmt: skip
+        found = written(checkpoint, out)
+        for key, value in expected.items():
+            one, two = without_payloads(rows(value)), without_payloads(rows(found[key]))
+            assert oracle.difference(one, two) == "", key
+            assert found[key].stride() == state[key].stride()
+
+
+@laws
+@given(views(), st.booleans())
+def test_elements_are_torchs_contiguous_bytes(state: dict[str, torch.Tensor], legacy: bool) -> None:
+    if legacy and any(tensor.dtype in CLASSLESS for tensor in state.values()):
+        return
+    with opened(state, _use_new_zipfile_serialization=not legacy) as (checkpoint, _):
+        for entry in checkpoint.survey.tensors:
+            flat = rows(state[entry.key]).flatten()
+            expected = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+            assert b"".join(elements(checkpoint, entry.tensor)) == expected
+
+
+@laws
+@given(views(), st.booleans())
+def test_merged_with_itself_no_value_changes(state: dict[str, torch.Tensor], legacy: bool) -> None:
+    if legacy and any(tensor.dtype in CLASSLESS for tensor in state.values()):
+        return
+    with opened({"net": state}, _use_new_zipfile_serialization=not legacy) as (checkpoint, out):
+        with ckptool.open(checkpoint.path) as other:
+            merged = ckptool.merge(checkpoint, other, key="net", other_key="net")
+            found = written(merged, out)
+        assert oracle.difference(oracle.load(checkpoint.path), found) == ""
+
+
+STEPS: tuple[Step, ...] = (
+    ("strip-module", True), ("add-module", True), ("add-prefix", "net"), ("wrappers", True), ("slim", True),
+    ("dedupe", True), ("cast", "bfloat16"), ("cast", "float32"), ("cast", "float8_e5m2"), ("to", "cuda:1"),
+    ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
+    ("sanitize", True),
+)  # fmt: skip
+
+
+@laws
+@given(views(), st.lists(st.sampled_from(STEPS), min_size=1, max_size=5))
+def test_steps_in_one_pass_are_the_steps_one_by_one(state: dict[str, torch.Tensor], steps: list[Step]) -> None:
+    value = {"state_dict": state, "optimizer": {"state": {}, "param_groups": []}, "log": "/data/secret/x.txt"}
+    with opened(value) as (checkpoint, out):
+        where = Path(checkpoint.path)
+        try:
+            once = written(ckptool.edit(checkpoint, steps), out)
+        except ckptool.CkptoolError as error:
+            once = type(error)
+        try:
+            for number, step in enumerate(steps):
+                following = where.with_name(f"{number}.pth")
+                with ckptool.open(where) as current:
+                    ckptool.save(ckptool.edit(current, [step]), following)
+                where = following
+            many = oracle.load(where)
+        except ckptool.CkptoolError as error:
+            many = type(error)
+        if isinstance(once, type) or isinstance(many, type):
+            assert once is many
+        else:
+            assert oracle.difference(copy.deepcopy(many), copy.deepcopy(once)) == ""

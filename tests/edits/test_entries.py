@@ -1,0 +1,152 @@
+"""extract, wrap, drop, keep, set and unset against the same edits in Python on what torch loads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
+from output_checks import at, edited, every, saved
+
+import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
+
+
+@every
+def test_extract_and_wrap(item: Fixture, out: Path) -> None:
+    with ckptool.open(item.path) as checkpoint:
+        paths = [found.path for found in checkpoint.state_dicts if found.path]
+    for path in paths:
+        found = edited(item.path, out, lambda checkpoint, path=path: ckptool.extract(checkpoint, path))
+        assert oracle.difference(at(oracle.load(item.path), parse_path(path)), found) == ""
+    found = edited(item.path, out, lambda checkpoint: ckptool.wrap(checkpoint, "inner"))
+    assert oracle.difference({"inner": oracle.load(item.path)}, found) == ""
+
+
+@every
+def test_wrap_then_extract_gives_back_the_object(item: Fixture, out: Path) -> None:
+    found = edited(item.path, out, lambda checkpoint: ckptool.extract(ckptool.wrap(checkpoint, "inner"), "inner"))
+    assert oracle.difference(oracle.load(item.path), found) == ""
+
+
+def first_keys(path: Path) -> list[str]:
+    loaded = oracle.load(path)
+    return [key for key in loaded if isinstance(key, str)] if isinstance(loaded, dict) else []
+
+
+@every
+def test_drop_and_keep(item: Fixture, out: Path) -> None:
+    names = [name for name in first_keys(item.path) if not set(name) & set("*?")]
+    if len(names) < 2:
+        pytest.skip("it has no two entries")
+    gone = names[0]
+    with ckptool.open(item.path) as checkpoint:
+        bare = any(found.path == "" for found in checkpoint.state_dicts)
+        inner = any(entry.key == gone for entry in checkpoint.survey.tensors if entry.path != gone)
+    if inner and not bare:
+        pytest.skip("a key within a state dict has the same name, and goes too")
+    expected = oracle.load(item.path)
+    del expected[gone]
+    assert oracle.difference(expected, edited(item.path, out, lambda c: ckptool.drop(c, [gone]))) == ""
+    kept = oracle.load(item.path)
+    for name in list(kept):
+        if name != gone:
+            del kept[name]
+    assert oracle.difference(kept, edited(item.path, out, lambda c: ckptool.keep(c, [gone]))) == ""
+
+
+def test_keep_in_one_state_dict_and_of_a_choice(out: Path) -> None:
+    path = FIXTURES / "gan.pth"
+    expected = oracle.load(path)
+    first = next(iter(expected["netG"]))
+    for name in list(expected["netG"]):
+        if name != first and not name.endswith("bias"):
+            del expected["netG"][name]
+    only = ckptool.Globs([], ["*bias"])
+    found = edited(path, out, lambda c: ckptool.keep(c, [first], key="netG", only=only))
+    assert oracle.difference(expected, found) == ""
+    steps = [("key", "netG"), ("exclude", "*bias"), ("keep", first)]
+    assert oracle.difference(expected, edited(path, out, lambda c: ckptool.edit(c, steps))) == ""
+
+
+def test_an_entry_whose_name_begins_another_goes(tmp_path: Path, out: Path) -> None:
+    value = {"net": {"a.w": torch.ones(1)}, "net_ema": {"b.w": torch.ones(2), "c.w": torch.ones(3)}, "epoch": 1}
+    path = saved(value, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: ckptool.keep(c, ["b.*", "epoch"]))
+    assert oracle.difference({"net_ema": {"b.w": torch.ones(2)}, "epoch": 1}, found) == ""
+
+
+@pytest.mark.parametrize("value", [None, True, 7, -(1 << 70), 0.25, "text", ""])
+def test_set_and_unset(value: Any, out: Path) -> None:
+    path = FIXTURES / "ddp4_training.pth"
+    expected = oracle.load(path)
+    expected["epoch"] = value
+    expected["added"] = value
+    result = edited(path, out, lambda c: ckptool.set_entry(ckptool.set_entry(c, "epoch", value), "added", value))
+    assert oracle.difference(expected, result) == ""
+    del expected["optimizer"], expected["added"], expected["epoch"]
+
+    def unset(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+        return ckptool.unset(ckptool.unset(checkpoint, "optimizer"), "epoch")
+
+    assert oracle.difference(expected, edited(path, out, unset)) == ""
+
+
+def test_what_is_shared_with_something_dropped_stays(out: Path, tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    told = {"a": {"w": shared, "v": shared[2:4]}, "b": {"w": shared}, "c": 1}
+    path = tmp_path / "shared.pth"
+    torch.save(told, path)
+    found = edited(path, out, lambda c: ckptool.drop(c, ["a"]))
+    expected = copy.deepcopy({"b": {"w": shared}, "c": 1})
+    assert oracle.difference(expected, found) == ""
+    assert out.stat().st_size <= path.stat().st_size
+
+
+def test_the_bytes_of_what_is_dropped_are_gone(out: Path, tmp_path: Path) -> None:
+    path = tmp_path / "secret.pth"
+    secret = torch.frombuffer(bytearray(b"a secret that must go" * 9), dtype=torch.uint8)
+    torch.save({"keep": torch.ones(3), "gone": {"secret": secret, "name": "nobody knows"}}, path)
+    edited(path, out, lambda c: ckptool.drop(c, ["gone"]))
+    assert b"a secret" in path.read_bytes()
+    assert b"a secret" not in out.read_bytes()
+    assert b"nobody knows" not in out.read_bytes()
+
+
+def test_what_matches_nothing_is_refused() -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
+        for edit in (ckptool.drop, ckptool.keep):
+            with pytest.raises(RefusedError, match="nothing matches 'no'"):
+                edit(checkpoint, ["conv1.*", "no"])
+        with pytest.raises(TargetError):
+            ckptool.extract(checkpoint, "nowhere")
+        with pytest.raises(TargetError):
+            ckptool.unset(checkpoint, "nowhere")
+        with pytest.raises(TargetError):
+            ckptool.set_entry(checkpoint, "nowhere.at.all", 3)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints(path: Path, out: Path) -> None:
+    try:
+        loaded = oracle.load(path)
+        checkpoint = ckptool.open(path)
+    except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
+        pytest.skip("torch does not load it")
+    with checkpoint:
+        for found in checkpoint.state_dicts:
+            result = edited(path, out, lambda c, where=found.path: ckptool.extract(c, where or "."))
+            assert oracle.difference(at(loaded, parse_path(found.path)), result) == ""
+
+
+def test_only_scalars_are_set() -> None:
+    with ckptool.open(FIXTURES / "wrapped.pth") as checkpoint:
+        for value in ((1, 2), [1], {}, object()):
+            with pytest.raises(TargetError, match="no scalar"):
+                ckptool.set_entry(checkpoint, "epoch", value)  # type: ignore[arg-type]

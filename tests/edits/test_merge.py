@@ -1,0 +1,205 @@
+"""merge against ``{**ours, **theirs}`` on what torch loads, between all kinds of files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import FIXTURES, Fixture, by_name
+from output_checks import VIEWS, WHOLE, at, checked, saved
+from torch import nn
+
+import ckptool
+from ckptool import Checkpoint, Globs
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.paths import parse_path
+from ckptool.checkpoint.tensors import Storage
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def single(item: Fixture) -> bool:
+    """Is there just one state dict, so that nothing needs to be said?"""
+    with ckptool.open(item.path) as checkpoint:
+        return sum(found.confidence == "high" for found in checkpoint.state_dicts) == 1
+
+
+PLAIN = [item for item in WHOLE if item.path.name not in VIEWS and single(item)]
+#: As many kinds of files as there are: zips of several ages and byte orders, legacy files, Python 2, protocols.
+KINDS = ("bare.pth", "big_endian.pth", "legacy_wrapped.pth", "py2_legacy.pth", "py2_zip.pth", "protocol3.pth",
+         "torch16.pth", "zip_deflated.pth", "ddp4_training.pth")  # fmt: skip
+
+
+def merged(path: Path, other: Path, out: Path, **how: Any) -> Any:
+    with ckptool.open(path) as checkpoint, ckptool.open(other) as foreign:
+        ckptool.save(ckptool.merge(checkpoint, foreign, **how), out, force=True)
+    return checked(out, path, other)
+
+
+def state_of(loaded: Any, path: Path) -> Any:
+    with ckptool.open(path) as checkpoint:
+        found = next(item for item in checkpoint.state_dicts if item.confidence == "high")
+    return at(loaded, parse_path(found.path))
+
+
+def naive(path: Path, other: Path, only: Globs | None = None, add: bool = True) -> Any:
+    loaded, theirs = oracle.load(path), state_of(oracle.load(other), other)
+    ours = state_of(loaded, path)
+    for key, value in theirs.items():
+        if (only is None or only.match(key)) and (add or key in ours):
+            ours[key] = value
+    # Modules that came with new keys bring their entries.
+    for module, entry in getattr(theirs, "_metadata", {}).items():
+        if hasattr(ours, "_metadata") and any(key.startswith(module + ".") for key in theirs if key in ours):
+            ours._metadata.setdefault(module, entry)
+    return loaded
+
+
+def without_metadata(loaded: Any) -> Any:
+    for value in [loaded, *(loaded.values() if isinstance(loaded, dict) else ())]:
+        getattr(value, "__dict__", {}).pop("_metadata", None)
+    return loaded
+
+
+def clash(path: Path, other: Path) -> bool:
+    """Is there a key with another shape?"""
+    ours, theirs = (state_of(oracle.load(one), one) for one in (path, other))
+    return any(
+        isinstance(ours.get(key), torch.Tensor) and isinstance(value, torch.Tensor)
+        and not value.is_nested and ours[key].shape != value.shape
+        for key, value in theirs.items()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("item", PLAIN, ids=by_name)
+def test_every_file_into_another_and_back(item: Fixture, out: Path, tmp_path: Path) -> None:
+    for path, other in ((FIXTURES / "wrapped.pth", item.path), (item.path, FIXTURES / "wrapped.pth")):
+        if clash(path, other):
+            continue
+        found = merged(path, other, out)
+        assert oracle.difference(without_metadata(naive(path, other)), without_metadata(found)) == ""
+
+
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_into_every_other(name: str, other: str, out: Path) -> None:
+    if clash(FIXTURES / name, FIXTURES / other):
+        pytest.skip("keys of other shapes")
+    found = merged(FIXTURES / name, FIXTURES / other, out)
+    assert oracle.difference(without_metadata(naive(FIXTURES / name, FIXTURES / other)), without_metadata(found)) == ""
+
+
+@pytest.mark.parametrize("item", PLAIN, ids=by_name)
+def test_with_itself_nothing_changes(item: Fixture, out: Path) -> None:
+    found = merged(item.path, item.path, out)
+    assert oracle.difference(oracle.load(item.path), found) == ""
+
+
+@pytest.mark.parametrize("one", [2, 3, 4, 5])
+@pytest.mark.parametrize("two", [2, 3, 4, 5])
+def test_between_pickle_protocols(one: int, two: int, tmp_path: Path, out: Path) -> None:
+    """What torch's own restricted unpickler does not read is read by the full one, of files made here."""
+    base = torch.arange(8.0)
+    ours: dict[str, Any] = {"model": {"a.w": torch.ones(2), "b.w": torch.zeros(2)}, "epoch": 1 << 70}
+    theirs: dict[str, Any] = {
+        "a.w": base[:2],
+        "c.w": base,
+        "d.w": nn.Parameter(torch.ones(3)),
+        "e._extra_state": (1, "x"),
+    }
+    path = saved(ours, tmp_path / "in.pth", pickle_protocol=one)
+    other = saved(theirs, tmp_path / "other.pth", pickle_protocol=two)
+    with ckptool.open(path) as checkpoint, ckptool.open(other) as foreign:
+        ckptool.save(ckptool.merge(checkpoint, foreign), out)
+    expected = copy.deepcopy(ours)
+    expected["model"] |= theirs
+    assert oracle.difference(expected, torch.load(out, weights_only=False)) == ""
+
+
+def test_choices(out: Path) -> None:
+    path, other = FIXTURES / "wrapped_module.pth", FIXTURES / "bare_module.pth"
+    for only, add in ((Globs(["*fc*"], ["*bias"]), True), (Globs([], ["*bn1*"]), False)):
+        assert oracle.difference(naive(path, other, only, add), merged(path, other, out, only=only, add=add)) == ""
+
+
+def test_entries(out: Path) -> None:
+    path, other = FIXTURES / "gan.pth", FIXTURES / "ddp4_training.pth"
+    loaded, theirs = oracle.load(path), oracle.load(other)
+    entries = [("state_dict", "netG"), ("optimizer", "more"), ("epoch", "epoch"), ("epoch", "netD.count")]
+    loaded["netG"] = theirs["state_dict"]
+    loaded["more"], loaded["epoch"] = theirs["optimizer"], theirs["epoch"]
+    loaded["netD"]["count"] = theirs["epoch"]
+    assert oracle.difference(loaded, merged(path, other, out, entries=entries)) == ""
+
+
+def test_storages_that_are_shared_there_are_shared_here(tmp_path: Path, out: Path) -> None:
+    flat = torch.arange(6.0)
+    theirs = {"a.w": flat[:4], "b.w": flat[2:], "c.w": flat}
+    path = saved({"a.w": torch.ones(4), "z.w": torch.ones(1)}, tmp_path / "in.pth")
+    other = saved(theirs, tmp_path / "other.pth")
+    found = merged(path, other, out)
+    assert oracle.difference({"a.w": theirs["a.w"], "z.w": torch.ones(1), "b.w": flat[2:], "c.w": flat}, found) == ""
+
+
+def test_the_versions_of_new_modules_come_along(tmp_path: Path, out: Path) -> None:
+    ours, theirs = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    path, other = (saved(m.state_dict(), tmp_path / name) for m, name in ((ours, "in.pth"), (theirs, "other.pth")))
+    found = merged(path, other, out)
+    assert found._metadata["1"] == {"version": 2}
+    theirs.load_state_dict(found, strict=True)
+
+
+def test_three_files_and_a_cast(tmp_path: Path, out: Path) -> None:
+    """What was merged can be edited further, and merged into another."""
+    first = saved({"a.w": torch.ones(3)}, tmp_path / "1.pth")
+    second = saved({"b.w": torch.full((2,), 2.0)}, tmp_path / "2.pth", _use_new_zipfile_serialization=False)
+    third = saved({"b.w": torch.full((2,), 3.0), "c.w": torch.ones(1)}, tmp_path / "3.pth")
+    with ckptool.open(first) as a, ckptool.open(second) as b, ckptool.open(third) as c:
+
+        def edit(checkpoint: Checkpoint) -> Checkpoint:
+            inner = ckptool.cast(ckptool.merge(b, c), "float64")
+            return ckptool.slim(ckptool.cast(ckptool.merge(checkpoint, inner), "bfloat16"))
+
+        ckptool.save(edit(a), out)
+    state = {"a.w": torch.ones(3), "b.w": torch.full((2,), 3.0), "c.w": torch.ones(1)}
+    assert oracle.difference({k: v.bfloat16() for k, v in state.items()}, checked(out, first)) == ""
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    path = saved({"a.w": torch.ones(3)}, tmp_path / "1.pth")
+    other = saved({"a.w": torch.ones(2)}, tmp_path / "2.pth")
+    with ckptool.open(path) as checkpoint, ckptool.open(other) as foreign, ckptool.open(FIXTURES / "gan.pth") as gan:
+        with pytest.raises(RefusedError, match=r"'a\.w' has the shape \[2\] there and \[3\] here"):
+            ckptool.merge(checkpoint, foreign)
+        with pytest.raises(RefusedError, match="nothing is taken"):
+            ckptool.merge(checkpoint, foreign, only=Globs(["b.*"]))
+        with pytest.raises(TargetError, match="2 state dicts"):
+            ckptool.merge(checkpoint, gan)
+        with pytest.raises(TargetError, match="nowhere"):
+            ckptool.merge(checkpoint, foreign, entries=[("nowhere", "x")])
+        with pytest.raises(TargetError, match="no mapping"):
+            ckptool.merge(checkpoint, foreign, entries=[(".", 'nowhere["x"]')])
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+
+
+class CountedStorages(dict[str, Storage]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_merge_passes_over_the_storages_a_fixed_number_of_times() -> None:
+    with ckptool.open(FIXTURES / "bare.pth") as one, ckptool.open(FIXTURES / "plain_dict.pth") as other:
+        one.survey.reader.storages = counted = CountedStorages(one.survey.reader.storages)
+        merged = ckptool.merge(one, other)
+        assert len(merged.added) == 9
+        assert counted.passes <= 3

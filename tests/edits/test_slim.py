@@ -1,0 +1,187 @@
+"""slim: every value stays, nothing that no tensor reads does; dedupe ties, ``--for inference`` drops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
+from output_checks import VIEWS, edited, every, saved
+from tensor_storages import held, needed, same_sharing, same_values
+from torch import nn
+
+import ckptool
+from ckptool import Globs
+from ckptool.base.errors import RefusedError
+
+
+@every
+def test_no_value_changes(item: Fixture, out: Path) -> None:
+    before = oracle.load(item.path)
+    after = edited(item.path, out, ckptool.slim)
+    same_values(before, after)
+    same_sharing(before, after)
+    if item.path.name not in VIEWS and not any(
+        isinstance(value, torch.UntypedStorage | torch.TypedStorage) for value in values(before)
+    ):
+        assert held(after) <= needed(before)
+
+
+def values(loaded: Any) -> list[Any]:
+    return list(loaded.values()) if isinstance(loaded, dict) else []
+
+
+@every
+def test_dedupe_changes_no_value(item: Fixture, out: Path) -> None:
+    before = oracle.load(item.path)
+    after = edited(item.path, out, lambda c: ckptool.slim(c, dedupe=True))
+    same_values(before, after)
+    assert held(after) <= held(before)
+
+
+@every
+def test_slim_twice_is_slim_once(item: Fixture, out: Path, tmp_path: Path) -> None:
+    edited(item.path, out, ckptool.slim)
+    with ckptool.open(out) as checkpoint:
+        assert not ckptool.slim(checkpoint).edited
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints(path: Path, out: Path) -> None:
+    try:
+        before = oracle.load(path)
+        ckptool.open(path).close()
+    except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
+        pytest.skip("torch does not load it")
+    try:
+        after = edited(path, out, lambda c: ckptool.slim(c, dedupe=True))
+    except RefusedError as error:
+        assert path.suffix == ".safetensors" and "share memory" in str(error)
+        return
+    same_values(before, after)
+    assert held(after) <= held(before)
+
+
+# -- dedupe -------------------------------------------------------------------------------------------------
+
+
+def test_dedupe_ties_exactly_what_has_the_same_bytes(tmp_path: Path, out: Path) -> None:
+    same = torch.arange(6.0)
+    state = {
+        "a.w": same.clone(),
+        "b.w": same.clone().view(2, 3),
+        "c.w": same.clone() + 1,
+        "d.w": same.clone().view(torch.int32),
+        "e.w": nn.Parameter(same.clone()),
+    }
+    optimizer = {"state": {0: {"step": torch.tensor(3.0)}, 1: {"step": torch.tensor(3.0)}}, "param_groups": []}
+    path = saved({"model": state, "optimizer": optimizer}, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: ckptool.slim(c, dedupe=True))
+    same_values(oracle.load(path), found)
+    marks = [value.untyped_storage().data_ptr() for value in found["model"].values()]
+    assert marks[0] == marks[1] == marks[4] and len(set(marks)) == 3
+    one, two = found["optimizer"]["state"].values()
+    assert one["step"].data_ptr() != two["step"].data_ptr()
+
+
+# -- views of all kinds -------------------------------------------------------------------------------------
+
+
+def test_a_slice_of_each_kind(tmp_path: Path, out: Path) -> None:
+    big = torch.arange(4000.0)
+    state = {
+        "slice.w": big[100:103],
+        "holes.w": big[2000::500],
+        "column.w": big[500:1500].view(100, 10)[:, 3],
+        "scalar.w": big[1999],
+        "expanded.w": big[1600].expand(3, 2),
+        "flipped.w": big[1700:1706].view(2, 3).T,
+        "empty.w": big[5:5],
+        "tied.w": None,
+    }
+    state["tied.w"] = state["slice.w"]
+    path = saved(state, tmp_path / "in.pth")
+    before, after = oracle.load(path), edited(path, out, ckptool.slim)
+    same_values(before, after)
+    assert held(after) < held(before)
+    assert after["slice.w"] is after["tied.w"]
+
+
+def test_views_that_overlap_share_and_others_do_not(tmp_path: Path, out: Path) -> None:
+    big = torch.arange(10_000.0)
+    path = saved({"a.w": big[:10], "b.w": big[5:15], "c.w": big[9000:9010]}, tmp_path / "in.pth")
+    found = edited(path, out, ckptool.slim)
+    assert [value.untyped_storage().nbytes() for value in found.values()] == [60, 60, 40]
+    assert found["a.w"].data_ptr() + 20 == found["b.w"].data_ptr()
+
+
+def test_two_dtypes_in_one_storage(tmp_path: Path, out: Path) -> None:
+    """Torch lets tensors of dtypes without storage classes share one."""
+    raw = torch.arange(4096).to(torch.uint8)
+    state = {"a.w": raw[1003:1010].view(torch.float8_e5m2), "b.w": raw[1004:1012].view(torch.uint16)}
+    path = saved(state, tmp_path / "in.pth")
+    before, after = oracle.load(path), edited(path, out, ckptool.slim)
+    same_values(before, after)
+    assert held(after) <= 16
+
+
+def test_many_small_views_do_not_make_a_larger_file(tmp_path: Path, out: Path) -> None:
+    """A record costs more than the few bytes between two views."""
+    flat = torch.arange(3003.0)
+    path = saved({f"w{n}": flat[3 * n : 3 * n + 2] for n in range(1000)}, tmp_path / "in.pth")
+    before, after = oracle.load(path), edited(path, out, ckptool.slim)
+    same_values(before, after)
+    assert out.stat().st_size <= path.stat().st_size
+
+
+def test_a_choice_of_tensors(tmp_path: Path, out: Path) -> None:
+    path = saved({"a.w": torch.arange(4000.0)[:3], "b.w": torch.arange(4000.0)[:3]}, tmp_path / "in.pth")
+    found = edited(path, out, lambda c: ckptool.slim(c, only=Globs(["a.*"])))
+    assert [value.untyped_storage().nbytes() for value in found.values()] == [12, 16000]
+
+
+def test_a_storage_that_is_a_value_of_its_own_stays(tmp_path: Path, out: Path) -> None:
+    big = torch.arange(4000.0)
+    path = saved({"model": {"a.w": big[:3]}, "all": big.storage()}, tmp_path / "in.pth")
+    found = edited(path, out, ckptool.slim)
+    assert oracle.difference(oracle.load(path), found) == ""
+
+
+# -- for inference ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp4_training.pth", "lightning.ckpt", "wrapped.pth", "mmcv.pth", "ema_odd_names.pth"]
+)
+def test_for_inference(name: str, out: Path) -> None:
+    expected = oracle.load(FIXTURES / name)
+    for key in [key for key in expected if "optim" in key or "sched" in key or "scaler" in key or "ema" in key]:
+        del expected[key]
+    found = edited(FIXTURES / name, out, lambda c: ckptool.slim(c, purpose="inference"))
+    assert oracle.difference(expected, found) == ""
+
+
+def test_for_inference_keeps_the_average_where_it_is_all_there_is(tmp_path: Path, out: Path) -> None:
+    training = {"ema": {"a.weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}, "epoch": 1}
+    path = saved(copy.deepcopy(training), tmp_path / "in.pth")
+    del training["optimizer"]
+    assert oracle.difference(training, edited(path, out, lambda c: ckptool.slim(c, purpose="inference"))) == ""
+
+
+# -- entries go by their keys ----------------------------------------------------------------------------------
+# One object, such as None or an interned string, may be the value of several entries: only the chosen one is dropped.
+
+
+def test_an_entry_goes_by_its_key(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pth", tmp_path / "b.pth"
+    name = "cosine"
+    entries = {"model": {"w.x": torch.zeros(2)}, "lr_scheduler": name, "name": name, "optimizer": None, "note": None}
+    torch.save({**entries, "args": None}, path)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.redact(ckptool.slim(checkpoint, purpose="inference"), ["args"]), out)
+    assert list(torch.load(out)) == ["model", "name", "note"]

@@ -1,0 +1,334 @@
+"""Files within archives: ``outer.zip!policy.pth``."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import say
+from conftest import CORPUS, FIXTURES, needs_corpus
+
+import ckptool
+from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ckptool.base.limits import LIMITS
+from ckptool.cli import main
+from ckptool.files.archives import checkpoints_in, file_name, is_address, open_any
+from ckptool.files.sources import BytesSource, ContainedSource, SliceSource
+
+INNER = (FIXTURES / "checkpoint.pth.tar").read_bytes()
+
+
+def zipped(path: Path, parts: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as file:
+        for name, data in parts.items():
+            file.writestr(zipfile.ZipInfo(name), data, method)
+    return path
+
+
+def tarred(path: Path, parts: dict[str, bytes], mode: str = "w:") -> Path:
+    with tarfile.open(path, mode) as file:  # type: ignore[call-overload]
+        for name, data in parts.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+PARTS = {"config.json": b"{}", "run/policy.pth": INNER, "run/b.pth": (FIXTURES / "bare.pth").read_bytes()}
+
+
+@pytest.fixture(params=["stored", "deflated", "tar", "tar.gz"])
+def outer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "stored":
+        return zipped(tmp_path / "outer.zip", PARTS)
+    if request.param == "deflated":
+        return zipped(tmp_path / "outer.zip", PARTS, zipfile.ZIP_DEFLATED)
+    if request.param == "tar":
+        return tarred(tmp_path / "outer.tar", PARTS)
+    return tarred(tmp_path / "outer.tar.gz", PARTS, "w:gz")
+
+
+def test_a_member_is_the_file(outer: Path, tmp_path: Path) -> None:
+    address = f"{outer}!run/policy.pth"
+    with ckptool.open(address) as checkpoint, ckptool.open(FIXTURES / "checkpoint.pth.tar") as plain:
+        assert checkpoint.path == address
+        assert [entry.path for entry in checkpoint.survey.tensors] == [entry.path for entry in plain.survey.tensors]
+        ckptool.save(checkpoint, tmp_path / "copy.pth")
+    assert (tmp_path / "copy.pth").read_bytes() == INNER
+    assert ckptool.validate(address)["valid"]
+
+
+def test_an_edit_writes_the_member_alone(outer: Path, tmp_path: Path) -> None:
+    before = outer.read_bytes()
+    for path, out in ((f"{outer}!run/policy.pth", "a.pth"), (FIXTURES / "checkpoint.pth.tar", "b.pth")):
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(ckptool.strip_prefix(checkpoint, "module."), tmp_path / out)
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+    assert outer.read_bytes() == before
+
+
+def test_the_archive_is_an_input(outer: Path) -> None:
+    with ckptool.open(f"{outer}!run/policy.pth") as checkpoint:
+        edited = ckptool.strip_prefix(checkpoint, "module.")
+        with pytest.raises(RefusedError, match="the output is the input"):
+            ckptool.save(edited, outer, force=True)
+        with pytest.raises(RefusedError, match="cannot be edited in place"):
+            ckptool.save_in_place(edited)
+
+
+def test_stored_members_are_not_copied(tmp_path: Path) -> None:
+    for path in (zipped(tmp_path / "a.zip", PARTS), tarred(tmp_path / "a.tar", PARTS)):
+        source = open_any(f"{path}!run/policy.pth")
+        assert isinstance(source, ContainedSource) and isinstance(source.inner, SliceSource)
+        source.close()
+
+
+def test_every_command_takes_addresses(outer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address, other = f"{outer}!run/policy.pth", f"{outer}!run/b.pth"
+    folder = tmp_path / "out"
+    runs = [
+        ["keys", address],
+        ["inspect", address, "--load", "--map-location", "cpu"],
+        ["validate", address],
+        ["diff", address, address],
+        ["hash", address],
+        ["inspect", "--tree", address],
+        ["stats", address],
+        ["convert", other, "-o", str(tmp_path / "x.safetensors"), "--allow-loss", "all"],
+        ["strip-module", address, other, "--out-dir", str(folder)],
+        ["salvage", address, "-o", str(tmp_path / "saved.pth")],
+    ]
+    for run in runs:
+        assert main.run(run) == 0, (run, capsys.readouterr())
+    assert sorted(path.name for path in folder.iterdir()) == ["b.pth", "policy.pth"]
+
+
+def test_load(outer: Path) -> None:
+    found = ckptool.load(f"{outer}!run/policy.pth", key="state_dict", map_location="cpu")
+    expected = torch.load(FIXTURES / "checkpoint.pth.tar", map_location="cpu", weights_only=True)["state_dict"]
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_archives_in_archives(tmp_path: Path) -> None:
+    inner = zipped(tmp_path / "b.zip", PARTS).read_bytes()
+    middle = tarred(tmp_path / "m.tar.gz", {"x/b.zip": inner}, "w:gz").read_bytes()
+    path = zipped(tmp_path / "a.zip", {"m.tar.gz": middle})
+    with ckptool.open(f"{path}!m.tar.gz!x/b.zip!run/policy.pth") as checkpoint:
+        assert checkpoint.survey.tensors
+    with pytest.raises(NotACheckpointError, match="a gzipped tar archive that holds") as caught:
+        ckptool.open(f"{path}!m.tar.gz")
+    assert caught.value.next == f"ckptool inspect '{path}!m.tar.gz!x/b.zip'"
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptool.open(f"{path}!m.tar.gz!x/b.zip")
+    assert caught.value.next == f"ckptool inspect '{path}!m.tar.gz!x/b.zip!run/policy.pth'"
+
+
+def test_a_file_with_a_mark_is_that_file(tmp_path: Path) -> None:
+    zipped(tmp_path / "a.zip", {"b!c.pth": INNER, "d.zip!e.pth": INNER})
+    (tmp_path / "a.zip!b!c.pth").write_bytes((FIXTURES / "bare.pth").read_bytes())
+    assert not is_address(str(tmp_path / "a.zip!b!c.pth"))
+    with ckptool.open(tmp_path / "a.zip!b!c.pth") as checkpoint:
+        assert checkpoint.state_dicts[0].path == ""
+    os.remove(tmp_path / "a.zip!b!c.pth")
+    for name in ("b!c.pth", "d.zip!e.pth"):
+        with ckptool.open(tmp_path / f"a.zip!{name}") as checkpoint:
+            assert checkpoint.source.size == len(INNER)
+    zipped(tmp_path / "odd!name.zip", {"c.pth": INNER})
+    with ckptool.open(tmp_path / "odd!name.zip!c.pth") as checkpoint:
+        assert checkpoint.source.size == len(INNER)
+    assert file_name(str(tmp_path / "odd!name.zip!c.pth")) == "c.pth"
+    assert file_name("x/no!such.pth") == "no!such.pth"
+
+
+def test_what_is_not_there(outer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match=r"there is no 'policy\.pth'") as caught:
+        ckptool.open(f"{outer}!policy.pth")
+    assert caught.value.next == f"ckptool inspect '{outer}!run/policy.pth'"
+    with pytest.raises(UnreadableError, match="is no zip or tar archive"):
+        ckptool.open(f"{outer}!config.json!x")
+    with pytest.raises(UnreadableError, match="no such file"):
+        ckptool.open(tmp_path / "nowhere.zip!x.pth")
+    with pytest.raises(UnreadableError, match="no zip or tar archive"):
+        ckptool.open(f"{FIXTURES / 'legacy_bare.pth'}!x")
+
+
+def test_a_thousand_marks(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "a.zip", PARTS)
+    for rest in ("!x" * 1000, "!" * 100_000, "!run/policy.pth" * 1000):
+        with pytest.raises(UnreadableError):
+            ckptool.open(f"{path}{rest}")
+    data = INNER
+    for _ in range(20):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as file:
+            file.writestr("a", data)
+        data = buffer.getvalue()
+    path.write_bytes(data)
+    with pytest.raises(UnreadableError, match="archives in each other"):
+        ckptool.open(f"{path}{'!a' * 20}")
+    with ckptool.open(_chained(tmp_path / "few.zip", LIMITS.nesting)) as checkpoint:
+        assert checkpoint.source.size == len(INNER)
+
+
+def _chained(path: Path, count: int) -> str:
+    data = INNER
+    for _ in range(count):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as file:
+            file.writestr("a", data)
+        data = buffer.getvalue()
+    path.write_bytes(data)
+    return f"{path}{'!a' * count}"
+
+
+def test_bombs(tmp_path: Path) -> None:
+    bomb = zipped(tmp_path / "bomb.zip", {"a.pth": bytes(100 << 20)}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(MalformedError, match="no pickle, but a bomb"):
+        ckptool.open(f"{bomb}!a.pth")
+    with pytest.raises(NotACheckpointError, match="a zip archive that holds"):
+        ckptool.open(bomb)
+    big = tmp_path / "big.tar.gz"
+    header = tarfile.TarInfo("a.pth")
+    header.size = 400 << 20
+    with gzip.open(big, "wb", compresslevel=1) as file:
+        file.write(header.tobuf())
+        for _ in range(400):
+            file.write(bytes(1 << 20))
+    with pytest.raises(UnreadableError, match="inflate"):
+        ckptool.open(f"{big}!a.pth")
+    with pytest.raises(UnreadableError, match="it inflates to more than"):
+        ckptool.open(f"{big}!b.pth")
+
+
+def test_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.files.archives.LIMITS", LIMITS._replace(member_bytes=1000))
+    for path, step in (
+        (zipped(tmp_path / "a.zip", PARTS, zipfile.ZIP_DEFLATED), "unzip"),
+        (tarred(tmp_path / "a.tar.gz", PARTS, "w:gz"), "tar -xzf"),
+    ):
+        with pytest.raises(UnreadableError, match="not inflated to memory") as caught:
+            ckptool.open(f"{path}!run/policy.pth")
+        assert caught.value.next == f"{step} {path} run/policy.pth, then name the file inside"
+    for path in (zipped(tmp_path / "b.zip", PARTS), tarred(tmp_path / "b.tar", PARTS)):
+        ckptool.open(f"{path}!run/policy.pth").close()
+
+
+def test_damage_never_crashes(tmp_path: Path) -> None:
+    for path in (
+        zipped(tmp_path / "a.zip", PARTS, zipfile.ZIP_DEFLATED),
+        tarred(tmp_path / "a.tar", PARTS),
+        tarred(tmp_path / "a.tar.gz", PARTS, "w:gz"),
+    ):
+        data = path.read_bytes()
+        for at in range(0, len(data), max(len(data) // 150, 1)):
+            for bad in (data[:at], data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]):
+                path.write_bytes(bad)
+                for address in (str(path), f"{path}!run/policy.pth"):
+                    try:
+                        ckptool.open(address).close()
+                    except UnreadableError as error:
+                        assert str(error)
+
+
+def test_several_gzip_streams(tmp_path: Path) -> None:
+    data = tarred(tmp_path / "a.tar", PARTS).read_bytes()
+    half = len(data) // 2
+    (tmp_path / "a.tgz").write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]) + bytes(100))
+    with ckptool.open(tmp_path / "a.tgz!run/policy.pth") as checkpoint:
+        assert checkpoint.source.read(0, len(INNER)) == INNER
+
+
+def test_folders_links_and_sparse_members_are_no_files(tmp_path: Path) -> None:
+    path = tmp_path / "odd.tar"
+    with tarfile.open(path, "w:", format=tarfile.GNU_FORMAT) as file:
+        for name, kind in (("dir.pth", tarfile.DIRTYPE), ("link.pth", tarfile.SYMTYPE), ("s.pth", b"S")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "elsewhere"
+            file.addfile(info)
+    for name in ("link.pth", "s.pth"):
+        with pytest.raises(UnreadableError, match="is no file, or one with holes"):
+            ckptool.open(f"{path}!{name}")
+    assert checkpoints_in(BytesSource(path.read_bytes())) == []
+
+
+def test_the_last_of_two_members_counts(tmp_path: Path) -> None:
+    """As tar itself unpacks them."""
+    path = tmp_path / "twice.tar"
+    with tarfile.open(path, "w:") as file:
+        for data in (b"first", INNER):
+            info = tarfile.TarInfo("./a.pth")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    with ckptool.open(f"{path}!a.pth") as checkpoint:
+        assert checkpoint.source.size == len(INNER)
+
+
+@needs_corpus
+def test_real_ones() -> None:
+    with ckptool.open(f"{CORPUS / 'allenai__allennlp__model.tar.gz'}!weights.th") as checkpoint:
+        assert len(checkpoint.survey.tensors) == 9
+    path = CORPUS / "DLR-RM__rl-trained-agents__CartPole-v1.zip"
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptool.open(path)
+    assert caught.value.next == f"ckptool inspect '{path}!policy.pth'"
+    with zipfile.ZipFile(path) as file:
+        expected = torch.load(io.BytesIO(file.read("policy.pth")), weights_only=True)
+    found = ckptool.load(f"{path}!policy.pth")
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a.weight": torch.zeros(2), "a.bias": torch.zeros(3)}, "a.pth")
+    torch.save({"b.weight": torch.zeros(2), "b.bias": torch.zeros(3)}, "b.pth")
+    assert say("strip-module", "b.pth", "--prefix", "b.", "--in-place").code == 0
+    assert say("lock", "a.pth", "-o", "a.lock.json").code == 0
+    with tarfile.open("x.tgz", "w:gz") as archive, zipfile.ZipFile("x.zip", "w", zipfile.ZIP_DEFLATED) as other:
+        for name in ("a.pth", "b.pth", "a.lock.json"):
+            archive.add(name, f"run/{name}")
+            other.write(name, f"run/{name}")
+    for outer in ("x.tgz", "x.zip"):
+        assert say("match", f"{outer}!run/a.pth", f"{outer}!run/a.pth").code == 0
+        assert say("match", "a.pth", f"{outer}!run/a.lock.json").code == 0
+        said = say("rename", f"{outer}!run/b.pth", "--like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
+        assert said.code == 0, said.all
+        assert list(torch.load(f"{outer}.pth")) == ["a.weight", "a.bias"]
+        said = say("history", f"{outer}!run/b.pth")
+        assert said.code == 0 and "2 versions" in said.out and "undo" not in said.out
+        said = say("undo", f"{outer}!run/b.pth")
+        assert said.code == 4 and "within an archive" in said.err and "then name the file inside" in said.err
+
+
+@pytest.mark.parametrize("name", ["model.pth.gz", "model.pth"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_gzipped_checkpoint(name: str, legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"module.w": torch.arange(6.0)}
+    torch.save(state, "plain.pth", _use_new_zipfile_serialization=not legacy)
+    Path(name).write_bytes(gzip.compress(Path("plain.pth").read_bytes()))
+    said = say("inspect", name)
+    assert said.code == 3 and f"ckptool inspect '{name}!model.pth'" in said.err
+    address = f"{name}!model.pth"
+    assert say("validate", address).code == 0
+    assert say("strip-module", address, "-o", "out.pth").code == 0
+    assert torch.equal(torch.load("out.pth")["w"], state["module.w"])
+    said = say("inspect", f"{name}!other.pth")
+    assert said.code == 3 and f"ckptool inspect '{address}'" in said.err
+    Path(name).write_bytes(Path(name).read_bytes()[:-40])
+    said = say("validate", address)
+    assert said.code in (1, 3) and "cut" in said.all
+
+
+def test_gzip_data_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.files.archives.LIMITS", LIMITS._replace(member_bytes=1 << 20))
+    path = tmp_path / "m.pth.gz"
+    path.write_bytes(gzip.compress(b"PK\3\4" + os.urandom(2 << 20)))
+    with pytest.raises(UnreadableError, match="not inflated to memory") as caught:
+        open_any(f"{path}!m.pth")
+    assert "gunzip -c" in caught.value.next

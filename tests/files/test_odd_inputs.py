@@ -1,0 +1,182 @@
+"""What is no regular file, or a strange one: an answer in under two seconds, never a wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command_line import say
+from conftest import ROOT as PROJECT
+from crafted_files import TENSOR, plain
+
+import ckptool
+
+#: Of waiting: what hangs, hangs for good. A machine with other work to do is no reason to fail.
+SECONDS = 60.0
+COMMANDS = ("inspect", "keys", "validate", "strip-module", "salvage")
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def ask(folder: Path, *arguments: str) -> Answer:
+    """A process of its own: a wait in open() cannot be interrupted from within."""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptool", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=SECONDS,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def called(command: str, name: str) -> list[str]:
+    more = ["-o", "out.pth", "--force"] if command in ("strip-module", "salvage") else []
+    return [command, *more, "--", name]
+
+
+def checked(folder: Path, name: str, words: str) -> None:
+    """Every command, one after the other."""
+    for command in COMMANDS:
+        said = ask(folder, *called(command, name))
+        assert said.code == 3, (command, said)
+        assert words in said.err, (command, said.err)
+        assert "Traceback" not in said.err
+        assert said.seconds < SECONDS, (command, said.seconds)
+        assert not (folder / "out.pth").exists()
+
+
+def test_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pth")
+    checked(tmp_path, "pipe.pth", "a named pipe")
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom", "/dev/tty"])
+def test_device(device: str, tmp_path: Path) -> None:
+    said = ask(tmp_path, "validate", device)
+    assert (said.code, said.seconds < SECONDS, "Traceback" in said.err) == (3, True, False)
+    if device != "/dev/tty":  # there may be none
+        assert "a character device" in said.err
+
+
+def test_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the names of sockets are short
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind("sock.pth")
+        checked(tmp_path, "sock.pth", "a socket")
+
+
+def test_directory(tmp_path: Path) -> None:
+    (tmp_path / "folder.pth").mkdir()
+    for command in ("strip-module", "salvage"):
+        said = ask(tmp_path, command, "-o", "out.pth", "folder.pth")
+        assert said.code in (2, 3)
+        assert "Traceback" not in said.err
+    for command in ("inspect", "keys", "validate"):
+        said = ask(tmp_path, command, "folder.pth")
+        assert said.code == 3
+        assert "folder" in said.err or "directory" in said.err
+
+
+def test_symlink_loop(tmp_path: Path) -> None:
+    (tmp_path / "a.pth").symlink_to("b.pth")
+    (tmp_path / "b.pth").symlink_to("a.pth")
+    checked(tmp_path, "a.pth", "symbolic links")
+
+
+def test_a_link_into_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.pth").symlink_to("nowhere.pth")
+    checked(tmp_path, "a.pth", "the link points to nothing")
+
+
+def test_a_folder_that_links_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "last").symlink_to("..", target_is_directory=True)
+    (tmp_path / "runs" / "a.pth").write_bytes(plain())
+    said = ask(tmp_path, "validate", "runs")
+    assert (said.code, said.seconds < SECONDS) == (0, True)
+
+
+def test_a_folder_with_a_pipe_in_it(tmp_path: Path) -> None:
+    """A search looks at content, and must not wait for it."""
+    (tmp_path / "runs").mkdir()
+    os.mkfifo(tmp_path / "runs" / "pipe.pth")
+    (tmp_path / "runs" / "a.pth").write_bytes(plain())
+    said = ask(tmp_path, "validate", "runs")
+    assert (said.code, said.seconds < SECONDS) == (0, True), said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_mode_000(tmp_path: Path) -> None:
+    path = tmp_path / "shut.pth"
+    path.write_bytes(plain())
+    path.chmod(0)
+    checked(tmp_path, "shut.pth", "no permission")
+
+
+def test_64_gib_of_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "sparse.pth").open("wb") as file:
+        file.truncate(64 << 30)
+    checked(tmp_path, "sparse.pth", "zeros")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect",
+        "keys",
+        "validate",
+    ],
+)
+def test_64_gib_of_nothing_behind_a_checkpoint(command: str, tmp_path: Path) -> None:
+    """A download into a file that was made at its full size, and stopped."""
+    with (tmp_path / "sparse.pth").open("wb") as file:
+        file.write(plain()[:-300])
+        file.truncate(64 << 30)
+    said = ask(tmp_path, command, "sparse.pth")
+    assert said.code in (1, 3)
+    assert said.seconds < SECONDS
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb.pth", "-o.pth", "--help", "a b'\".pth", "\udcff\udcfe.pth", "*.pth", "[a].pth", "é.pth"]
+)
+def test_a_strange_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        (tmp_path / name).write_bytes(plain({"module.w": TENSOR}))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    for command in COMMANDS:
+        begin = time.monotonic()
+        said = say(*called(command, name))
+        assert (said.code, time.monotonic() - begin < SECONDS) == (0, True), (command, said)
+
+
+@pytest.mark.parametrize("name", ["", "nowhere.pth", "x" * 300, "/".join("x" * 9 for _ in range(900))])
+def test_a_name_of_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS:
+        said = say(*called(command, name))
+        assert said.code in (2, 3), (command, said)
+
+
+def test_a_name_with_nul(tmp_path: Path) -> None:
+    with pytest.raises(ckptool.CkptoolError):
+        ckptool.open(f"{tmp_path}/a\0b.pth")

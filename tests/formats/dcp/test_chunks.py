@@ -1,0 +1,237 @@
+"""Pieces of DCP tensors: overlaps and gaps are found in linear time, and none is reported without proof."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import combinations, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dcp_folders import write_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.base.limits import LIMITS
+from ckptool.files.sources import BytesSource
+from ckptool.formats.dcp import chunks as dcp_chunks
+from ckptool.formats.dcp import items as dcp_items
+from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
+from ckptool.formats.dcp.metadata import Box, Item, Metadata, ValueMetadata, merge_metadata
+
+#: Five around a hole in the middle, which is the fifth: a line goes between no two of them.
+RING: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+
+
+def pinwheels(count: int) -> list[Box]:
+    """A ring in the middle of a ring, and so on: the frame of each takes the place of the one in the middle."""
+    boxes: list[Box] = []
+    at, size = 0, 2 * count + 1
+    for _ in range(count):
+        boxes += [
+            ((at, at), (1, size - 1)),
+            ((at, at + size - 1), (size - 1, 1)),
+            ((at + size - 1, at + 1), (1, size - 1)),
+            ((at + 1, at), (size - 1, 1)),
+        ]
+        at, size = at + 1, size - 2
+    return [*boxes, ((at, at), (1, 1))]
+
+
+def deep(boxes: list[Box]) -> list[Box]:
+    """The same in three dimensions: each twice, one behind the other, and not at the same place."""
+    front: list[Box] = [((0, *at), (2, *size)) for at, size in boxes]
+    return front + [((2, at[1], at[0]), (1, size[1], size[0])) for at, size in boxes]
+
+
+def common(one: Box, other: Box) -> bool:
+    """Do they have elements in common?"""
+    return bool(prod(one[1]) and prod(other[1])) and all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other))
+
+
+def test_two_dimensions_take_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_chunks, "_COMPARED", 0)
+    boxes = pinwheels(300)
+    assert regions_overlapping(boxes) == (None, True)
+    assert region_missing((601, 601), boxes) is None
+    assert region_missing((601, 601), boxes[:-1]) == boxes[-1]
+    found = regions_overlapping([*boxes, ((300, 299), (1, 2))]).boxes
+    assert found is not None and common(*found)
+
+
+def test_of_three_dimensions_nothing_is_said_without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert regions_overlapping(deep(RING)) == (None, True)
+    monkeypatch.setattr(dcp_chunks, "_COMPARED", 1)
+    tall: list[Box] = [((number % 2, *at), (3 - number % 2, *size)) for number, (at, size) in enumerate(RING)]
+    assert regions_overlapping(tall) == (None, False)
+
+
+@st.composite
+def some_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    boxes = []
+    for _ in range(draw(st.integers(0, 6))):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets))
+        boxes.append((offsets, sizes))
+    return shape, boxes
+
+
+@given(some_boxes())
+def test_overlaps_and_gaps_that_are_found_are_real(made: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = made
+    answer = regions_overlapping(boxes)
+    assert answer.sure
+    if any(common(one, other) for one, other in combinations(boxes, 2)):
+        assert answer.boxes is not None and common(*answer.boxes)
+        return
+    assert answer.boxes is None
+    missing = region_missing(shape, boxes)
+    elements = product(*map(range, shape))
+    free = {one for one in elements if not any(common((one, (1,) * len(shape)), box) for box in boxes)}
+    if missing is None:
+        assert not free
+    else:
+        assert set(product(*(range(at, at + size) for at, size in zip(*missing)))) <= free and prod(missing[1])
+
+
+def test_pieces_that_were_not_compared_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from dcp_folders import write_boxes
+
+    from ckptool.cli.main import run
+
+    whole = torch.arange(27.0).reshape(3, 3, 3)
+    tall: list[Box] = [((0, *at), (3, *size)) for at, size in RING[:4]]
+    tall += [((0, 1, 1), (2, 1, 1)), ((2, 1, 1), (1, 1, 1))]
+    folder = write_boxes(tmp_path / "saved", {"w": (whole, tall)})
+    assert ckptool.validate(folder)["valid"]
+    monkeypatch.setattr(dcp_chunks, "_COMPARED", 1)
+    report: dict[str, Any] = ckptool.validate(folder)
+    assert (report["valid"], report["coverage"]) == (True, "partial")
+    assert "structure" in report["not_checked"]
+    with ckptool.open(folder) as checkpoint:
+        (entry,) = checkpoint.survey.tensors
+        held = checkpoint.container.stored(entry.tensor.storage).span
+        assert held is not None and held.source.read(0, 108) == whole.numpy().tobytes()
+    assert run(["convert", str(folder), "-o", str(tmp_path / "out.pth")]) == 4
+    assert "not all compared" in capsys.readouterr().err
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+# A thousand ranks cut a thousand tensors into a million pieces: whatever looks at each piece must find it at once.
+# Steps are counted, not seconds.
+
+
+def steps(call: Callable[[], Any]) -> int:
+    """Lines of Python that a call runs."""
+    count = 0
+
+    def line(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(line)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def grows(call: Callable[[int], Callable[[], Any]], small: int = 40) -> float:
+    """How many times the steps of four times as much."""
+    return steps(call(4 * small)) / steps(call(small))
+
+
+def grid(count: int) -> list[Any]:
+    return [((row * 2, column * 3), (2, 3)) for row in range(count) for column in range(count)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_overlaps_of_a_grid_are_found_in_linear_time(reverse: bool) -> None:
+    def call(count: int) -> Callable[[], Any]:
+        boxes = grid(count // 4)
+        return lambda: regions_overlapping(boxes[::-1] if reverse else boxes)
+
+    assert grows(call) < 16 * 1.5  # sixteen times as many
+    assert regions_overlapping(grid(30)) == (None, True)
+    assert regions_overlapping([*grid(30), ((11, 11), (1, 1))]).boxes is not None
+
+
+def test_pieces_that_no_line_separates_are_compared() -> None:
+    """Five of them around a hole in the middle."""
+    ring = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert regions_overlapping(ring) == (None, True)
+    assert regions_overlapping([*ring[:4], ((1, 1), (1, 2))]).boxes is not None
+
+
+def test_metadata_of_many_ranks_is_merged_in_linear_time() -> None:
+    def call(ranks: int) -> Callable[[], Any]:
+        found = []
+        for rank in range(ranks):
+            listed = {"w": ValueMetadata(None, (ranks,), (((rank,), (1,)),))}
+            item = Item("w", (rank,), f"__{rank}_0.distcp", 0, 1)
+            found.append(Metadata(None, 0, listed, {"w": ("w",)}, [item], "", [], [], []))
+        return lambda: merge_metadata(found)
+
+    assert grows(call) < 4 * 1.5
+
+
+def test_reading_in_order_looks_at_a_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    real = dcp_chunks._copy
+    monkeypatch.setattr(dcp_chunks, "_copy", lambda *arguments: (looked.append(arguments), real(*arguments))[1])
+    data = bytes(range(200))
+    chunks = [Chunk(((at,), (1,)), BytesSource(data), at) for at in range(200)]
+    source = ChunkedSource((200,), 1, chunks, "t")
+    assert b"".join(source.read(at, 2) for at in range(0, 200, 2)) == data
+    assert len(looked) == 200
+
+
+def test_an_audit_takes_linear_time(tmp_path: Path) -> None:
+    def call(ranks: int) -> Callable[[], Any]:
+        folder = write_ranks(tmp_path / str(ranks), {"w": torch.zeros(ranks, 2)}, ranks)
+        checkpoint = ckptool.open(folder)
+        return lambda: checkpoint.container.audit(())
+
+    assert grows(call, 20) < 4 * 1.5
+
+
+def test_each_file_is_opened_once_to_look_at_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are listed tensor by tensor: in that order every one of them is in another file."""
+    from ckptool.files import pool
+
+    ranks = LIMITS.open_files * 2
+    folder = write_ranks(tmp_path / "saved", {f"w{n}": torch.zeros(ranks, 2) for n in range(5)}, ranks)
+    opened: list[str] = []
+    real = pool.open_file
+    monkeypatch.setattr(pool, "open_file", lambda name: (opened.append(name), real(name))[1])
+    with ckptool.open(folder) as checkpoint:
+        opened.clear()
+        checkpoint.container.audit(())
+        assert len(opened) <= ranks
+        opened.clear()
+        assert len(list(checkpoint.container.pickles()))
+        assert len(opened) <= ranks
+
+
+def test_a_small_item_is_read_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_ranks(tmp_path / "saved", {"w": torch.zeros(4, 2)}, 1)
+    with ckptool.open(folder) as checkpoint:
+        container: Any = checkpoint.container
+        (item,) = container.read.items
+        file = container.files[item.file]
+        sizes: list[int] = []
+        real = file.read
+        monkeypatch.setattr(file, "read", lambda at, size: (sizes.append(size), real(at, size))[1])
+        dcp_items.open_item(item, file)
+        assert sizes == [item.length]

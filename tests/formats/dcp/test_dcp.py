@@ -1,0 +1,380 @@
+"""DCP folders: read as torch reads them, from any number of ranks, and written so that torch reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES, LOADABLE, Fixture, by_name
+from dcp_ranks import ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.tensors import contiguous_strides
+from ckptool.cli.main import run
+from ckptool.files.sources import BytesSource
+from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
+
+FOLDER = FIXTURES / "dcp4"
+
+
+def by_torch(folder: Path, tmp_path: Path) -> Any:
+    """The object that torch makes of a folder."""
+    out = tmp_path / f"{folder.name}.by_torch.pt"
+    dcp_to_torch_save(folder, out)
+    return torch.load(out, weights_only=False)
+
+
+def by_us(path: Path, tmp_path: Path) -> Any:
+    """The object in the torch file that we make of a folder."""
+    out = tmp_path / f"{path.name}.by_us.pt"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), out)
+    assert ckptool.validate(out)["status"] == "valid"
+    return torch.load(out, weights_only=False)
+
+
+def to_dcp(path: Path, out: Path, *allow: str) -> Path:
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "dcp", allow=allow), out)
+    return out
+
+
+def shown(value: Any) -> str:
+    """Names and values, whatever the order of the names: a program that loads has keys of its own kind and order."""
+    return repr(_shown(value))
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((str(key), _shown(inner)) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return [_shown(inner) for inner in value]
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).tolist() if flat.numel() else []
+    return value
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_what_torch_makes_of_it(tmp_path: Path) -> None:
+    assert oracle.difference(by_us(FOLDER, tmp_path), by_torch(FOLDER, tmp_path)) == ""
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    ranks("save", str(folder), "3")
+    ours = by_us(folder, tmp_path)
+    assert oracle.difference(ours, by_torch(folder, tmp_path)) == ""
+    assert shown(ours) == shown(by_torch(FOLDER, tmp_path))
+    assert ckptool.validate(folder)["status"] == "valid"
+
+
+def test_ranks_with_metadata_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    ranks("alone", str(folder), "2")
+    assert not (folder / ".metadata").exists()
+    with ckptool.open(folder) as checkpoint:
+        assert "2 ranks, each with its own metadata" in checkpoint.container.writer
+    assert shown(by_us(folder, tmp_path)) == shown(by_torch(FOLDER, tmp_path))
+
+
+def test_every_element_is_read_from_its_piece(tmp_path: Path) -> None:
+    whole = by_torch(FOLDER, tmp_path)["model"]
+    for name, tensor in whole.items():
+        found = ckptool.get(FOLDER, f'model["{name}"]').tobytes()
+        assert found == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def test_reading_the_keys_opens_no_piece_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.formats.dcp import folder as dcp_folder
+
+    opened: list[str] = []
+    real = dcp_folder.open_item
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    with ckptool.open(FOLDER) as checkpoint:
+        assert len(checkpoint.survey.tensors) == 12
+    assert "epoch" in opened
+    assert not [name for name in opened if name.startswith("model.")]
+
+
+def test_it_is_equal_to_the_torch_file_that_it_becomes(tmp_path: Path) -> None:
+    out = tmp_path / "one.pt"
+    with ckptool.open(FOLDER) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), out)
+    assert ckptool.diff(FOLDER, out, ignore=["container"])["same"]
+    one, two = ckptool.hash(FOLDER), ckptool.hash(out)
+    assert one == two | {"path": one["path"]}
+
+
+def test_a_bare_state_dict_without_places(tmp_path: Path) -> None:
+    """``flatten_state_dict=False`` keeps the names as they are."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"a.b": torch.arange(6).reshape(2, 3), "c": {"d": torch.ones(2)}}
+    folder = tmp_path / "flat"
+    dcp.save(state, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    loaded = by_us(folder, tmp_path)
+    assert oracle.difference(loaded, {"a.b": state["a.b"], "c": {"d": torch.ones(2)}}) == ""
+
+
+def test_objects_with_tensors_in_them(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    weight = torch.arange(4.0)
+    state = {"pair": (weight, weight), "set": {"inner": {1, 2}}, "none": [None, [1, (2, "x")]], "od": OrderedDict()}
+    dcp.save(state, checkpoint_id=tmp_path / "objects")
+    assert oracle.difference(by_us(tmp_path / "objects", tmp_path), by_torch(tmp_path / "objects", tmp_path)) == ""
+
+
+def test_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    with ckptool.open(FOLDER) as checkpoint:
+        ckptool.save(checkpoint, out)
+    assert sorted(os.listdir(out)) == sorted(os.listdir(FOLDER))
+    assert all((out / name).read_bytes() == (FOLDER / name).read_bytes() for name in os.listdir(FOLDER))
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A shape, and boxes that fill it: each dimension is cut somewhere."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for size in shape:
+        at = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        boxes = [((*o, a), (*s, b - a)) for o, s in boxes for a, b in pairwise(at)]
+    return shape, boxes
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut(), st.sampled_from((1, 2, 4)), st.data())
+def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width: int, data: st.DataObject) -> None:
+    shape, boxes = made
+    whole = torch.randint(0, 255, (*shape, width), dtype=torch.uint8)
+    chunks = []
+    for offsets, sizes in boxes:
+        part = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))].contiguous()
+        chunks.append(Chunk((offsets, sizes), BytesSource(b"xx" + part.numpy().tobytes()), 2))
+    source = ChunkedSource(shape, width, chunks, "t")
+    wanted = whole.numpy().tobytes()
+    assert source.read(0, source.size) == wanted
+    begin = data.draw(st.integers(0, len(wanted)))
+    size = data.draw(st.integers(0, len(wanted)))
+    assert source.read(begin, size) == wanted[begin : begin + size]
+    assert regions_overlapping(boxes) == (None, True)
+    assert region_missing(shape, boxes) is None
+    if len(boxes) > 1:
+        assert region_missing(shape, boxes[1:]) == boxes[0]
+        assert regions_overlapping([*boxes, boxes[0]]).boxes is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.permutations(range(3)), st.tuples(*[st.integers(1, 5)] * 3), st.sampled_from((1, 2, 4, 8)))
+def test_a_turned_piece_reads_row_by_row(order: list[int], shape: tuple[int, int, int], width: int) -> None:
+    base = torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape)
+    turned = base.permute(order)
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    data = base.to(dtype).numpy().tobytes()
+    source = RowSource(BytesSource(data), 0, tuple(turned.shape), turned.stride(), width, "t")
+    source._most = 2
+    wanted = turned.to(dtype).contiguous().numpy().tobytes()
+    assert source.read(0, source.size) == wanted
+    assert source.read(3, 11) == wanted[3:14]
+    assert contiguous_strides(shape) == base.stride()
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+def test_from_four_ranks_to_two(tmp_path: Path) -> None:
+    one = tmp_path / "one.pt"
+    with ckptool.open(FOLDER) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), one)
+    folder = to_dcp(one, tmp_path / "again")
+    ranks("load", str(folder), "2", str(tmp_path / "loaded.pt"))
+    loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
+    assert shown(loaded) == shown(by_torch(FOLDER, tmp_path))
+
+
+#: What differs by itself when torch flattens and nests it: keys that are no texts, empty dicts, objects of these kinds.
+_SOME = ("wrapped.pth", "lightning.ckpt", "ddp4_training.pth", "dtypes_typed.pt", "big_endian.pth")
+_SOME += ("legacy_wrapped.pth", "protocol5.pth", "zip_deflated.pth", "shared_views.pth", "tied.pth", "cuda0.pth")
+_SOME += ("fsdp_wrapped.pth", "conj_neg.pt", "parameter.pt", "rng_states.pt", "gan.pth")
+
+
+@pytest.mark.parametrize("item", [item for item in LOADABLE if item.path.name in _SOME], ids=by_name)
+def test_what_is_written_is_what_torch_would_write(item: Fixture, tmp_path: Path) -> None:
+    ours = to_dcp(item.path, tmp_path / "ours", "all")
+    assert ckptool.validate(ours)["status"] == "valid"
+    loaded = by_torch(ours, tmp_path)
+    assert oracle.difference(loaded, by_us(ours, tmp_path)) == ""
+    source = torch.load(item.path, map_location="cpu", weights_only=False)
+    plain = tmp_path / "plain.pt"
+    torch.save(source, plain)
+    torch_save_to_dcp(plain, tmp_path / "theirs")
+    theirs = by_torch(tmp_path / "theirs", tmp_path)
+    assert shown(loaded) == shown(theirs)
+
+
+def test_dtypes_that_torch_itself_does_not_save_this_way(tmp_path: Path) -> None:
+    """Their tensors become objects, which torch loads all the same."""
+    path = FIXTURES / "dtypes_untyped.pt"
+    source = torch.load(path, weights_only=False)
+    assert shown(by_torch(to_dcp(path, tmp_path / "ours", "all"), tmp_path)) == shown(source)
+
+
+def test_it_is_the_same_each_time(tmp_path: Path) -> None:
+    one, two = (to_dcp(FIXTURES / "wrapped.pth", tmp_path / name) for name in ("one", "two"))
+    assert sorted(os.listdir(one)) == [".metadata", "__0_0.distcp"]
+    assert all((one / name).read_bytes() == (two / name).read_bytes() for name in os.listdir(one))
+
+
+def test_an_edit_of_a_folder_gives_a_folder(tmp_path: Path) -> None:
+    out = tmp_path / "edited"
+    with ckptool.open(FOLDER) as checkpoint:
+        ckptool.save(ckptool.drop(checkpoint, ["optimizer"]), out)
+    wanted = by_torch(FOLDER, tmp_path)
+    del wanted["optimizer"]
+    assert oracle.difference(by_torch(out, tmp_path), wanted) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shared_views.pth", "strides"),
+        ("tied.pth", "sharing"),
+        ("parameter.pt", "requires-grad"),
+        ("cuda0.pth", "devices"),
+    ],
+)
+def test_what_a_folder_cannot_hold_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="a DCP folder cannot hold") as error:
+        to_dcp(FIXTURES / name, tmp_path / "out")
+    assert f"--allow-loss {kind}" in error.value.next
+
+
+def test_what_one_rank_had_is_no_whole_tensor(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"what one rank had of larger ones .*: \[\"layers\.0\.weight\"\]"):
+        to_dcp(FIXTURES / "dtensor.pt", tmp_path / "out")
+
+
+def test_a_dtensor_says_what_it_is_a_part_of() -> None:
+    listed = ckptool.keys(FIXTURES / "dtensor.pt")["tensors"]
+    assert [item.get("placements") for item in listed] == [["Shard(0)"], ["Replicate()"], None]
+    mesh = {"device": "cpu", "names": ["shard"], "shape": [1], "ranks": 1}
+    assert [item.get("mesh") for item in listed] == [mesh, mesh, None]
+    assert [item.get("local_shape") for item in listed] == [[4, 3], [4, 3], None]
+
+
+def test_keys_that_are_no_texts_are_a_loss(tmp_path: Path) -> None:
+    torch.save({"state": {0: torch.ones(2)}, "none": {}}, tmp_path / "x.pt")
+    with pytest.raises(RefusedError, match=r"keys that are no texts: state\[0\] and none"):
+        to_dcp(tmp_path / "x.pt", tmp_path / "out")
+    out = to_dcp(tmp_path / "x.pt", tmp_path / "out", "containers")
+    assert list(by_torch(out, tmp_path)) == ["state"]
+
+
+def test_two_values_of_one_name(tmp_path: Path) -> None:
+    torch.save({"a": {"b": 1}, "a.b": 2}, tmp_path / "x.pt")
+    with pytest.raises(RefusedError, match=r"would both be called 'a\.b'"):
+        to_dcp(tmp_path / "x.pt", tmp_path / "out")
+
+
+def test_a_folder_holds_a_dict(tmp_path: Path) -> None:
+    torch.save([torch.ones(2)], tmp_path / "x.pt")
+    with pytest.raises(RefusedError, match="holds a dict, and this is list"):
+        to_dcp(tmp_path / "x.pt", tmp_path / "out")
+
+
+def test_options_of_other_formats(tmp_path: Path) -> None:
+    with ckptool.open(FIXTURES / "tied.pth") as checkpoint:
+        with pytest.raises(TargetError, match="other names of a tensor"):
+            ckptool.convert(checkpoint, "dcp", tied="keep-first")
+        with pytest.raises(TargetError, match="the whole checkpoint"):
+            ckptool.convert(checkpoint, "dcp", key="state_dict")
+        ckptool.save(ckptool.convert(checkpoint, "dcp", tied="clone"), tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_entries_under_keys_without_a_name_are_left_out_on_demand(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), (1, 2): torch.zeros(3), "inner": {b"k": 1, "kept": torch.ones(1), frozenset(): 2}}
+    torch.save(state, tmp_path / "in.pth")
+    with pytest.raises(RefusedError, match="keys that have no name") as caught:
+        to_dcp(tmp_path / "in.pth", tmp_path / "out")
+    assert "--allow-loss keys" in str(caught.value.next) or caught.value.again is not None
+    out = to_dcp(tmp_path / "in.pth", tmp_path / "out", "keys")
+    assert oracle.difference(by_torch(out, tmp_path), {"w": torch.ones(2), "inner": {"kept": torch.ones(1)}}) == ""
+
+
+def test_conjugate_and_negative_tensors_have_the_values_of_dcp(tmp_path: Path) -> None:
+    """DCP saves tensors with their lazy flags; to load one resolves them."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6 + 0j]])
+    state = {
+        "conj": numbers.conj(),
+        "turned": numbers.t().conj(),
+        "neg": torch._neg_view(torch.tensor([1.0, -2.0, 0.0])),
+        "both": torch._neg_view(numbers.conj()),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    wanted = {name: torch.empty_like(tensor).resolve_conj().resolve_neg() for name, tensor in state.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "in", no_dist=True)
+    with ckptool.open(tmp_path / "in") as checkpoint:
+        for name, tensor in wanted.items():
+            assert ckptool.get(checkpoint, name).tolist() == tensor.tolist()
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+    assert ckptool.validate(tmp_path / "in")["status"] == "valid"
+
+
+def test_an_empty_name(tmp_path: Path) -> None:
+    value = {"": torch.ones(2), "a": torch.zeros(2), "'": torch.ones(3)}
+    torch.save(value, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "dcp"), tmp_path / "out.dcp")
+    with ckptool.open(tmp_path / "out.dcp") as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "back.pth")
+    dcp_to_torch_save(tmp_path / "out.dcp", tmp_path / "theirs.pth")
+    for path in (tmp_path / "back.pth", tmp_path / "theirs.pth"):
+        back = torch.load(path)
+        assert back.keys() == value.keys() and all(torch.equal(back[name], value[name]) for name in value)
+
+
+# -- a folder is not written under the name of a file ----------------------------------------------------------
+# An edit of a DCP folder writes a folder: under a name such as x.pth nobody would look into it.
+
+
+@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "x.pth.tar", "x.safetensors"])
+@pytest.mark.parametrize("edit", [["drop", "optimizer"], ["add-module"], ["strip-module"]], ids=lambda edit: edit[0])
+def test_a_folder_under_the_name_of_a_file_is_refused_with_the_command_for_a_file(
+    edit: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / name
+    assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 4
+    option = " --to-format torch" if name.endswith(".tar") else ""
+    assert (
+        f"-> make one file of it, and edit that: ckptool convert {FOLDER} -o {out}{option}\n" in capsys.readouterr().err
+    )
+    assert not out.exists()
+
+
+def test_the_command_for_one_file_works(tmp_path: Path) -> None:
+    out = tmp_path / "x.pth"
+    assert run(["convert", str(FOLDER), "-o", str(out)]) == 0
+    assert out.is_file()

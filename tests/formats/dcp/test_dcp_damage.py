@@ -1,0 +1,593 @@
+"""DCP folders with a piece missing, cut or exchanged, and those that are made to do harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ambiguous_archives import FAILURES
+from conftest import FIXTURES
+from crafted_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
+from dcp_folders import write_ranks
+from torch import Size, float32
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from zip_copies import Change, rewritten, version_eleven, without_version
+
+import ckptool
+from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
+
+FOLDER = FIXTURES / "dcp4"
+FILES = sorted(path.name for path in FOLDER.glob("*.distcp"))
+UP = "model.up.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "saved"))
+
+
+def spoil(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the metadata, as torch reads it."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def entry(metadata: Any, name: str, offset: tuple[int, ...] | None) -> tuple[Any, Any]:
+    """The index and the place of a piece."""
+    return next(
+        (index, info)
+        for index, info in metadata.storage_data.items()
+        if index.fqn == name
+        and (index.offset is None) == (offset is None)
+        and tuple(index.offset or ()) == (offset or ())
+    )
+
+
+def found(folder: Path) -> str:
+    """What ``validate`` has to say, all of it; the folder must not be valid, and nothing is written of it."""
+    report = ckptool.validate(folder)
+    assert report["status"] == "invalid"
+    return "\n".join(note["message"] for check in report["checks"] for note in check["notes"])
+
+
+def refused(folder: Path, tmp_path: Path) -> None:
+    """No edit and no conversion of it is written."""
+    for target in ("torch", "dcp"):
+        with pytest.raises((MalformedError, RefusedError)), ckptool.open(folder) as checkpoint:
+            ckptool.save(ckptool.convert(checkpoint, target), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).unlink()
+    text = found(folder)
+    assert f"{name} is missing, and with it " in text
+    refused(folder, tmp_path)
+    with ckptool.open(folder) as checkpoint:
+        assert {problem.code for problem in checkpoint.container.problems} >= {"missing-file"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut(name: str, folder: Path, tmp_path: Path) -> None:
+    os.truncate(folder / name, (folder / name).stat().st_size - 1)
+    assert f"{name} has " in found(folder)
+    assert "the file is cut" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_two_files_exchanged(folder: Path, tmp_path: Path) -> None:
+    one, two = folder / FILES[0], folder / FILES[2]
+    one.rename(folder / "x")
+    two.rename(one)
+    (folder / "x").rename(two)
+    text = found(folder)
+    assert f"{FILES[0]} at byte " in text
+    assert f"{FILES[2]} at byte " in text or f"{FILES[2]} has " in text
+
+
+def test_two_items_exchanged(folder: Path) -> None:
+    """Of another shape, which the items themselves tell."""
+
+    def change(metadata: Any) -> None:
+        _, one = entry(metadata, UP, (0, 0))
+        _, two = entry(metadata, "model.norm.weight", (0,))
+        one.relative_path, two.relative_path = two.relative_path, one.relative_path
+        one.offset, two.offset = two.offset, one.offset
+        one.length, two.length = two.length, one.length
+
+    spoil(folder, change)
+    assert f"'{UP}': .metadata lists float32[7, 3], and the item holds float32[3]" in found(folder)
+
+
+def test_a_flipped_bit_names_the_tensor(folder: Path) -> None:
+    with ckptool.open(folder) as checkpoint:
+        span = next(r.span for r in checkpoint.container.records() if UP in r.name and "data/0" in r.name and r.size)
+        name, at = span.source.name, span.offset
+    data = bytearray(Path(name).read_bytes())
+    data[at] ^= 1
+    Path(name).write_bytes(data)
+    assert f"{UP}: data/0' has another checksum" in found(folder)
+
+
+def test_an_item_that_is_no_archive(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].offset += 7
+
+    spoil(folder, change)
+    assert f"'{UP}': no archive of torch.save is where .metadata says" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_a_hole_between_pieces(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        del metadata.state_dict_metadata[UP].chunks[1]
+        del metadata.storage_data[entry(metadata, UP, (0, 3))[0]]
+
+    spoil(folder, change)
+    assert f"{UP}: no piece of .metadata has [0:7, 3:6]" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_pieces_that_overlap(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        chunk = metadata.state_dict_metadata[UP].chunks[0]
+        chunk.sizes = Size((7, 4))
+
+    spoil(folder, change)
+    assert f"{UP}: the pieces [0:7, 0:4] and [0:7, 3:6] overlap" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_a_piece_out_of_bounds(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata[UP].chunks[0].sizes = Size((8, 3))
+
+    spoil(folder, change)
+    assert f"{UP}: the piece [0:8, 0:3] lies outside of the tensor, [7, 9]" in found(folder)
+    refused(folder, tmp_path)
+
+
+def test_items_that_overlap(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].length += 10
+
+    spoil(folder, change)
+    assert "overlap at byte" in found(folder)
+
+
+def test_a_piece_that_nothing_stores(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        del metadata.storage_data[entry(metadata, UP, (0, 3))[0]]
+        del metadata.storage_data[entry(metadata, "epoch", None)[0]]
+
+    spoil(folder, change)
+    text = found(folder)
+    assert f"{UP}: .metadata does not say where the piece [0:7, 3:6] is" in text
+    assert ".metadata does not say where 'epoch' is" in text
+    refused(folder, tmp_path)
+
+
+def test_an_item_that_nothing_lists(folder: Path) -> None:
+    spoil(folder, lambda metadata: metadata.state_dict_metadata.pop("epoch"))
+    with ckptool.open(folder) as checkpoint:
+        assert [p.message for p in checkpoint.container.problems if p.code == "unlisted-item"]
+
+
+def test_transformed_items_are_opaque(folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry(metadata, UP, (0, 0))[1].transform_descriptors = ["stream.zstd"]
+
+    spoil(folder, change)
+    assert f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.zstd" in found(folder)
+    refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "..", "a/b.distcp", "a\\b", "c:x", "x\0y", ""])
+def test_a_way_out_of_the_folder(path: str, folder: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            if info.relative_path == FILES[0]:
+                info.relative_path = path
+
+    spoil(folder, change)
+    text = found(folder)
+    assert f"is said to be in {path!r}, outside of the folder: not opened" in text
+    refused(folder, tmp_path)
+
+
+class Runs:
+    """Its pickle calls a function."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("echo run > /tmp/never",)
+
+
+def test_a_call_in_the_metadata(folder: Path) -> None:
+    spoil(folder, lambda metadata: setattr(metadata, "extra", Runs()))
+    text = found(folder)
+    assert "posix.system" in text or "nt.system" in text
+    assert "loading it imports or runs it" in text
+
+
+def test_an_object_that_calls(folder: Path) -> None:
+    import torch
+
+    def change(metadata: Any) -> None:
+        info = entry(metadata, "epoch", None)[1]
+        info.relative_path, info.offset = "__9_0.distcp", 0
+        torch.save(Runs(), folder / "__9_0.distcp")
+        info.length = (folder / "__9_0.distcp").stat().st_size
+
+    spoil(folder, change)
+    assert "system" in found(folder)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"nonsense",
+        b"\x80\x04.",
+        pickle.dumps({"state_dict_metadata": {}}),
+        pickle.dumps(None),
+        b"\x80\x04\x95" + b"\xff" * 8,
+    ],
+)
+def test_metadata_of_nonsense(data: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(MalformedError):
+        ckptool.open(folder)
+    assert ckptool.validate(folder)["status"] == "invalid"
+
+
+def test_sizes_beyond_all_bounds(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        tensor = metadata.state_dict_metadata[UP]
+        tensor.size = Size((2**60, 2**2))
+        metadata.planner_data["epoch"] = ("history", 2**60)
+
+    spoil(folder, change)
+    assert "larger than any tensor" in found(folder)
+
+
+def test_a_list_with_a_distant_place(folder: Path) -> None:
+    spoil(folder, lambda metadata: metadata.planner_data.update({"history.0": ("history", 2**50)}))
+    with ckptool.open(folder) as checkpoint:
+        assert checkpoint.survey.tensors
+
+
+def test_values_in_the_way_of_others(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.planner_data.update({"epoch": ("model", "norm.weight"), "note": ("nothing", "x")})
+
+    spoil(folder, change)
+    assert "there is no room for 'epoch' where it belongs" in found(folder)
+
+
+def test_one_that_is_not_finished(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    with pytest.raises(UnreadableError, match="not finished"):
+        ckptool.open(folder)
+    shutil.copy(FOLDER / ".metadata", folder / ".metadata")
+    with ckptool.open(folder) as checkpoint:
+        assert [problem.code for problem in checkpoint.container.problems] == ["unfinished-save"]
+
+
+def test_one_without_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    with pytest.raises(MalformedError, match=r"no \.metadata to say what they hold"):
+        ckptool.open(folder)
+
+
+def test_every_cut_of_the_metadata_is_told(folder: Path) -> None:
+    data = (FOLDER / ".metadata").read_bytes()
+    for size in range(0, len(data), 97):
+        (folder / ".metadata").write_bytes(data[:size])
+        with pytest.raises(MalformedError):
+            ckptool.open(folder)
+
+
+def test_bytes_changed_at_random_never_end_in_a_bug(folder: Path) -> None:
+    import random
+
+    numbers = random.Random(5)
+    data = (FOLDER / ".metadata").read_bytes()
+    for _ in range(150):
+        spoilt = bytearray(data)
+        for _ in range(numbers.choice((1, 1, 3))):
+            spoilt[numbers.randrange(len(spoilt))] = numbers.randrange(256)
+        (folder / ".metadata").write_bytes(spoilt)
+        report = ckptool.validate(folder)
+        assert report["status"] in ("valid", "invalid", "unreadable")
+
+
+# -- what torch.load would not take alone, it does not take as an item ------------------------------------------
+
+
+def with_item(folder: Path, data: bytes, object_: bool) -> Path:
+    """A folder with one item of these bytes: an object, or the tensor that ``crafted_files`` puts in."""
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(data)
+    offset = None if object_ else Size((0,))
+    listed: Any = BytesStorageMetadata()
+    if not object_:
+        chunks = [ChunkStorageMetadata(Size((0,)), Size((4,)))]
+        listed = TensorStorageMetadata(TensorProperties(dtype=float32), Size((4,)), chunks)
+    places = {MetadataIndex("item", offset): _StorageInfo("__0_0.distcp", 0, len(data))}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"item": listed}, {"item": ("item",)}, places)))
+    return folder
+
+
+@pytest.mark.parametrize("object_", [True, False])
+@pytest.mark.parametrize("case", by_key(FAILURES))
+def test_an_item_is_looked_at_like_a_file(case: Any, object_: bool, tmp_path: Path) -> None:
+    folder = with_item(tmp_path / "saved", case.data, object_)
+    assert ckptool.validate(folder)["status"] == "invalid"
+
+
+@pytest.mark.parametrize("object_", [True, False])
+def test_a_call_anywhere_in_an_item_is_seen(object_: bool, tmp_path: Path) -> None:
+    good = plain(TENSOR)
+    records = (
+        Entry(f"{ROOT}/extra.pkl", dumped(SYSTEM)),
+        Entry(f"{ROOT}/hidden.pkl", dumped(SYSTEM), unlisted=True),
+        Entry(f"{ROOT}/inner.zip", plain(SYSTEM)),
+    )
+    datas = [archive([*entries(TENSOR).values(), record]) for record in records]
+    datas += [archive(entries(pickled=dumped(TENSOR) + dumped(SYSTEM)).values()), legacy(SYSTEM)]
+    folder = with_item(tmp_path / "good", good, object_)
+    assert ckptool.validate(folder)["status"] == "valid"
+    for number, data in enumerate(datas):
+        folder = with_item(tmp_path / str(number), data, object_)
+        report = ckptool.validate(folder)
+        codes = {note["code"] for check in report["checks"] for note in check["notes"]}
+        assert report["status"] == "invalid" and "dangerous-call" in codes, number
+
+
+def test_metadata_of_a_subclass_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of Megatron-core: ``torch.distributed.checkpoint`` loads it, too, where the class is there."""
+    before = ckptool.keys(folder)
+    module = ModuleType("megatron_like")
+    module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": "megatron_like"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_like", module)
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.__class__ = module.MCoreMetadata
+    path.write_bytes(pickle.dumps(metadata))
+    assert ckptool.keys(folder) == before
+    report = ckptool.validate(folder)
+    assert report["status"] == "valid"
+    assert "megatron_like.MCoreMetadata" in str(report["globals"])
+
+
+def test_a_subclass_that_is_called_is_an_alarm(folder: Path) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["x"] = Evil()
+    path.write_bytes(pickle.dumps(metadata))
+    assert "posix.system" in found(folder)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_one_place_listed_twice_is_ambiguous(folder: Path, tmp_path: Path) -> None:
+    """A dict takes the last of two equal keys, another reader of the pickle the first."""
+    data = with_item(tmp_path / "twice", plain(TENSOR), False) / ".metadata"
+    metadata = pickle.loads(data.read_bytes())
+    (index,) = metadata.storage_data
+    other = MetadataIndex("item", Size((0,)), 1)
+    metadata.storage_data[MetadataIndex("item", Size((1,)))] = metadata.storage_data[index]
+    text = pickle.dumps(metadata)
+    assert text.count(b"K\x01\x85") == 1 and other == index
+    data.write_bytes(text.replace(b"K\x01\x85", b"K\x00\x85"))
+    assert "is listed twice" in found(data.parent)
+    refused(data.parent, tmp_path)
+
+
+def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.formats.dcp import folder as dcp_folder
+
+    data = plain(TENSOR)
+    folder = with_item(tmp_path / "saved", data, True)
+    names = [f"item{number}" for number in range(300)]
+    places = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, len(data)) for name in names}
+    found = Metadata({name: BytesStorageMetadata() for name in names}, {name: (name,) for name in names}, places)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    opened: list[str] = []
+    real = dcp_folder.open_item
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    assert ckptool.validate(folder)["status"] == "invalid"
+    assert len(opened) < 10
+
+
+def test_the_empty_places_of_a_list_are_bounded(tmp_path: Path) -> None:
+    folder = with_item(tmp_path / "saved", plain(TENSOR), True)
+    names = [f"item{number}" for number in range(2000)]
+    paths = {name: ("list", number * 999) for number, name in enumerate(names)}
+    one = TensorStorageMetadata(TensorProperties(dtype=float32), Size((0,)), [])
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(dict.fromkeys(names, one), paths, {})))
+    with ckptool.open(folder) as checkpoint:
+        assert len(checkpoint.graph.nodes) < 100_000
+    assert ckptool.validate(folder)["coverage"] == "partial"
+    refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.planner_data.update({UP: ("model", "other")}),
+        lambda m: m.planner_data.update({UP: (0, UP)}),
+        lambda m: m.state_dict_metadata.update(lost=m.state_dict_metadata.pop(UP)),
+        lambda m: m.state_dict_metadata.update(lost=m.state_dict_metadata["epoch"]),
+    ],
+)
+def test_a_name_that_dcp_does_not_find(change: Callable[[Any], None], folder: Path, tmp_path: Path) -> None:
+    spoil(folder, change)
+    with pytest.raises(CheckpointException, match=r"Missing key|KeyError"):
+        dcp_to_torch_save(folder, tmp_path / "by_torch.pt")
+    assert found(folder)
+    refused(folder, tmp_path)
+
+
+class _Made(NamedTuple):
+    """An object that pickle makes by a call."""
+
+    func: Any
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.func, self.args
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _Made(type(TensorProperties().__getstate__()[3]), (7,)),
+        _Made(torch.serialization._get_layout, ("torch.odd",)),
+        _Made(torch.serialization._get_layout, ("torch.strided", 1)),
+        _Made(Size, ("x",)),
+        _Made(Size, (["x"],)),
+        _Made(Metadata, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
+    ],
+    ids=lambda made: f"{made.func.__name__}{made.args}",
+)
+def test_metadata_that_pickle_cannot_make(made: _Made, folder: Path, tmp_path: Path) -> None:
+    spoil(folder, lambda metadata: metadata.__dict__.update(more=made))
+    with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
+        pickle.loads((folder / ".metadata").read_bytes())
+    assert ".metadata" in found(folder)
+    refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "kept"),
+    [
+        (lambda a: a, True),
+        (lambda a: (*a[:4], 1, a[5]), False),
+        (lambda a: a[:5], False),
+        (lambda a: (*a, 1), False),
+        (lambda a: (*a, {}), True),
+        (lambda a: (*a[:5], {"x": 1}), False),
+        (lambda a: (*a[:5], os.getcwd), False),
+    ],
+)
+def test_an_item_is_a_tensor_as_torch_takes_it(
+    args: Callable[[tuple[Any, ...]], tuple[Any, ...]], kept: bool, tmp_path: Path
+) -> None:
+    tensor = torch.ones(3)
+    func, given = tensor.__reduce_ex__(2)
+    data = BytesIO()
+    torch.save(_Made(func, args(given)), data)
+    saved = write_ranks(tmp_path / "saved", {"w": tensor}, 1)
+    (saved / "__0_0.distcp").write_bytes(data.getvalue())
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = len(data.getvalue())
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert (ckptool.validate(saved)["status"] == "valid") == kept
+    if kept:
+        dcp_to_torch_save(saved, tmp_path / "by_torch.pt")
+    else:
+        refused(saved, tmp_path)
+
+
+# -- one bad file does not hide the others ---------------------------------------------------------------------
+# A file that cannot be opened is named, with one line for all of its pieces, and the rest of the folder is read.
+
+
+def test_the_other_files_are_read_when_one_cannot_be(folder: Path) -> None:
+    path = folder / "__2_0.distcp"
+    path.unlink()
+    path.mkdir()
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+        assert problem.message.startswith(f"{path.name} cannot be read: it is a directory, not a file, and with it ")
+        assert len(checkpoint.survey.tensors) == 12
+    assert len(ckptool.get(folder, "model.norm.weight").tobytes()) == 12
+
+
+def test_a_stray_file_that_cannot_be_opened_is_a_warning(folder: Path) -> None:
+    (folder / "__7_0.distcp").symlink_to("nowhere")
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.level == "warning" and "__7_0.distcp cannot be read" in problem.message
+    assert ckptool.validate(folder)["status"] == "valid"
+
+
+def test_metadata_that_cannot_be_opened_is_named(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").mkdir()
+    with pytest.raises(UnreadableError, match=r"\.metadata cannot be read: it is a directory"):
+        ckptool.open(folder)
+
+
+def test_a_broken_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(MalformedError, match=r"model\.safetensors\.index\.json is no valid index of shards"):
+        ckptool.open(tmp_path)
+
+
+def test_a_cut_file_gets_one_line(folder: Path) -> None:
+    os.truncate(folder / "__1_0.distcp", 10)
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.message.startswith("__1_0.distcp has 10 bytes, and optimizer.param_groups.0.lr ends at 1,261")
+    assert problem.message.endswith("and 9 more")
+
+
+def test_the_objects_of_a_damaged_file_get_one_line(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    with ckptool.open(folder) as checkpoint:
+        (problem,) = checkpoint.container.problems
+    assert problem.message.startswith("__1_0.distcp cannot be read: it begins with zeros")
+    assert problem.message.endswith(" and 10 more")
+
+
+# -- versions of items -----------------------------------------------------------------------------------------
+# torch opens no archive without a version that it knows, and no item of a folder either.
+
+
+@pytest.mark.parametrize("change", [without_version, version_eleven])
+def test_items_need_a_version_that_torch_knows(change: Change, tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "saved", {"w": torch.ones(2)}, 1)
+    assert ckptool.validate(folder)["valid"]
+    file = folder / "__0_0.distcp"
+    size = file.stat().st_size
+    rewritten(file, tmp_path / "item", change)
+    # The archive is found from its end, and may have bytes before it: those of another size take the place.
+    data = (tmp_path / "item").read_bytes()
+    file.write_bytes(data)
+    metadata = (folder / ".metadata").read_bytes()
+    before, after = (b"M" + number.to_bytes(2, "little") for number in (size, len(data)))
+    assert before in metadata
+    (folder / ".metadata").write_bytes(metadata.replace(before, after))
+    report = ckptool.validate(folder)
+    assert not report["valid"]
+    assert "version" in str(report["checks"])

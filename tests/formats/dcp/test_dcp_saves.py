@@ -1,0 +1,258 @@
+"""DCP folders as programs save them: state dicts of models and optimizers, several writers, older versions of torch,
+extensions, and saves that were not finished. torch is the oracle."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES
+from dcp_ranks import ranks
+from torch.distributed._shard.sharded_tensor import metadata as sharded
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+import ckptool
+from ckptool.base.errors import MalformedError, RefusedError
+from ckptool.cli.main import run
+from ckptool.formats.dcp.metadata import EXPECTED
+
+FOLDER = FIXTURES / "dcp4"
+
+
+def same_as_torch(folder: Path, tmp_path: Path) -> Any:
+    """What we make of a folder is what torch makes of it; that."""
+    dcp_to_torch_save(folder, tmp_path / "theirs.pt")
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "ours.pt")
+    ours, theirs = (torch.load(tmp_path / name, weights_only=False) for name in ("ours.pt", "theirs.pt"))
+    assert oracle.difference(ours, theirs) == ""
+    assert ckptool.validate(folder)["status"] == "valid"
+    return ours
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class App(Stateful):
+    """What the tutorials save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(*trained())
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("nobody loads it")
+
+
+def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
+    model, optimizer = get_state_dict(*trained())
+    dcp.save({"model": model, "optimizer": optimizer, "step": 7}, checkpoint_id=tmp_path / "in")
+    found = same_as_torch(tmp_path / "in", tmp_path)
+    assert found["optimizer"]["state"]["0.weight"]["step"].item() == 1.0
+    with ckptool.open(tmp_path / "in") as checkpoint:
+        assert [item.path for item in checkpoint.state_dicts if item.confidence == "high"] == ["model"]
+
+
+def test_a_stateful_object(tmp_path: Path) -> None:
+    dcp.save({"app": App()}, checkpoint_id=tmp_path / "in")
+    assert set(same_as_torch(tmp_path / "in", tmp_path)["app"]) == {"model", "optim"}
+
+
+def test_without_flattening(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "plain": torch.arange(3)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(state, checkpoint_id=tmp_path / "in", planner=planner)
+    same_as_torch(tmp_path / "in", tmp_path)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int8, torch.uint16]
+DTYPES += [torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scalars_and_empty_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    one = torch.tensor([1.0, 0.0, 2.0]).to(dtype)
+    state = {"scalar": one[0].clone(), "row": one, "empty": one[:0].clone(), "plane": one[:0].reshape(0, 3).clone()}
+    dcp.save(state, checkpoint_id=tmp_path / "in")
+    assert oracle.difference(same_as_torch(tmp_path / "in", tmp_path), state) == ""
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_several_files_of_a_rank(single: bool, tmp_path: Path) -> None:
+    state = {f"w{n}": torch.full((n + 1, 2), float(n)) for n in range(9)} | {"epoch": 3}
+    writer = dcp.FileSystemWriter(tmp_path / "in", single_file_per_rank=single, thread_count=3)
+    dcp.save(state, storage_writer=writer)
+    assert oracle.difference(same_as_torch(tmp_path / "in", tmp_path), state) == ""
+
+
+# -- extensions ---------------------------------------------------------------------------------------------------
+
+
+class Deflated(StreamTransformExtension):
+    """Compression, as ZStandard of torch has it; that needs a library of its own."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.deflate"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Deflated:
+        return Deflated()
+
+    def get_descriptor(self) -> str:
+        return "stream.deflate/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        class Writer(io.BytesIO):
+            def flush(self) -> None:
+                data = self.getvalue()
+                if data:
+                    output.write(zlib.compress(data))
+                    self.seek(0)
+                    self.truncate()
+
+        return Writer()
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        return io.BytesIO(zlib.decompress(input.read()))
+
+
+def test_extensions_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"w": torch.zeros(100), "b": torch.ones(3)}, "epoch": 3}
+    writer = dcp.FileSystemWriter(tmp_path / "in", _extensions=[Deflated()])
+    dcp.save(state, storage_writer=writer)
+    assert run(["keys", str(tmp_path / "in")]) == 0
+    assert "100" in capsys.readouterr().out
+    assert run(["validate", str(tmp_path / "in")]) == 1
+    assert "stream.deflate/1" in capsys.readouterr().out
+    for command in ("add-module", "convert"):
+        assert run(
+            [command, str(tmp_path / "in"), "-o", str(tmp_path / "out"), *["--to-format=torch"][: command == "convert"]]
+        ) in (3, 4)
+        assert "went through stream.deflate/1" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+# -- older versions -----------------------------------------------------------------------------------------------
+
+
+def older(folder: Path, out: Path, change: Callable[[Any], None]) -> Path:
+    shutil.copytree(folder, out)
+    metadata = pickle.loads((out / ".metadata").read_bytes())
+    change(metadata)
+    (out / ".metadata").write_bytes(pickle.dumps(metadata))
+    return out
+
+
+def without_fields(metadata: Any) -> None:
+    """Of torch 2.1: no storage_meta, no version, and no transforms."""
+    for name in ("storage_meta", "version"):
+        metadata.__dict__.pop(name, None)
+    for info in metadata.storage_data.values():
+        info.__dict__.pop("transform_descriptors", None)
+
+
+def with_properties_of_sharded_tensors(metadata: Any) -> None:
+    """Before torch 2.3."""
+    without_fields(metadata)
+    for value in metadata.state_dict_metadata.values():
+        if hasattr(value, "properties"):
+            value.properties = sharded.TensorProperties(dtype=value.properties.dtype)
+
+
+@pytest.mark.parametrize("change", [without_fields, with_properties_of_sharded_tensors])
+def test_metadata_of_older_versions(change: Callable[[Any], None], tmp_path: Path) -> None:
+    folder = older(FOLDER, tmp_path / "in", change)
+    same_as_torch(folder, tmp_path)
+    with ckptool.open(folder) as checkpoint:
+        assert list(checkpoint.container.problems) == []
+
+
+def test_metadata_of_torch_1_13(tmp_path: Path) -> None:
+    """Its package has another name; torch knows it no more in the pickle of an object."""
+    folder = older(FOLDER, tmp_path / "in", with_properties_of_sharded_tensors)
+    data = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
+    data = data.replace(b"torch.distributed.checkpoint.", b"torch.distributed._shard.checkpoint.")
+    (folder / ".metadata").write_bytes(data)
+    with ckptool.open(folder) as checkpoint, ckptool.open(FOLDER) as wanted:
+        assert list(checkpoint.container.problems) == []
+        assert [entry.path for entry in checkpoint.survey.tensors] == [entry.path for entry in wanted.survey.tensors]
+    assert ckptool.diff(folder, FOLDER)["same"]
+
+
+class Named:
+    """A member of an enumeration as Python 3.11.0 pickles it; or something else that getattr gives."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+def test_members_of_an_enumeration_by_name(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    good = Named(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    folder = older(FOLDER, tmp_path / "in", lambda metadata: setattr(metadata, "extra", good))
+    with ckptool.open(folder) as checkpoint:
+        assert list(checkpoint.container.problems) == []
+    for number, bad in enumerate((Named(_MEM_FORMAT_ENCODING, "__class__"), Named(torch.Size, "__class__"))):
+        folder = older(FOLDER, tmp_path / str(number), lambda metadata, bad=bad: setattr(metadata, "extra", bad))
+        with ckptool.open(folder) as checkpoint:
+            assert "builtins.getattr" in checkpoint.container.problems[0].message
+
+
+# -- not finished -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_its_metadata(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    ranks("alone", str(folder), "2")
+    (folder / "__1.metadata").unlink()
+    with ckptool.open(folder) as checkpoint:
+        messages = [problem.message for problem in checkpoint.container.problems]
+        assert "there is __1_0.distcp, and no __1.metadata to say what is in it" in messages
+        with pytest.raises((MalformedError, RefusedError)):
+            ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "out.pt")
+    assert ckptool.validate(folder)["status"] == "invalid"
+
+
+def test_temporary_metadata_of_a_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(FOLDER, folder)
+    (folder / ".metadata").rename(folder / "__0.metadata.tmp")
+    with pytest.raises(MalformedError, match="not finished"):
+        ckptool.open(folder)
+
+
+# -- classes of older versions ---------------------------------------------------------------------------------
+# Metadata of torch before 2.3 names classes of another module, that of torch 1.13 yet others: both are what torch
+# writes.
+
+
+def test_classes_of_older_versions_are_expected() -> None:
+    old = "torch.distributed._shard"
+    assert f"{old}.sharded_tensor.metadata.TensorProperties" in EXPECTED
+    assert f"{old}.sharded_tensor.metadata.MEM_FORMAT_ENCODING" in EXPECTED
+    assert f"{old}.checkpoint.metadata.Metadata" in EXPECTED
+    assert "builtins.getattr" not in EXPECTED

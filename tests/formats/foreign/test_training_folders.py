@@ -1,0 +1,176 @@
+"""Folders of DeepSpeed and Megatron-LM: named with what is there and what is missing.
+
+Those of two ranks were written by DeepSpeed itself (fixtures/files/real); for other numbers of ranks, and for
+Megatron-LM's older format, the files are made here with the names and keys that the frameworks write.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FIXTURES
+
+import ckptool
+from ckptool.base.errors import NotACheckpointError
+from ckptool.checkpoint.survey import TensorEntry
+from ckptool.cli.main import run
+
+
+def deepspeed(path: Path, stage: int, ranks: int, model: int = 1, prefix: str = "") -> Path:
+    """What an engine of ``ranks`` x ``model`` ranks saves."""
+    path.mkdir(parents=True)
+    facts = {"dp_world_size": ranks, "mp_world_size": model, "ds_version": "0.14.0", "global_steps": 100}
+    for two in range(model):
+        if stage < 3:
+            torch.save({"module": {"w": torch.zeros(2)}, **facts}, path / f"mp_rank_{two:02d}_model_states.pt")
+        for one in range(ranks):
+            state = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": ranks, "fp32": torch.zeros(2)}}
+            torch.save(state, path / f"{prefix}zero_pp_rank_{one}_mp_rank_{two:02d}_optim_states.pt")
+            if stage == 3:
+                torch.save(dict(facts), path / f"zero_pp_rank_{one}_mp_rank_{two:02d}_model_states.pt")
+    return path
+
+
+def megatron(path: Path, tensor: int, pipeline: int) -> Path:
+    for one in range(tensor):
+        for two in range(pipeline):
+            inner = path / (f"mp_rank_{one:02d}" + (f"_{two:03d}" if pipeline > 1 else ""))
+            inner.mkdir(parents=True)
+            torch.save({"model": {"w": torch.zeros(2)}, "iteration": 100}, inner / "model_optim_rng.pt")
+    return path
+
+
+def told(path: Path) -> str:
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptool.open(path)
+    assert caught.value.kind in ("deepspeed", "megatron")
+    return f"{caught.value}\n{caught.value.next}"
+
+
+REAL = FIXTURES / "real"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero0", "without ZeRO, of 2 data-parallel ranks, step 3: 1 model file, all there"),
+        ("zero1", "ZeRO stage 1, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
+        ("zero2", "ZeRO stage 2, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
+        ("zero3", "ZeRO stage 3, of 2 data-parallel ranks, step 3: 2 optimizer files and 2 model files, all there"),
+        ("pipeline", "1 data-parallel rank x 2 pipeline- and model-parallel ranks: 2 model files and 2 layer files"),
+    ],
+)
+def test_what_deepspeed_writes(name: str, words: str) -> None:
+    (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
+    for path in (step, step.parent):
+        assert words in told(path)
+    assert ("zero_to_fp32" in told(step)) == (name in ("zero1", "zero2", "zero3"))
+    assert ("the weights as they were trained: ckptool inspect" in told(step)) == (name in ("zero0", "zero1", "zero2"))
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "pipeline"])
+def test_missing_files_of_deepspeed_are_named(name: str, tmp_path: Path) -> None:
+    (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
+    files = sorted(path.name for path in step.iterdir() if not path.name.startswith("layer_"))
+    for gone in files:
+        folder = tmp_path / gone / step.name
+        shutil.copytree(step, folder)
+        (folder / gone).unlink()
+        if len(files) > 1:
+            assert "missing: " in told(folder) or (gone == files[-1] and name == "pipeline"), gone
+
+
+def test_the_files_of_deepspeed_themselves() -> None:
+    """Each can be read; those of stage 3 say where the weights are."""
+    for path in sorted(REAL.glob("zero*/*/*.pt")):
+        with ckptool.open(path) as checkpoint:
+            assert checkpoint.survey.tensors
+            if "model_states" in path.name:
+                expected = torch.load(path, weights_only=True)["module"]
+                assert list(expected) == [entry.key for entry in module_of(checkpoint)]
+        codes = [finding["code"] for finding in ckptool.inspect(path)["findings"]]
+        assert ("weights-elsewhere" in codes) == ("zero3" in str(path) and "model_states" in path.name)
+
+
+def module_of(checkpoint: ckptool.Checkpoint) -> list[TensorEntry]:
+    return [entry for entry in checkpoint.survey.tensors if entry.path.startswith("module")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_the_stage_and_the_ranks_of_deepspeed_are_named(stage: int, prefix: str, tmp_path: Path) -> None:
+    words = told(deepspeed(tmp_path / "global_step100", stage, 4, prefix=prefix))
+    assert f"ZeRO stage {stage}, of 4 data-parallel ranks, step 100" in words and "all there" in words
+    assert "zero_to_fp32" in words
+
+
+def test_missing_ranks_of_deepspeed_are_named(tmp_path: Path) -> None:
+    folder = deepspeed(tmp_path / "global_step100", 2, 4, 2)
+    (folder / "zero_pp_rank_3_mp_rank_01_optim_states.pt").unlink()
+    (folder / "mp_rank_01_model_states.pt").unlink()
+    words = told(folder)
+    assert "4 data-parallel ranks x 2 model-parallel ranks" in words and "7 optimizer files" in words
+    assert "missing: the optimizer state of rank 3 of mp_rank 01 and mp_rank_01_model_states.pt" in words
+    assert "zero_to_fp32" not in words
+
+
+def test_the_folder_above_names_its_latest_step(tmp_path: Path) -> None:
+    for step in (50, 100):
+        deepspeed(tmp_path / "run" / f"global_step{step}", 2, 2)
+    (tmp_path / "run" / "latest").write_text("global_step50\n")
+    assert "the step is 'global_step50', one of 2" in told(tmp_path / "run")
+    (tmp_path / "run" / "latest").write_text("global_step200")
+    assert "'global_step200', which is not there" in told(tmp_path / "run")
+    (tmp_path / "run" / "latest").write_text("../../etc")
+    assert "the step is 'global_step100', one of 2" in told(tmp_path / "run")
+
+
+def test_files_of_deepspeed_that_cannot_be_read_are_counted_by_their_names(tmp_path: Path) -> None:
+    folder = deepspeed(tmp_path / "global_step1", 2, 2)
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    assert "ZeRO stage 1 or 2, of 2 data-parallel ranks" in told(folder)
+
+
+def test_hostile_numbers_of_ranks_cost_nothing(tmp_path: Path) -> None:
+    (tmp_path / "zero_pp_rank_999999_mp_rank_999999_optim_states.pt").write_bytes(b"")
+    (tmp_path / f"zero_pp_rank_{'9' * 100}_mp_rank_00_optim_states.pt").write_bytes(b"")
+    assert "DeepSpeed" in told(tmp_path)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (2, 3)])
+def test_the_ranks_of_megatron_are_named(tensor: int, pipeline: int, tmp_path: Path) -> None:
+    folder = megatron(tmp_path / "run" / "iter_0000100", tensor, pipeline)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("100")
+    for path in (folder, folder.parent):
+        words = told(path)
+        assert f"{tensor * pipeline} of {tensor * pipeline} folders, all there" in words
+
+
+def test_missing_ranks_of_megatron_are_named(tmp_path: Path) -> None:
+    folder = megatron(tmp_path / "iter_0000100", 2, 3)
+    (folder / "mp_rank_01_002" / "model_optim_rng.pt").unlink()
+    for name in ("mp_rank_00_001",):
+        (folder / name / "model_optim_rng.pt").unlink()
+        (folder / name).rmdir()
+    assert "5 of 6 folders; missing: mp_rank_00_001; without a file of weights: mp_rank_01_002" in told(folder)
+
+
+def test_inspect_says_it_and_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed(tmp_path / "runs" / "a" / "global_step100", 2, 2)
+    torch.save({"w": torch.zeros(2)}, tmp_path / "runs" / "b.pth")
+    for path in (tmp_path / "runs" / "a" / "global_step100", tmp_path / "runs"):
+        assert run(["inspect", str(path)]) == 3
+        said = capsys.readouterr()
+        assert "DeepSpeed checkpoint, ZeRO stage 2" in said.err
+    assert "b.pth" in said.out
+    assert run(["inspect", str(tmp_path / "runs" / "a" / "global_step100" / "*.pt")]) == 0
+
+
+def test_a_folder_with_a_few_such_names_is_no_such_folder(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "other.pt")
+    assert run(["inspect", str(tmp_path)]) == 0

@@ -1,0 +1,414 @@
+"""Every file of a folder missing, cut, exchanged, or something else: the file is named, and nothing is made of it.
+
+What nobody can see is stated here, too: a format without checksums, or a file that is whole in itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from command_line import say
+from conftest import FIXTURES
+from crafted_files import TENSOR, plain
+from dcp_folders import write_ranks
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.formats.checkpoint_search import Candidate, walk_folder
+
+SHARDS = 3
+
+
+def state(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {f"layers.{n}.{kind}": torch.randn(20, 4 + n) for n in range(SHARDS) for kind in ("weight", "bias")}
+
+
+def write_shards(folder: Path, suffix: str, seed: int = 0) -> Path:
+    """Three shards of different shapes, an index and a side file."""
+    folder.mkdir()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    places: dict[str, str] = {}
+    tensors = state(seed)
+    for number in range(SHARDS):
+        name = f"{stem}-{number + 1:05d}-of-{SHARDS:05d}.{suffix}"
+        part = {key: value for key, value in tensors.items() if f".{number}." in key}
+        (save_file if suffix == "safetensors" else torch.save)(part, folder / name)
+        places |= dict.fromkeys(part, name)
+    total = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def made(kind: str, folder: Path, seed: int = 0) -> Path:
+    if kind == "dcp":
+        return Path(shutil.copytree(FIXTURES / "dcp4", folder))
+    return write_shards(folder, kind, seed)
+
+
+FILES: dict[str, list[str]] = {
+    "dcp": [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))],
+    **{
+        suffix: [
+            *(f"{stem}-{n:05d}-of-{SHARDS:05d}.{suffix}" for n in range(1, SHARDS + 1)),
+            f"{stem}.{suffix}.index.json",
+        ]
+        for suffix, stem in (("safetensors", "model"), ("bin", "pytorch_model"))
+    },
+}
+#: Those that hold tensors.
+DATA = {kind: [name for name in names if not name.endswith((".metadata", ".json"))] for kind, names in FILES.items()}
+EVERY = [(kind, name) for kind, names in FILES.items() for name in names]
+EVERY_DATA = [(kind, name) for kind, names in DATA.items() for name in names]
+
+
+class Told(NamedTuple):
+    """What came of it: exit codes, what was said by ``validate`` and by the others, and what they wrote."""
+
+    validate: int
+    convert: int
+    edit: int
+    text: str
+    others: str
+    written: list[str]
+
+
+def told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Told:
+    before = set(os.listdir(tmp_path))
+
+    def said(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = run([*arguments])
+        found = capsys.readouterr()
+        return code, found.out + found.err
+
+    validate, text = said("validate", str(folder))
+    convert, one = said("convert", str(folder), "-o", str(tmp_path / "out.pth"))
+    edit, two = said("add-module", str(folder), "-o", str(tmp_path / "edited"))
+    return Told(validate, convert, edit, text, one + two, sorted(set(os.listdir(tmp_path)) - before))
+
+
+def refused(folder: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The file is named, and nothing is written."""
+    found = told(folder, tmp_path, capsys)
+    assert found.validate in (1, 3) and name in found.text
+    assert found.convert in (3, 4) and found.edit in (3, 4) and found.others.count(name) >= 2
+    assert found.written == []
+    assert "a bug" not in found.text + found.others
+    return found.text
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def one_less(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def page(path: Path) -> None:
+    path.write_text("<!DOCTYPE html><html><title>Not found</title></html>")
+
+
+def pointer(path: Path) -> None:
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n")
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "removed": Path.unlink,
+    "half": half,
+    "one byte less": one_less,
+    "emptied": emptied,
+    "zeros": zeros,
+    "a link to itself": loop,
+    "a link to nothing": dangling,
+    "a folder": folder_instead,
+    "a web page": page,
+    "an LFS pointer": pointer,
+    **({"a pipe": pipe} if hasattr(os, "mkfifo") else {}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_a_file_that_is_not_what_it_was(
+    kind: str, name: str, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(kind, tmp_path / "in")
+    CHANGES[change](folder / name)
+    if name.endswith(".index.json") and change == "removed":
+        # The names of the shards tell the same: it is read, but transformers does not load it.
+        found = told(folder, tmp_path, capsys)
+        assert f"there is no index, {name}" in found.text and (found.validate, found.convert) == (1, 0)
+        return
+    refused(folder, name, tmp_path, capsys)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_a_file_that_may_not_be_read(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(kind, tmp_path / "in")
+    (folder / name).chmod(0)
+    assert "no permission" in refused(folder, name, tmp_path, capsys)
+
+
+def exchanged(one: Path, two: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+
+
+@pytest.mark.parametrize(("one", "two"), list(combinations(FILES["dcp"], 2)))
+def test_two_files_of_dcp_exchanged(one: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made("dcp", tmp_path / "in")
+    exchanged(folder / one, folder / two)
+    text = refused(folder, one, tmp_path, capsys)
+    assert two in text or one == ".metadata"
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "two"),
+    [(kind, *pair) for kind in ("safetensors", "bin") for pair in combinations(FILES[kind], 2)],
+)
+def test_two_files_of_shards_exchanged(
+    kind: str, one: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shard says itself which tensors it has: nothing is lost, and it is said."""
+    folder = made(kind, tmp_path / "in")
+    exchanged(folder / one, folder / two)
+    if two.endswith(".json"):
+        refused(folder, two, tmp_path, capsys)
+        return
+    found = told(folder, tmp_path, capsys)
+    assert found.validate == 0
+    assert any(f"{a} and {b} may have been swapped" in found.text for a, b in ((one, two), (two, one)))
+    loaded = torch.load(tmp_path / "out.pth")
+    assert all(torch.equal(loaded[name], value) for name, value in state().items())
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_DATA)
+def test_a_copy_of_another_file(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(kind, tmp_path / "in")
+    other = DATA[kind][DATA[kind].index(name) - 1]
+    shutil.copy(folder / other, folder / name)
+    refused(folder, name, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_DATA)
+def test_a_flipped_bit(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(kind, tmp_path / "in")
+    with ckptool.open(folder) as checkpoint:
+        spans = [
+            record.span for record in checkpoint.container.records() if "data/" in record.name or kind == "safetensors"
+        ]
+        at = next(span.offset for span in spans if span.size and os.path.basename(span.source.name) == name)
+    data = bytearray((folder / name).read_bytes())
+    data[at] ^= 1
+    (folder / name).write_bytes(data)
+    found = told(folder, tmp_path, capsys)
+    if kind == "safetensors":
+        # The format has no checksums: it is said that this was not looked at.
+        assert found.validate == 0 and "not checked: checksums" in found.text
+    else:
+        assert found.validate == 1 and name in found.text and "another checksum" in found.text
+
+
+@pytest.mark.parametrize(("kind", "name"), [item for item in EVERY_DATA if item[0] != "dcp"])
+def test_a_file_of_the_same_size_of_another_save(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is whole in itself, and nothing in it or in the index says which save it is of: nobody can see it."""
+    folder = made(kind, tmp_path / "in")
+    other = made(kind, tmp_path / "other", seed=1)
+    assert (folder / name).stat().st_size == (other / name).stat().st_size
+    shutil.copy(other / name, folder / name)
+    assert told(folder, tmp_path, capsys).validate == 0
+
+
+def test_files_of_two_ranks_with_the_same_layout_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in a .distcp says which rank wrote it: pieces of the same shapes at the same places pass for each other.
+
+    torch loads it without a word, too.
+    """
+    folder = write_ranks(tmp_path / "in", {"model.w": torch.arange(8.0)}, 4)
+    exchanged(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    assert told(folder, tmp_path, capsys).validate == 0
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_too_many(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(kind, tmp_path / "in")
+    stray = {"dcp": "__9_0.distcp", "safetensors": "model-00004-of-00003.safetensors"}.get(
+        kind, "pytorch_model-00004-of-00003.bin"
+    )
+    shutil.copy(folder / DATA[kind][0], folder / stray)
+    found = told(folder, tmp_path, capsys)
+    assert found.validate == 0 and stray in found.text
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_side_file_is_not_looked_into(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(kind, tmp_path / "in")
+    half(folder / "config.json")
+    assert told(folder, tmp_path, capsys)[:3] == (0, 0, 0)
+
+
+# -- what stands in the place of a file -------------------------------------------------------------------------
+
+STAND_INS = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n", "Git LFS pointer"),
+    "page": (b"<!DOCTYPE html><html><title>Sign in</title></html>", "web page"),
+    "link": (b"../../blobs/0123456789abcdef", "symbolic link that Git checked out"),
+    "message": (b'{"error": "Repository not found"}', "message of a server"),
+    "nothing": (b"", "empty"),
+}
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+)
+def test_what_stands_in_the_place_of_weights_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    data, words = STAND_INS[kind]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if "-0000" in name or "index" in name:
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for number, key in enumerate("ab", 1):
+            save_file({key: torch.zeros(3)}, folder / f"model-{number:05d}-of-00002.safetensors")
+    (folder / name).write_bytes(data)
+    code, out, err = say("inspect", folder)
+    assert words in out + err and "is said to have" not in out + err
+    code, out, err = say("validate", folder)
+    assert code and words in out + err
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAND_INS if kind != "nothing"])
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_what_stands_in_the_place_of_a_piece_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    data, words = STAND_INS[kind]
+    folder = write_ranks(tmp_path / "saved", {"w": torch.zeros(4, 2)}, 2)
+    (folder / name).write_bytes(data)
+    code, out, err = say("validate", folder)
+    assert code and words in out + err
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *((f"{kind}.safetensors", data) for kind, (data, _) in STAND_INS.items()),
+        ("program.ptl", b"\x10\0\0\0PTMF" + bytes(30)),
+        ("policy.zip", plain({"w": TENSOR}).replace(b"seed/data.pkl", b"policy/a.pth")),
+        ("other.mar", plain({"w": TENSOR}).replace(b"seed/data.pkl", b"policy/a.pth")),
+    ],
+)
+def test_a_folder_with_one_good_file_is_not_good(name: str, data: bytes, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "good.safetensors")
+    (tmp_path / "notes.zip").write_bytes(plain({"w": TENSOR}).replace(b"seed/data.pkl", b"seed/note.txt"))
+    assert say("validate", tmp_path)[0] == 0
+    (tmp_path / name).write_bytes(data)
+    code, out, err = say("validate", tmp_path)
+    assert code and name in out + err
+    assert say("inspect", tmp_path)[0] == 3
+
+
+def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "good.safetensors")
+    (tmp_path / "notes.txt").write_text("some words")
+    (tmp_path / "noise.dat").write_bytes(bytes(range(128, 256)))
+    found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
+    assert isinstance(found["good.safetensors"], Candidate)
+    assert "text" in found["notes.txt"].why and "no format" in found["noise.dat"].why  # type: ignore[union-attr]
+
+
+# -- a part of a folder is recognized as one -------------------------------------------------------------------
+# A file of a DCP folder is not damaged, config.json is not the message of a server, and one shard is not a whole
+# checkpoint.
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
+def test_a_file_of_a_dcp_folder_leads_to_the_folder(command: str, name: str) -> None:
+    said = say(command, FIXTURES / "dcp4" / name)
+    assert said.code == 3
+    assert "a part of a DCP folder" in said.err
+    assert said.err.endswith(f"  -> ckptool inspect {FIXTURES / 'dcp4'}\n")
+
+
+def sharded_model(tmp_path: Path) -> Path:
+    out = tmp_path / "model"
+    assert say("convert", FIXTURES / "model.safetensors", "-o", out, "--max-shard-size", "80").code == 0
+    (out / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (out / "notes.json").write_text("{}")
+    return out
+
+
+def test_json_beside_weights_is_not_a_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = sharded_model(tmp_path)
+    for name, words in (
+        ("config.json", "JSON text, the model's configuration, not the weights"),
+        ("notes.json", "JSON"),
+    ):
+        said = say("inspect", out / name)
+        assert said.code == 3
+        assert words in said.err and "server" not in said.err
+        assert said.err.endswith(f"-> ckptool inspect {out}\n")
+    monkeypatch.chdir(out)
+    assert say("convert", "config.json", "-o", "x.pth").err.endswith("-> ckptool inspect .\n")
+    alone = shutil.copy(out / "config.json", tmp_path)
+    assert "a message of a server, or a configuration" in say("inspect", alone).err
+
+
+def test_one_shard_is_reported_as_one_of_several(tmp_path: Path) -> None:
+    out = sharded_model(tmp_path)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 1
+    said = say("inspect", shards[1])
+    assert said.code == 0
+    assert f"it is shard 2 of {len(shards)}: the rest of the checkpoint is in its folder" in said.out
+    assert f"-> ckptool inspect {out}\n" in said.out
+    assert "it is shard" not in say("inspect", out).out
+    assert "it is shard" not in say("inspect", FIXTURES / "model.safetensors").out

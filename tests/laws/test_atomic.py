@@ -1,0 +1,963 @@
+"""Law 4, atomic: after anything that can happen the output holds its old bytes or the complete new ones, the input is
+untouched, and at most one temporary file, recognisable by its name, is left over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import FIXTURES, ROOT
+
+import ckptool
+from ckptool.base.errors import ChangedError, OutputError, RefusedError
+from ckptool.cli.main import run
+from ckptool.files.sources import FileSource
+from ckptool.files.write import copying
+
+SUFFIX = ".ckptool-tmp"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+NOBODY = 65534
+
+
+class State(NamedTuple):
+    """What must not change about a file."""
+
+    data: bytes
+    mtime: int
+    mode: int
+    inode: int
+
+
+def state(path: Path) -> State:
+    status = path.stat()
+    return State(path.read_bytes(), status.st_mtime_ns, stat.S_IMODE(status.st_mode), status.st_ino)
+
+
+def strip_to(
+    source: Path, out: str | Path, *, force: bool = False, progress: Callable[[int], object] | None = None
+) -> ckptool.Saved:
+    """The edit under test: it rewrites the pickle and carries all storages over. ``progress`` gets the bytes so far."""
+
+    def on_progress(done: int, total: int) -> None:
+        if done and progress is not None:
+            progress(done)
+
+    with ckptool.open(source) as checkpoint:
+        return ckptool.save(ckptool.strip_prefix(checkpoint), out, force=force, on_progress=on_progress)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [name for name in names_in(folder) if name.endswith(SUFFIX)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of the right output."""
+    out = tmp_path_factory.mktemp("expected") / "out.pth"
+    strip_to(FIXTURES / "gan.pth", out)
+    return out.read_bytes()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Path]:
+    """A copy of a fixture in a folder of its own. Whatever a test does, it comes out as it was, with no litter."""
+    path = tmp_path / "in.pth"
+    shutil.copyfile(FIXTURES / "gan.pth", path)
+    path.chmod(0o644)
+    before = state(path)
+    yield path
+    assert state(path) == before
+    assert temporaries(tmp_path) == []
+
+
+@pytest.fixture
+def moving(tmp_path: Path) -> Path:
+    """Like ``source``, for the tests that change the input themselves."""
+    return Path(shutil.copyfile(FIXTURES / "gan.pth", tmp_path / "in.pth"))
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy in many steps, as with a large file."""
+    monkeypatch.setattr(copying, "_CHUNK", 512)
+    monkeypatch.setattr(copying, "_BUFFER", 512)
+
+
+@pytest.fixture
+def without_kernel_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "copy_file_range")
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Callable[[Path], None]]:
+    """A function that gives a folder to somebody who is not root, and makes this process that somebody."""
+    modes: dict[Path, int] = {}
+
+    def become(folder: Path) -> None:
+        if os.geteuid() != 0:
+            return
+        for path in folder.parents:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if ~mode & 0o011:  # the group stays that of root
+                modes[path] = mode
+                path.chmod(mode | 0o011)
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, NOBODY, NOBODY)
+        try:
+            os.seteuid(NOBODY)
+        except PermissionError:
+            pytest.skip("root here can be nobody else")
+
+    yield become
+    if os.getuid() == 0:
+        os.seteuid(0)
+    for path, mode in modes.items():
+        path.chmod(mode)
+
+
+# -- what is there already ------------------------------------------------------------------------------
+
+
+def test_an_existing_output_is_refused_and_stays(source: Path, out: Path) -> None:
+    out.write_bytes(b"precious")
+    before = state(out)
+    with pytest.raises(RefusedError, match="exists") as caught:
+        strip_to(source, out)
+    assert caught.value.exit_code == 4
+    assert "--force" in caught.value.next
+    assert state(out) == before
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o755])
+def test_force_replaces_and_keeps_the_mode_of_what_it_replaces(
+    mode: int, source: Path, out: Path, expected: bytes
+) -> None:
+    out.write_bytes(b"old")
+    out.chmod(mode)
+    before = state(out)
+    assert strip_to(source, out, force=True) == (str(out), len(expected))
+    after = state(out)
+    assert (after.data, after.mode) == (expected, mode)
+    # A new file took the name: whoever has the old one open still reads the old bytes.
+    assert after.inode != before.inode
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o000])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o444])
+def test_a_new_output_takes_the_mode_of_the_input_whatever_the_umask(
+    mode: int, umask: int, moving: Path, out: Path, expected: bytes
+) -> None:
+    moving.chmod(mode)
+    old = os.umask(umask)
+    try:
+        strip_to(moving, out)
+    finally:
+        os.umask(old)
+    assert (state(out).mode, state(out).data) == (mode, expected)
+    assert state(moving).mode == mode
+
+
+def test_force_without_anything_to_replace_takes_the_mode_of_the_input(moving: Path, out: Path) -> None:
+    moving.chmod(0o640)
+    strip_to(moving, out, force=True)
+    assert state(out).mode == 0o640
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["plain", "force"])
+@pytest.mark.parametrize("alias", ["same", "dot", "up", "relative", "symlink", "hardlink", "folder-link", "chain"])
+def test_the_output_is_never_the_input(
+    alias: str, force: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other.pth"
+    path = str(other)
+    if alias == "same":
+        path = str(source)
+    elif alias == "dot":
+        path = f"{tmp_path}/./in.pth"
+    elif alias == "up":
+        (tmp_path / "sub").mkdir()
+        path = f"{tmp_path}/sub/../in.pth"
+    elif alias == "relative":
+        path = "in.pth"
+    elif alias == "symlink":
+        other.symlink_to(source)
+    elif alias == "hardlink":
+        other.hardlink_to(source)
+    elif alias == "folder-link":
+        other.symlink_to(tmp_path)
+        path = f"{other}/in.pth"
+    else:
+        (tmp_path / "middle").symlink_to("in.pth")
+        other.symlink_to("middle")
+    before = state(source)
+    with pytest.raises(RefusedError, match="the output is the input") as caught:
+        strip_to(source, path, force=force)
+    assert caught.value.exit_code == 4
+    assert state(source) == before
+
+
+def test_an_input_opened_by_a_link_is_known_by_its_real_name(source: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.pth"
+    link.symlink_to(source)
+    with pytest.raises(RefusedError, match="the output is the input"):
+        strip_to(link, source, force=True)
+    assert link.is_symlink()
+
+
+# -- where nothing can be written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing/out.pth", "folder"),
+        ("in.pth/out.pth", "folder"),
+        ("folder", "directory"),
+        ("folder/", "directory"),
+        ("pipe", "regular file"),
+        ("/dev/null", "regular file"),
+        ("dangling", "folder"),
+        ("x" * 256, "name too long"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True], ids=["plain", "force"])
+def test_what_cannot_be_an_output_is_said_with_its_path(
+    name: str, words: str, force: bool, source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere/at/all.pth")
+    os.mkfifo(tmp_path / "pipe")
+    listing = names_in(tmp_path)
+    path = name if name.startswith("/") else f"{tmp_path}/{name}"
+    with pytest.raises(OutputError, match=f"(?i){words}") as caught:
+        strip_to(source, path, force=force)
+    assert caught.value.exit_code == 5
+    assert caught.value.path == path
+    assert names_in(tmp_path) == listing
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_folder_that_may_not_be_written_to(
+    mode: int, moving: Path, unprivileged: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    unprivileged(tmp_path)
+    if os.geteuid() != folder.stat().st_uid:
+        pytest.skip("this process owns other folders only")
+    folder.chmod(mode)
+    with pytest.raises(OutputError, match=r"[Pp]ermission"):
+        strip_to(moving, folder / "out.pth")
+    folder.chmod(0o755)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_may_be_written_to_but_not_listed(
+    moving: Path, unprivileged: Callable[[Path], None], tmp_path: Path, expected: bytes
+) -> None:
+    folder = tmp_path / "drop"
+    folder.mkdir()
+    unprivileged(tmp_path)
+    folder.chmod(0o333)
+    try:
+        strip_to(moving, folder / "out.pth")
+    finally:
+        folder.chmod(0o755)
+    assert (folder / "out.pth").read_bytes() == expected
+
+
+def test_an_output_by_a_symbolic_link_is_written_to_where_it_leads(
+    source: Path, tmp_path: Path, expected: bytes
+) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "target.pth", tmp_path / "link.pth"
+    link.symlink_to("real/target.pth")
+    strip_to(source, link)
+    assert link.is_symlink() and link.readlink() == Path("real/target.pth")
+    assert target.read_bytes() == expected
+    target.write_bytes(b"old")
+    with pytest.raises(RefusedError, match="exists"):
+        strip_to(source, link)
+    strip_to(source, link, force=True)
+    assert link.is_symlink() and target.read_bytes() == expected
+    assert names_in(tmp_path / "real") == ["target.pth"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two\nlines.pth",
+        "-dash.pth",
+        "--force",
+        " .pth",
+        "\x1b[31m.pth",
+        "\udcff.pth",
+        "a" * 251 + ".pth",
+        "\u6a21" * 80 + ".pth",
+    ],
+    ids=["newline", "dash", "option", "space", "escape", "no-utf8", "longest", "longest-multibyte"],
+)
+def test_any_name_that_the_file_system_takes(
+    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strip_to(source, name)
+    assert (tmp_path / name).read_bytes() == expected
+    strip_to(source, tmp_path / name, force=True)
+    assert names_in(tmp_path) == sorted(["in.pth", name])
+
+
+def test_a_name_that_no_file_system_takes(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ckptool.CkptoolError):
+        strip_to(source, f"{tmp_path}/a\0b.pth")
+
+
+# -- how it is done -----------------------------------------------------------------------------------------
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_folder_after(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, describe: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            calls.append(describe(*args))
+            return real(*args, **how)
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync", lambda fd: "sync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "sync file")
+    noted("link", lambda *_: "name")
+    noted("replace", lambda *_: "name")
+    noted("fchmod", lambda fd, mode: f"mode {mode:o}")
+    strip_to(source, out)
+    strip_to(source, out, force=True)
+    assert calls == ["mode 644", "sync file", "name", "sync folder"] * 2
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
+def test_at_every_step_the_output_holds_all_or_nothing(
+    force: bool, source: Path, out: Path, expected: bytes, small_steps: None
+) -> None:
+    if force:
+        out.write_bytes(b"old")
+    before = state(out) if force else None
+    steps: list[int] = []
+
+    def progress(count: int) -> None:
+        steps.append(count)
+        assert (state(out) if out.exists() else None) == before
+        temporary = next(path for path in out.parent.iterdir() if path.name.endswith(SUFFIX))
+        assert temporary.name.startswith(".out.pth.")
+        # Nobody else may read what will only later get its mode.
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
+
+    strip_to(source, out, force=force, progress=progress)
+    assert len(steps) > 8 and steps[-1] == len(expected)
+    assert out.read_bytes() == expected
+
+
+def test_the_bytes_are_the_same_by_another_way(
+    source: Path, out: Path, expected: bytes, small_steps: None, without_kernel_copy: None
+) -> None:
+    counts: list[int] = []
+    strip_to(source, out, progress=counts.append)
+    assert out.read_bytes() == expected
+    assert len(counts) > 8 and counts[-1] == len(expected)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF],
+    ids=errno.errorcode.get,
+)
+@pytest.mark.parametrize("after", [0, 2], ids=["at-once", "in-the-middle"])
+def test_a_kernel_that_cannot_copy(
+    code: int, after: int, source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.copy_file_range, [0]
+
+    def refusing(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    monkeypatch.setattr(os, "copy_file_range", refusing)
+    strip_to(source, out)
+    assert calls[0] > after
+    assert out.read_bytes() == expected
+
+
+def test_a_kernel_that_copies_less_than_asked(
+    source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.copy_file_range, [0]
+
+    def short(source_fd: int, fd: int, count: int, offset: int) -> int:
+        calls[0] += 1
+        return real(source_fd, fd, min(count, 1 + calls[0] % 97), offset)
+
+    monkeypatch.setattr(os, "copy_file_range", short)
+    strip_to(source, out)
+    assert calls[0] > 50
+    assert out.read_bytes() == expected
+
+
+def test_a_kernel_that_says_zero_before_the_end(
+    source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    strip_to(source, out)
+    assert out.read_bytes() == expected
+
+
+def test_writes_and_reads_that_are_short(
+    source: Path, out: Path, expected: bytes, without_kernel_copy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, real_read, calls = os.write, os.pread, [0]
+
+    def short_write(fd: int, data: memoryview) -> int:
+        calls[0] += 1
+        return real_write(fd, data[: 1 + calls[0] % 61])
+
+    monkeypatch.setattr(os, "write", short_write)
+    monkeypatch.setattr("ckptool.files.sources._pread", lambda fd, size, offset: real_read(fd, min(size, 101), offset))
+    strip_to(source, out)
+    assert calls[0] > 50
+    assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "buffer"])
+def test_signals_that_interrupt_system_calls(
+    kernel: bool, tmp_path: Path, out: Path, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EINTR: a timer fires 2,000 times a second; Python's own retry must be all that is needed."""
+    if not kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    source, fired = FIXTURES / "align4096.pth", [0]
+    with ckptool.open(source) as checkpoint:
+        edited = ckptool.add_prefix(checkpoint)
+        ckptool.save(edited, tmp_path / "calm.pth")
+        old = signal.signal(signal.SIGALRM, lambda *_: fired.__setitem__(0, fired[0] + 1))
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        try:
+            rounds = 0
+            while fired[0] < 20 and rounds < 500:
+                ckptool.save(edited, out, force=True)
+                rounds += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+    assert fired[0] >= 20
+    assert out.read_bytes() == (tmp_path / "calm.pth").read_bytes()
+
+
+def test_from_one_file_system_to_another(source: Path, expected: bytes) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == source.stat().st_dev or not os.access(other, os.W_OK):
+        pytest.skip("there is no second file system")
+    out = other / f"ckptool-test-{os.getpid()}.pth"
+    try:
+        strip_to(source, out)
+        assert out.read_bytes() == expected
+    finally:
+        out.unlink(missing_ok=True)
+
+
+def test_a_file_system_without_hard_links(
+    source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", none)
+    strip_to(source, out)
+    assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
+def test_an_output_that_appears_meanwhile_is_not_replaced(
+    links: bool, source: Path, out: Path, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no links")))
+    with pytest.raises(RefusedError, match="exists") as caught:
+        strip_to(source, out, progress=lambda _: out.write_bytes(b"theirs") and None)
+    assert caught.value.path
+    assert out.read_bytes() == b"theirs"
+
+
+def test_a_folder_that_goes_away_meanwhile(source: Path, tmp_path: Path, small_steps: None) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OutputError, match="No such file"):
+        strip_to(source, folder / "out.pth", progress=lambda _: shutil.rmtree(folder, ignore_errors=True))
+    assert not folder.exists()
+
+
+def test_two_savers_of_one_process_do_not_break_each_other(
+    source: Path, out: Path, expected: bytes, small_steps: None
+) -> None:
+    inner: list[object] = []
+
+    def progress(_: int) -> None:
+        if not inner:
+            inner.append(None)
+            inner[0] = strip_to(source, out)
+
+    with pytest.raises(RefusedError, match="exists"):
+        strip_to(source, out, progress=progress)
+    assert inner == [(str(out), len(expected))]
+    assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_the_same_bytes_under_every_hash_seed(seed: str, source: Path, out: Path, expected: bytes) -> None:
+    command = [sys.executable, "-m", "ckptool", "strip-module", str(source), "-o", str(out), "-q"]
+    subprocess.run(command, env=ENVIRONMENT | {"PYTHONHASHSEED": seed}, check=True)
+    assert out.read_bytes() == expected
+
+
+# -- what goes wrong in the middle ----------------------------------------------------------------------------
+
+#: (function of os, after how many calls it fails)
+FAILURES = [("open", 0), ("copy_file_range", 0), ("copy_file_range", 3), ("write", 0), ("write", 1)]
+FAILURES += [("fchmod", 0), ("fsync", 0), ("replace", 0)]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("name", "after"), FAILURES, ids=lambda value: str(value))
+def test_any_failing_step_leaves_the_old_output(
+    name: str, after: int, code: int, source: Path, out: Path, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.write_bytes(b"old")
+    before = state(out)
+    real, calls = getattr(os, name), [0]
+
+    def failing(*args: Any, **how: Any) -> Any:
+        if name == "open" and not str(args[0]).endswith(SUFFIX):
+            return real(*args, **how)
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **how)
+
+    with ckptool.open(source) as checkpoint:
+        edited = ckptool.strip_prefix(checkpoint)
+        monkeypatch.setattr(os, name, failing)
+        with pytest.raises(OutputError) as caught:
+            ckptool.save(edited, out, force=True)
+    assert caught.value.exit_code == 5
+    # The message names path and reason.
+    assert str(out) in str(caught.value) and os.strerror(code) in str(caught.value)
+    assert state(out) == before
+
+
+def test_a_write_back_that_fails_while_more_is_written_is_not_lost(
+    source: Path, out: Path, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports such a failure once, and to the thread that flushes; the later fsync may succeed."""
+    out.write_bytes(b"old")
+    before = state(out)
+    failed, threads = threading.Event(), threading.enumerate()
+
+    def failing(_: int) -> None:
+        failed.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(copying, "_FLUSH_FROM", 0)
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
+        strip_to(source, out, force=True, progress=lambda _: failed.wait(5) and None)
+    assert state(out) == before
+    assert threading.enumerate() == threads
+
+
+@pytest.mark.parametrize("limit", [0, 1024, 6000])
+def test_a_file_size_limit_is_a_full_disk(limit: int, source: Path, out: Path) -> None:
+    """``ulimit -f`` for real: a write beyond it fails with EFBIG (Python ignores SIGXFSZ)."""
+    out.write_bytes(b"old")
+    before = state(out)
+    script = f"""
+        import resource, sys
+        from ckptool.cli.main import main
+        import ckptool.cli.edit
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
+        main(["strip-module", {str(source)!r}, "-o", {str(out)!r}, "--force"])
+    """
+    done = _python(script)
+    assert done.returncode == 5
+    assert done.stdout == ""
+    assert str(out) in done.stderr and os.strerror(errno.EFBIG) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert state(out) == before
+
+
+def test_a_small_tmpfs_is_a_full_disk(source: Path) -> None:
+    """A full disk for real, in a mount namespace that ends with the command."""
+    script = (
+        'mount -t tmpfs -o size=8k,mode=0777 none "$1" && printf old > "$1/out.pth" || exit 99; '
+        '"$2" -m ckptool strip-module "$3" -o "$1/out.pth" --force; echo "exit $?"; cat "$1/out.pth"; ls -A "$1"'
+    )
+    place = source.parent / "small"
+    place.mkdir()
+    enter = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    command = [*enter, "sh", "-c", script, "sh", str(place), sys.executable, str(source)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or "exit" not in done.stdout:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.stdout == "exit 5\noldout.pth\n"
+    assert f"{place}/out.pth" in done.stderr and os.strerror(errno.ENOSPC) in done.stderr
+
+
+# -- an input that does not keep still --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "buffer"])
+@pytest.mark.parametrize("change", ["shrinks", "empties", "grows", "is-touched", "is-rewritten"])
+@pytest.mark.parametrize("when", [0, 4], ids=["at-the-first-byte", "in-the-middle"])
+def test_an_input_that_changes_is_not_copied(
+    change: str, when: int, kernel: bool, moving: Path, out: Path, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    steps = [0]
+
+    def disturb(_: int) -> None:
+        steps[0] += 1
+        if steps[0] != when + 1:
+            return
+        size = moving.stat().st_size
+        if change in ("shrinks", "empties"):
+            os.truncate(moving, size - 300 if change == "shrinks" else 0)
+        elif change == "grows":
+            with moving.open("ab") as file:
+                file.write(b"more")
+        elif change == "is-rewritten":
+            moving.write_bytes(bytes(size))
+            os.utime(moving, ns=(0, 0))
+        else:
+            os.utime(moving, ns=(0, 0))
+
+    with pytest.raises(ChangedError) as caught:
+        strip_to(moving, out, progress=disturb)
+    assert caught.value.exit_code == 5
+    assert caught.value.path in (str(moving), str(out))
+    assert not out.exists() and temporaries(out.parent) == []
+
+
+def test_a_copy_without_an_edit_is_guarded_as_well(moving: Path, out: Path, small_steps: None) -> None:
+    with ckptool.open(moving) as checkpoint, pytest.raises(ChangedError):
+        ckptool.save(checkpoint, out, on_progress=lambda *_: os.truncate(moving, 100))
+    assert not out.exists() and temporaries(out.parent) == []
+
+
+def test_an_input_that_shrinks_while_its_metadata_is_read(moving: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, reads = FileSource.read, [0]
+
+    def shrinking(self: FileSource, offset: int, size: int) -> bytes:
+        reads[0] += 1
+        if reads[0] == 2:
+            os.truncate(moving, 10)
+        return real(self, offset, size)
+
+    monkeypatch.setattr(FileSource, "read", shrinking)
+    with pytest.raises(ckptool.CkptoolError) as caught:
+        ckptool.open(moving)
+    assert caught.value.exit_code in (3, 5)
+
+
+def test_an_input_that_is_replaced_by_another_file_is_copied_as_it_was_opened(
+    moving: Path, out: Path, expected: bytes, small_steps: None
+) -> None:
+    """What other programs do that save whole or not at all: the open file is still the old one."""
+    other = moving.with_name("other.pth")
+    other.write_bytes(b"new")
+
+    def replace(_: int) -> None:
+        if other.exists():
+            other.replace(moving)
+
+    strip_to(moving, out, progress=replace)
+    assert out.read_bytes() == expected
+    assert moving.read_bytes() == b"new"
+
+
+# -- killed -----------------------------------------------------------------------------------------------------
+
+#: Runs the edit once for each point at which it can be killed: before and after each call of these. What is found
+#: after each death is told as a line: the number of the call, its name, the exit status, and the state of the folder.
+KILLER = """
+    import os, signal, sys
+    import ckptool
+    from ckptool.files import write
+    import ckptool.files.write.copying
+
+    source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
+    write.copying._CHUNK = write.copying._BUFFER = 2048
+    folder = os.path.dirname(out)
+    points = ("open", "write", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
+
+    def edit(deadline):
+        count = [0]
+        def armed(name):
+            real = getattr(os, name)
+            def call(*args, **how):
+                for when in ("before", "after"):
+                    count[0] += 1
+                    if count[0] == deadline:
+                        real_write(1, f"{name} {when}\\n".encode())
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if when == "before":
+                        result = real(*args, **how)
+                return result
+            return call
+        real_write = os.write
+        with ckptool.open(source) as checkpoint:
+            edited = ckptool.strip_prefix(checkpoint)
+            for name in points:
+                setattr(os, name, armed(name))
+            ckptool.save(edited, out, force=force)
+        os._exit(0)
+
+    for deadline in range(1, 500):
+        if force:
+            with open(out, "wb") as file:
+                file.write(b"old")
+        elif os.path.exists(out):
+            os.unlink(out)
+        child = os.fork()
+        if not child:
+            edit(deadline)
+        _, status = os.waitpid(child, 0)
+        left = [name for name in os.listdir(folder) if name.endswith(".ckptool-tmp")]
+        with open(source, "rb") as file:
+            intact = file.read() == open(sys.argv[4], "rb").read()
+        content = "none"
+        if os.path.exists(out):
+            data = open(out, "rb").read()
+            content = "old" if data == b"old" else "new" if data == open(sys.argv[5], "rb").read() else "BROKEN"
+        print("killed" if os.WIFSIGNALED(status) else "done", content, len(left), intact, flush=True)
+        if not os.WIFSIGNALED(status):
+            break
+    print("end", len(os.listdir(folder)))
+"""
+
+
+@pytest.mark.parametrize("how", ["new", "force"])
+def test_killed_at_any_point_the_output_is_old_or_new_and_the_next_run_cleans_up(
+    how: str, tmp_path: Path, expected: bytes
+) -> None:
+    source, goal, folder = tmp_path / "in.pth", tmp_path / "goal.pth", tmp_path / "folder"
+    shutil.copy(FIXTURES / "gan.pth", source)
+    goal.write_bytes(expected)
+    folder.mkdir()
+    out = folder / "out.pth"
+    done = _python(KILLER, str(source), str(out), how, str(FIXTURES / "gan.pth"), str(goal))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "end 1"  # only the output: the last run removed what the killed ones had left
+    points = [line for line in lines[:-1] if line.endswith(("before", "after"))]
+    states = [line.split() for line in lines[:-1] if line not in points]
+    assert {point.split()[0] for point in points} >= {"open", "write", "copy_file_range", "fchmod", "fsync", "close"}
+    assert len(points) == len(states) - 1 >= 20
+    assert states[-1] == ["done", "new", "0", "True"]
+    old = "old" if how == "force" else "none"
+    contents = [content for _, content, _, _ in states]
+    assert set(contents) == {old, "new"}
+    assert contents == sorted(contents, key=[old, "new"].index)  # from some point on it is new
+    assert all(killed == "killed" and int(left) <= 1 and intact == "True" for killed, _, left, intact in states[:-1])
+
+
+def test_only_the_leftovers_of_dead_runs_for_the_same_output_are_removed(
+    source: Path, out: Path, tmp_path: Path
+) -> None:
+    dead = tmp_path / f".out.pth.123{SUFFIX}"
+    dead.write_bytes(b"half")
+    kept = ["other.pth.123.ckptool-tmp.bak", ".other.pth.9.tmp", "out.pth.123", ".out.pth.swp"]
+    for name in kept:
+        (tmp_path / name).write_bytes(b"theirs")
+    (tmp_path / "link-target").write_bytes(b"theirs")
+    alive = tmp_path / f".out.pth.456{SUFFIX}"
+    with alive.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        strip_to(source, out)
+        assert not dead.exists()
+        assert alive.exists()
+    assert all((tmp_path / name).read_bytes() == b"theirs" for name in kept)
+    strip_to(source, out, force=True)
+    assert not alive.exists()
+
+
+def test_a_link_that_looks_like_a_leftover_is_not_followed(source: Path, out: Path, tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / f".out.pth.7{SUFFIX}"
+    victim.write_bytes(b"theirs")
+    link.symlink_to(victim)
+    strip_to(source, out)
+    assert victim.read_bytes() == b"theirs"
+    link.unlink(missing_ok=True)
+
+
+def test_a_leftover_that_had_its_mode_already_is_removed(
+    moving: Path, out: Path, unprivileged: Callable[[Path], None], tmp_path: Path
+) -> None:
+    dead = tmp_path / f".out.pth.123{SUFFIX}"
+    dead.write_bytes(b"whole")
+    dead.chmod(0o444)
+    unprivileged(tmp_path)
+    strip_to(moving, out)
+    assert not dead.exists()
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+#: A command that gets a signal while it copies.
+SIGNALLED = """
+    import os, signal, sys
+    number, before = int(sys.argv[1]), sys.argv[2]
+    # What runs in the background ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if before == "ignored":
+        signal.signal(number, signal.SIG_IGN)
+    import ckptool.files.write.copying
+    from ckptool.files import write
+    from ckptool.cli.main import main
+    write.copying._CHUNK = 512
+    real, calls = os.copy_file_range, [0]
+    def copy(*args):
+        calls[0] += 1
+        if calls[0] == 3:
+            os.kill(os.getpid(), number)
+        return real(*args)
+    os.copy_file_range = copy
+    main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("how", ["new", "force"])
+def test_a_signal_ends_the_run_and_nothing_is_left(number: signal.Signals, how: str, source: Path, out: Path) -> None:
+    if how == "force":
+        out.write_bytes(b"old")
+    before = state(out) if how == "force" else None
+    done = _python(SIGNALLED, str(int(number)), "default", "strip-module", str(source), "-o", str(out), "--force")
+    assert done.returncode == 128 + number
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert (state(out) if out.exists() else None) == before
+
+
+def test_a_hangup_that_the_caller_ignores_stays_ignored(source: Path, out: Path, expected: bytes) -> None:
+    done = _python(SIGNALLED, str(int(signal.SIGHUP)), "ignored", "strip-module", str(source), "-o", str(out))
+    assert done.returncode == 0
+    assert out.read_bytes() == expected
+
+
+# -- the other end of the pipe --------------------------------------------------------------------------------------
+
+
+def _read_one_line(*arguments: str) -> tuple[bytes, int, bytes]:
+    """The first line that a command prints, and then how it ends when nobody reads on."""
+    command = [sys.executable, "-m", "ckptool", *arguments]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+        return line, process.wait(), said
+
+
+@pytest.mark.parametrize("style", ["--names", "--format=plain", "--format=json"])
+def test_a_reader_that_goes_away_hears_nothing_more(style: str) -> None:
+    line, _, said = _read_one_line("keys", *[str(FIXTURES / "ddp4_training.pth")] * 300, style)
+    assert line.strip()
+    assert said == b""
+
+
+def test_a_closed_pipe_ends_as_the_signal_would() -> None:
+    assert _read_one_line("keys", *[str(FIXTURES / "ddp4_training.pth")] * 300, "--names")[1] == 128 + signal.SIGPIPE
+
+
+def test_output_that_cannot_be_written_is_exit_5() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "ckptool", "keys", str(FIXTURES / "bare.pth")]
+        done = subprocess.run(command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 5
+    assert os.strerror(errno.ENOSPC) in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_closed_stdout_is_no_bug_of_ckptool() -> None:
+    command = f"exec {sys.executable} -m ckptool inspect {FIXTURES / 'bare.pth'} >&-"
+    done = subprocess.run(["sh", "-c", command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode in (0, 5)
+    assert "Traceback" not in done.stderr and "bug" not in done.stderr
+
+
+# -- the command line keeps the same promises --------------------------------------------------------------------------
+
+
+def test_several_outputs_stand_or_fall_one_by_one(
+    source: Path, tmp_path: Path, expected: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    (folder / "collision.pth").write_bytes(b"old")
+    inputs = [str(FIXTURES / "collision.pth"), str(FIXTURES / "truncated.pth"), str(source)]
+    assert run(["strip-module", *inputs, "--out-dir", str(folder), "--force"]) == 3
+    assert (folder / "collision.pth").read_bytes() == b"old"
+    assert (folder / "in.pth").read_bytes() == expected
+    assert names_in(folder) == ["collision.pth", "in.pth"]
+    told = capsys.readouterr()
+    assert "collision.pth" in told.err and "truncated.pth" in told.err and "in.pth" in told.out
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    before = names_in(tmp_path)
+    assert run(["strip-module", str(source), "--out-dir", str(tmp_path / "new"), "--dry-run", "-q"]) == 0
+    assert run(["strip-module", str(source), "-o", str(tmp_path / "new.pth"), "--dry-run", "-q"]) == 0
+    assert names_in(tmp_path) == before
+
+
+def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- no input is an output -------------------------------------------------------------------------------------
+# Not the second input either: that of --like, of --map, or of match --apply.
+
+
+@pytest.mark.parametrize("command", ["rename", "edit", "match"])
+def test_a_second_input_is_not_replaced_by_the_output(command: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.pth"
+    shutil.copy(FIXTURES / "bare.pth", other)
+    before = other.read_bytes()
+    own = {"rename": ["--like", str(other), "--by-order"], "edit": ["--like", str(other), "--by-order"]}
+    arguments = own.get(command, [str(other), "--apply"])
+    code = run([command, str(FIXTURES / "bare_module.pth"), *arguments, "-o", str(other), "--force"])
+    assert code == 4
+    assert other.read_bytes() == before

@@ -1,0 +1,298 @@
+"""Law 3, light: no command imports torch or numpy unless it really loads, memory is bounded by the metadata and not by
+the file, and files beyond 4 GiB, with storages beyond 4 GiB, are like any other."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import FIXTURES
+from process_probe import HEAVY, command, probe
+
+import ckptool
+from ckptool.cli.main import COMMANDS, run
+from ckptool.files.sources import FileSource
+
+GIB = 1 << 30
+MIB = 1 << 20
+DEMO = str(FIXTURES / "ddp4_training.pth")
+
+#: What a bare interpreter takes is about 9 MiB, click and tabulate 8 more (design.md, section 3); torch would be 200.
+PEAK = 48 * MIB
+
+
+def test_importing_the_library_is_cheap() -> None:
+    found = probe("import ckptool")
+    assert found.wanted == []
+    assert found.modules & {*HEAVY, "click", "tabulate", "ckptool.cli", "ckptool.values.torch"} == set()
+    assert found.peak < 32 * MIB
+
+
+CALLS: list[list[str]] = [
+    ["--version"],
+    ["--help"],
+    *([name, "--help"] for name in COMMANDS),
+    ["inspect", DEMO],
+    ["inspect", DEMO, "--tree", "--depth", "9"],
+    ["inspect", DEMO, "--map-location", "cpu", "--format", "json"],
+    ["keys", DEMO],
+    ["keys", DEMO, "--all", "--format", "markdown"],
+    ["keys", DEMO, "--format", "csv", "--include", "*weight", "--sort", "name"],
+    ["strip-module", DEMO, "-o", "OUT"],
+    ["strip-module", DEMO, "-o", "OUT", "--wrappers", "--format", "json"],
+    ["add-module", DEMO, "-o", "OUT"],
+    ["remap", DEMO, "--to", "cpu", "-o", "OUT"],
+    ["remap", str(FIXTURES / "numpy_objects.pth"), "--to", "cuda:0", "--all", "--strings", "-o", "OUT"],
+    ["match", DEMO, DEMO],
+    ["match", str(FIXTURES / "bare_module.pth"), str(FIXTURES / "bare.pth"), "--apply", "-o", "OUT"],
+    ["inspect", str(FIXTURES / "legacy_cuda.pth")],
+    ["diff", DEMO, DEMO],
+    ["hash", DEMO, "--each"],
+    ["lock", DEMO, "--content"],
+    ["strip-module", str(FIXTURES / "legacy_cuda.pth"), "-o", "OUT"],
+]
+
+
+@pytest.mark.parametrize("arguments", CALLS, ids=lambda call: " ".join(part.rpartition("/")[2] for part in call))
+def test_no_command_needs_torch_or_numpy(arguments: list[str], out: Path) -> None:
+    found = command(*(str(out) if part == "OUT" else part for part in arguments))
+    assert (found.code, found.err) == (0, "")
+    assert found.out
+    assert found.wanted == []
+    assert found.modules.isdisjoint(HEAVY)
+    assert found.peak < PEAK
+
+
+def test_what_is_not_drawn_needs_no_tabulate() -> None:
+    for arguments in (["--names"], ["--format", "json"], ["--format", "csv"]):
+        assert "tabulate" not in command("keys", DEMO, *arguments).modules
+
+
+def test_a_real_load_without_torch_says_what_is_missing() -> None:
+    found = command("inspect", str(FIXTURES / "bare.pth"), "--load")
+    assert found.wanted == ["torch"]
+    assert found.code not in (0, 70)
+    assert "torch, which is not installed" in found.out + found.err
+    assert "Traceback" not in found.err
+
+
+def test_the_library_loads_with_torch_only_and_says_so() -> None:
+    found = probe(
+        "import ckptool\n"
+        "try:\n"
+        f"    ckptool.load({str(FIXTURES / 'bare.pth')!r})\n"
+        "except ckptool.CkptoolError as error:\n"
+        "    print(error, '|', error.next)\n"
+    )
+    assert "not installed" in found.out and "pip install torch" in found.out
+
+
+# -- larger than 32 bits ------------------------------------------------------------------------------------------
+
+
+class Huge(NamedTuple):
+    """A checkpoint of 4.8 GB with 12 kB of data: a storage beyond 4 GiB, and records that begin behind it."""
+
+    path: Path
+    keys: list[str]
+
+
+@pytest.fixture(scope="module")
+def huge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Huge]:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.serialization, "skip_data"):
+        pytest.skip("this torch cannot save without data")
+    path = tmp_path_factory.mktemp("huge") / "huge.pth"
+    state = OrderedDict(
+        [
+            ("module.first.weight", torch.zeros(4)),
+            ("module.huge.weight", torch.empty(4 * GIB + 4096, dtype=torch.uint8)),
+            ("module.large.weight", torch.empty(GIB // 8, dtype=torch.float32)),
+            ("module.last.weight", torch.empty(5)),
+            ("module.last.bias", torch.empty(3, dtype=torch.float64)),
+        ]
+    )
+    with torch.serialization.skip_data():
+        torch.save({"epoch": 3, "state_dict": state, "device": "cuda:0"}, path)
+    # Some bytes to recognise: at the very end of the huge storage, and in those behind it.
+    with ckptool.open(path) as checkpoint, path.open("r+b") as file:
+        for key, at, data in ((1, 4 * GIB, b"\x07" * 4096), (3, 0, b"\x00\x00\x80\x3f" * 5), (4, 0, b"\x05" * 24)):
+            span = checkpoint.container.stored(str(key)).span
+            assert span is not None
+            file.seek(span.offset + at)
+            file.write(data)
+    if path.stat().st_blocks * 512 > 64 * MIB:
+        path.unlink()
+        pytest.skip("this file system has no holes")
+    yield Huge(path, list(state))
+    path.unlink()
+
+
+@pytest.fixture
+def holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the kernel's copy keep holes: 5 GB of zeros take 20 seconds, and would show nothing more."""
+    real = os.copy_file_range
+
+    def copy(source: int, target: int, count: int, offset: int) -> int:
+        try:
+            begin = os.lseek(source, offset, os.SEEK_DATA)
+        except OSError:  # nothing but a hole up to the end
+            begin = offset + count
+        if begin == offset:
+            end = os.lseek(source, offset, os.SEEK_HOLE)
+            return real(source, target, min(count, end - offset), offset)
+        skipped = min(count, begin - offset)
+        os.ftruncate(target, os.lseek(target, skipped, os.SEEK_CUR))
+        return skipped
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+
+
+def extents(path: Path) -> list[tuple[int, int]]:
+    """(begin, end) of everything in a file that is no hole."""
+    found, at, size = [], 0, path.stat().st_size
+    with path.open("rb") as file:
+        while at < size:
+            try:
+                begin = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                break
+            at = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+            found.append((begin, at))
+    return found
+
+
+def same_bytes(one: Path, two: Path) -> bool:
+    """Compare two files where either has data; where both have holes they are zero."""
+    if one.stat().st_size != two.stat().st_size:
+        return False
+    with one.open("rb") as a, two.open("rb") as b:
+        for begin, end in extents(one) + extents(two):
+            assert end - begin < 16 * MIB
+            a.seek(begin)
+            b.seek(begin)
+            if a.read(end - begin) != b.read(end - begin):
+                return False
+    return True
+
+
+def records(path: Path) -> dict[str, zipfile.ZipInfo]:
+    """The records of a zip as another reader sees them, by their names below the root folder."""
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename.partition("/")[2]: info for info in archive.infolist()}
+
+
+def test_a_huge_file_really_has_zip64_headers(huge: Huge) -> None:
+    found = records(huge.path)
+    assert found["data/1"].file_size > 4 * GIB > found["data/1"].header_offset
+    assert found["data/2"].header_offset > 4 * GIB and found["data/4"].header_offset > 4 * GIB
+    assert huge.path.stat().st_size > 4.5 * GIB
+
+
+@pytest.mark.parametrize("call", [["inspect"], ["inspect", "--tree"], ["keys", "--all"], ["strip-module", "--dry-run"]])
+def test_memory_is_bounded_by_the_metadata(call: list[str], huge: Huge) -> None:
+    found = command(*call, str(huge.path))
+    assert (found.code, found.err) == (0, "")
+    assert found.peak < PEAK
+
+
+@pytest.mark.parametrize("edit", ["inspect", "keys", "strip"])
+def test_only_the_metadata_of_a_huge_file_is_read(edit: str, huge: Huge, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = [0], FileSource.read
+
+    def counting(self: FileSource, offset: int, size: int) -> bytes:
+        data = real(self, offset, size)
+        read[0] += len(data)
+        return data
+
+    monkeypatch.setattr(FileSource, "read", counting)
+    if edit == "inspect":
+        ckptool.inspect(huge.path)
+    elif edit == "keys":
+        ckptool.keys(huge.path, everything=True)
+    else:
+        with ckptool.open(huge.path) as checkpoint:
+            assert ckptool.strip_prefix(checkpoint).edited
+    assert 1000 < read[0] < 1 * MIB
+
+
+def test_a_huge_file_is_inspected_and_listed(huge: Huge) -> None:
+    report = ckptool.inspect(huge.path)
+    assert report["bytes"] == huge.path.stat().st_size
+    assert report["storage_bytes"] == 4 * GIB + 4096 + GIB // 2 + 16 + 20 + 24
+    assert [item["keys"] for item in report["state_dicts"]] == [5]
+    assert {item["level"] for item in report["findings"]} <= {"warning", "note"}
+    listed = ckptool.keys(huge.path)["tensors"]
+    assert [entry["key"] for entry in listed] == huge.keys
+    assert listed[1]["bytes"] == 4 * GIB + 4096
+
+
+def test_a_huge_file_is_stripped_and_torch_loads_the_result(
+    huge: Huge, out: Path, holes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    assert run(["strip-module", str(huge.path), "-o", str(out)]) == 0
+    assert "taken off 5 keys" in capsys.readouterr().out
+    before, after = (torch.load(path, mmap=True, weights_only=True) for path in (huge.path, out))
+    assert list(after["state_dict"]) == [key.removeprefix("module.") for key in huge.keys]
+    assert after["epoch"] == 3
+    for key in huge.keys:
+        a, b = before["state_dict"][key], after["state_dict"][key.removeprefix("module.")]
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        for part in (slice(0, 4096), slice(max(len(a) - 4096, 0), None)):
+            assert torch.equal(a[part], b[part])
+    assert after["state_dict"]["huge.weight"][-4096:].tolist() == [7] * 4096
+    assert after["state_dict"]["last.weight"].tolist() == [1.0] * 5
+    # Another reader finds the same records, with the same sizes and checksums.
+    old, new = records(huge.path), records(out)
+    facts = [{name: (info.file_size, info.CRC) for name, info in found.items()} for found in (old, new)]
+    assert [name for name in facts[0] if facts[0][name] != facts[1].get(name)] == ["data.pkl"]
+    assert list(old) == list(new)
+
+
+def test_add_then_strip_of_a_huge_file_is_the_file(huge: Huge, tmp_path: Path, holes: None) -> None:
+    one, two, three = tmp_path / "one.pth", tmp_path / "two.pth", tmp_path / "three.pth"
+    with ckptool.open(huge.path) as checkpoint:
+        added = ckptool.add_prefix(checkpoint)
+        assert ckptool.save(added, one).size == one.stat().st_size
+        ckptool.save(checkpoint, three)
+    with ckptool.open(one) as checkpoint:
+        assert checkpoint.state_dicts[0].path == "state_dict"
+        ckptool.save(ckptool.strip_prefix(checkpoint), two)
+    assert not same_bytes(one, huge.path)
+    assert same_bytes(two, huge.path)
+    assert same_bytes(three, huge.path)
+
+
+def test_remapping_a_huge_file_moves_no_storage(huge: Huge, out: Path, holes: None) -> None:
+    with ckptool.open(huge.path) as checkpoint:
+        ckptool.save(ckptool.remap_devices(checkpoint, {"cpu": "cuda:1"}), out)
+    report = ckptool.inspect(out)
+    assert [item["location"] for item in report["devices"]] == ["cuda:1"]
+    assert report["storage_bytes"] == ckptool.inspect(huge.path)["storage_bytes"]
+
+
+def test_memory_is_bounded_while_bytes_are_copied_through_a_buffer(tmp_path: Path) -> None:
+    """Where the kernel cannot copy, 256 MiB go through a buffer of 4."""
+    torch: Any = pytest.importorskip("torch")
+    source, out = tmp_path / "in.pth", tmp_path / "out.pth"
+    with torch.serialization.skip_data():
+        torch.save({"module.weight": torch.empty(256 * MIB, dtype=torch.uint8)}, source)
+    call = ["strip-module", str(source), "-o", str(out), "-q"]
+    found = probe(f"import os; del os.copy_file_range; from ckptool.cli.main import main; main({call!r})")
+    assert (found.code, found.err) == (0, "")
+    assert out.stat().st_size > 256 * MIB
+    assert found.peak < PEAK
+
+
+def test_a_format_is_imported_only_when_a_file_may_be_of_it(tmp_path: Path) -> None:
+    found = command("strip-module", DEMO, "-o", str(tmp_path / "out.pth"))
+    formats = {name for name in found.modules if name.startswith("ckptool.formats.")}
+    others = ("safetensors", "hf", "dcp", "programs", "foreign")
+    assert found.code == 0
+    assert [name for name in formats if name.split(".")[2] in others or "legacy" in name or "tar_reader" in name] == []

@@ -1,0 +1,300 @@
+"""Small files that ask for much: each is answered in ten seconds and 512 MB, without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT as PROJECT
+from crafted_files import (
+    ROOT,
+    TENSOR,
+    Code,
+    End,
+    Entry,
+    altered,
+    archive,
+    dumped,
+    entries,
+    legacy,
+    ordered,
+    plain,
+    put,
+    with_record,
+)
+
+from ckptool.files.zips.versions import EditNote, encode_note
+
+#: Of processor time: a machine with other work to do is no reason to fail.
+SECONDS = 10
+#: Of waiting, for each command: longer than that nothing is answered at all.
+PATIENCE = 120
+MEMORY = 512 << 20
+
+
+def laughs() -> bytes:
+    """Each list holds the one before it ten times: 10^59 leaves in 2 kB."""
+    raw = b"\x80\x02](" + b"K\x01" * 10 + b"eq\x00"
+    for level in range(59):
+        raw += b"](" + (b"h" + bytes([level])) * 10 + b"eq" + bytes([level + 1])
+    return raw + b"."
+
+
+def laughing_dicts() -> bytes:
+    raw = b"\x80\x02}q\x00"
+    for level in range(200):
+        held = b"h" + bytes([level])
+        raw += b"}(" + put("a") + held + put("b") + held + b"uq" + bytes([level + 1])
+    return raw + b"."
+
+
+def laughing_strings() -> bytes:
+    raw = b"\x80\x02" + put("x" * 1000) + b"q\x00"
+    for level in range(100):
+        raw += (b"h" + bytes([level])) * 2 + b"\x86q" + bytes([level + 1])
+    return raw + b"."
+
+
+def itself() -> bytes:
+    return b"\x80\x02]q\x00(h\x00h\x00e}q\x01(" + put("me") + b"h\x01" + put("list") + b"h\x00u\x86."
+
+
+def many_entries(count: int) -> bytes:
+    return archive([*entries().values(), *(Entry(f"{ROOT}/x{number}") for number in range(count))])
+
+
+def bomb(short: str, size: int) -> bytes:
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
+    # A block that ends with a full flush can be repeated.
+    block = squeeze.compress(bytes(1 << 20)) + squeeze.flush(zlib.Z_FULL_FLUSH)
+    packed = block * (size >> 20) + squeeze.flush()
+    told = {"method": 8, "packed": len(packed), "size": size, "crc": 1}
+    found = entries()
+    entry = found.get(short, Entry(f"{ROOT}/{short}"))
+    found[short] = Entry(
+        entry.name,
+        packed,
+        listed=told,
+        local={"method": 8},
+        descriptor=struct.pack("<4s3I", b"PK\x07\x08", 1, len(packed), size),
+    )
+    return archive(found.values())
+
+
+def nested_archives(levels: int) -> bytes:
+    data = plain()
+    for _ in range(levels):
+        data = with_record(Entry(f"{ROOT}/inner.pth", data, 8))
+    return data
+
+
+def shared_payloads(levels: int, names: int) -> bytes:
+    """Archives in each other, in each of which many names lead to the one below."""
+    data = dumped(1)
+    for level in range(levels):
+        name = "a/0.pkl" if not level else "a/x"
+        data = archive([Entry(name, data), *[Entry(name, data, ghost=True, listed={"header": 0})] * (names - 1)])
+    return with_record(Entry(f"{ROOT}/inner", data))
+
+
+def shared_header(names: int) -> bytes:
+    """One local header with 16,000 extra fields, under many names."""
+    found = [Entry(f"{ROOT}/z", b"x", extra=bytes(64_000)), *entries().values()]
+    ghosts = [Entry(f"{ROOT}/y{number}", b"x", ghost=True, listed={"header": 0}) for number in range(names)]
+    return archive([*found, *ghosts])
+
+
+def headers_within_headers(count: int) -> bytes:
+    """Local headers, each with extra fields that reach over thousands of others."""
+    header = struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, 0, 0, 0, 60_000)
+    body = header * count + bytes(60_000)
+    found = [*entries().values(), Entry(f"{ROOT}/big", body)]
+    at = archive(found).index(header)
+    ghosts = [Entry(f"{ROOT}/{n}.pkl", ghost=True, listed={"header": at + 30 * n, "flags": 0}) for n in range(count)]
+    return archive([*found, *ghosts])
+
+
+def hidden_pickles(count: int) -> bytes:
+    """Headers that no directory lists, each of a pickle that runs over all the others."""
+    header = struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, 0, 0, 5, 0) + b"x.pkl"
+    pickled = b"\x80\x02" + b"B" + struct.pack("<I", len(header) + 3)
+    return plain() + (header + pickled) * count + b"N" * 2_000_000
+
+
+def bombs(count: int) -> bytes:
+    """Many small records that inflate to a thousand times their size."""
+    data = b"\x80\x02" + b"N" * (4 << 20)
+    return archive([*entries().values(), *(Entry(f"{ROOT}/{number}.pkl", data, 8) for number in range(count))])
+
+
+def forged_versions(count: int) -> bytes:
+    """A chain of notes of edits in place that nobody made, each with a directory of many entries."""
+    data = many_entries(2_000)
+    end = data[-98:]
+    parts = [data]
+    size = len(data)
+    for _ in range(count):
+        note = encode_note(EditNote(size, zlib.crc32(end), "x", 0))
+        parts += [note, end]
+        size += len(note) + len(end)
+    return b"".join(parts)
+
+
+def nested_pickles(levels: int) -> bytes:
+    data = dumped(1)
+    for _ in range(levels):
+        data = dumped([data, data])
+    return data
+
+
+def safetensors(head: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(head) if length is None else length) + head
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "a length of 2^62 in BINBYTES8": lambda: plain(pickled=b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"."),
+    "a length of 2^62 in BINUNICODE8": lambda: plain(pickled=b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"."),
+    "a length of 2^62 in BYTEARRAY8": lambda: plain(pickled=b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"."),
+    "a length of 2^62 in FRAME": lambda: plain(pickled=b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N."),
+    "a length of 2^31 in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\x7f."),
+    "a negative length in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\xff."),
+    "a negative length in BINSTRING": lambda: plain(pickled=b"\x80\x02T\xff\xff\xff\xff."),
+    "PUT 2^32-1": lambda: plain(pickled=b"\x80\x02Nr\xff\xff\xff\xffj\xff\xff\xff\xff."),
+    "PUT of a thousand digits": lambda: plain(pickled=b"Np" + b"9" * 1000 + b"\n."),
+    "PUT 2^32-1, then MEMOIZE": lambda: plain(pickled=b"\x80\x04Nr\xff\xff\xff\xff\x94\x94."),
+    "a million digits": lambda: plain(pickled=b"I" + b"9" * 1_000_000 + b"\n."),
+    "a million digits in LONG": lambda: plain(pickled=b"L" + b"9" * 1_000_000 + b"L\n."),
+    "an int of a million bytes": lambda: plain(
+        pickled=b"\x80\x02}(" + put("w") + b"\x8b" + struct.pack("<I", 1_000_000) + b"\x7f" * 1_000_000 + b"u."
+    ),
+    "4,301 digits": lambda: plain(
+        {"n": 10**300}, pickled=b"\x80\x02}(" + put("n") + b"\x8b\x00\x08\x00\x00" + b"\x7f" * 2048 + b"u."
+    ),
+    "billion laughs": lambda: plain(pickled=laughs()),
+    "billion laughs in dicts": lambda: plain(pickled=laughing_dicts()),
+    "billion laughs in tuples": lambda: plain(pickled=laughing_strings()),
+    "a million nested tuples": lambda: plain(pickled=b"\x80\x02)" + b"\x85" * 1_000_000 + b"."),
+    "a million nested lists": lambda: plain(pickled=b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."),
+    "100,000 nested dicts": lambda: plain(
+        pickled=b"\x80\x02" + (b"}" + put("a")) * 100_000 + b"N" + b"s" * 100_000 + b"."
+    ),
+    "a million MARKs": lambda: plain(pickled=b"\x80\x02" + b"(" * 1_000_000 + b"N."),
+    "lists that contain themselves": lambda: plain(pickled=itself()),
+    "a million globals": lambda: plain(pickled=b"\x80\x02(" + b"ca\nb\n" * 1_000_000 + b"t."),
+    "100,000 globals of their own": lambda: plain(
+        pickled=b"\x80\x02(" + b"".join(f"ca\nb{n}\n)R".encode() for n in range(100_000)) + b"t."
+    ),
+    "a global of 100,000 parts": lambda: plain(pickled=b"\x80\x02c" + b"a." * 50_000 + b"\n" + b"b." * 50_000 + b"\n."),
+    "a name of a megabyte": lambda: plain({"x" * 1_000_000: TENSOR}),
+    "a name of a megabyte of optimizers": lambda: plain(
+        {"opt_" * 250_000 + "\n": Code(ordered().raw + b"(" + put("a") + TENSOR.raw + b"u")}
+    ),
+    "a name of a megabyte of models": lambda: plain({"model_" * 160_000 + "\n": {"a": TENSOR}}),
+    "a global of a megabyte": lambda: plain(pickled=b"\x80\x02c" + b"x" * 1_000_000 + b"\ny\n)R."),
+    "60,000 entries": lambda: many_entries(60_000),
+    "60,000 pickles": lambda: archive(
+        [*entries().values(), *(Entry(f"{ROOT}/x{number}.pkl", b"\x80\x02N.") for number in range(60_000))]
+    ),
+    "60,000 duplicates": lambda: archive([*entries().values(), *[Entry(f"{ROOT}/data/0", b"x" * 16)] * 60_000]),
+    "a zip64 count of 2^40": lambda: archive(
+        entries().values(), End(count=0xFFFF, zip64={"here": 1 << 40, "count": 1 << 40})
+    ),
+    "a zip64 size of 2^62": lambda: archive(entries().values(), End(size=0xFFFFFFFF, zip64={"size": 1 << 62})),
+    "a zip64 offset of 2^63": lambda: archive(entries().values(), End(offset=0xFFFFFFFF, zip64={"offset": 1 << 63})),
+    "a record of 4 GB that is not there": lambda: altered(
+        "data.pkl", listed={"size": 0xFFFFFFF0, "packed": 0xFFFFFFF0}
+    ),
+    "a zip bomb in data.pkl": lambda: bomb("data.pkl", 2 << 30),
+    "a zip bomb in version": lambda: bomb("version", 512 << 20),
+    "a zip bomb in a storage": lambda: bomb("data/0", 512 << 20),
+    "a zip bomb in another .pkl": lambda: bomb("more.pkl", 900 << 20),
+    "a zip bomb that lies about its size": lambda: altered(
+        "data.pkl", data=bytes(200 << 20), method=8, listed={"size": 9}
+    ),
+    "archives in archives": lambda: nested_archives(40),
+    "archives in archives that share a payload": lambda: shared_payloads(8, 30),
+    "1,000 names of one header with 16,000 fields": lambda: shared_header(1_000),
+    "20,000 headers within each other": lambda: headers_within_headers(20_000),
+    "5,000 hidden pickles, one over the others": lambda: hidden_pickles(5_000),
+    "30 small bombs": lambda: bombs(30),
+    "10,000 forged versions": lambda: forged_versions(10_000),
+    "pickles in pickles": lambda: nested_pickles(14),
+    "10,000 bare pickles": lambda: dumped(1) * 10_000,
+    "local headers without an end": lambda: b"PK\x03\x04" * 250_000,
+    "descriptors without an end": lambda: plain()[:400] + b"PK\x07\x08" * 250_000,
+    "a legacy list of a million keys": lambda: legacy(keys=b"\x80\x02](" + b"K\x01" * 1_000_000 + b"e."),
+    "a legacy count of 2^62": lambda: legacy(storages={"0": (1 << 62, b"")}),
+    "safetensors, a head of 2^63": lambda: safetensors(b"{}", 1 << 63),
+    "safetensors, a head of 99 MB": lambda: safetensors(b"{}", 99_000_000),
+    "safetensors, holes and overlaps": lambda: (
+        safetensors(
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]},"b":{"dtype":"F32","shape":[9],"data_offsets":[9,45]}}'
+        )
+        + bytes(4)
+    ),
+    "JSON, a million brackets": lambda: b"[" * 1_000_000,
+    "JSON, a weight_map that leads out": lambda: json.dumps(
+        {"metadata": {}, "weight_map": {"a": "../../etc/passwd", "b": "/dev/zero"}}
+    ).encode(),
+}
+#: These take seconds: one command stands for the others.
+HEAVY = {
+    *("a million nested tuples", "a million nested lists", "a million globals", "100,000 globals of their own"),
+    *("100,000 nested dicts", "a million MARKs", "60,000 entries", "60,000 pickles", "60,000 duplicates"),
+    *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage", "a zip bomb in another .pkl"),
+    *("archives in archives that share a payload", "1,000 names of one header with 16,000 fields"),
+    *("20,000 headers within each other", "5,000 hidden pickles, one over the others"),
+    *("30 small bombs", "10,000 forged versions"),
+    *("a zip bomb that lies about its size", "a legacy list of a million keys", "descriptors without an end"),
+}
+COMMANDS = ("inspect", "keys", "validate", "salvage")
+#: All commands in one process, under a limit on its memory; the processor time is that of each.
+ASKED = """
+import contextlib, io, json, sys, time
+from ckptool.cli.main import run
+told = {}
+for command in sys.argv[2:]:
+    out, err = io.StringIO(), io.StringIO()
+    begin = time.process_time()
+    more = ["--dry-run"] if command == "salvage" else []
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run([command, *more, sys.argv[1]])
+    told[command] = code, time.process_time() - begin, err.getvalue()[-300:], len(out.getvalue())
+print(json.dumps(told))
+"""
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def ask(path: Path, *commands: str) -> dict[str, tuple[int, float, str, int]]:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, str(path), *commands],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * len(commands),
+        preexec_fn=limited,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert "Traceback" not in done.stderr
+    return {key: tuple(value) for key, value in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("key", FILES)
+def test_an_answer_in_bounds(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "seed.pth"
+    path.write_bytes(FILES[key]())
+    for command, (code, seconds, err, _) in ask(path, *(["validate"] if key in HEAVY else COMMANDS)).items():
+        assert code in (0, 1, 3), (command, code, err)
+        assert seconds < SECONDS, (command, seconds)

@@ -1,0 +1,172 @@
+"""Whatever stands beside a checkpoint in its folder is looked at like a file alone, or named as not looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crafted_files import SYSTEM, TENSOR, dumped, legacy, plain
+from dcp_folders import write_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.cli.main import run
+
+
+def tarred(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        member = tarfile.TarInfo("pickle")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+EVIL = {
+    "zip": plain(SYSTEM),
+    "legacy": legacy(SYSTEM),
+    "bare": dumped(SYSTEM),
+    "protocol 0": b"cposix\nsystem\n(S'true'\ntR.",
+    "protocol 4": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
+    "broken behind the call": dumped(SYSTEM)[:-1] + b"\xff",
+    "tar": tarred(dumped(SYSTEM)),
+    "a zip in a zip": plain({"w": TENSOR}, {"0": plain(SYSTEM)}),
+}
+#: Whether the content is looked at.
+GOOD = {
+    "zip": (plain(TENSOR), True),
+    "legacy": (legacy(), True),
+    "bare": (pickle.dumps({"lr": 0.1}), True),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", True),
+    "nothing": (b"", True),
+    "text": (b"some words\n", True),
+    "noise": (bytes(range(128, 256)), False),
+}
+NAMES = (
+    *("pytorch_model.bin", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt", "other.ckpt"),
+    *("objects.pkl", "model.joblib", "adapter_model.bin", "no_suffix", "weights.h5", ".hidden.pt"),
+    *("checkpoint-500/optimizer.pt", "unet/diffusion_pytorch_model.bin", "1_Pooling/a/b/pytorch_model.bin"),
+)
+
+
+def folder_of(kind: str, path: Path) -> Path:
+    if kind == "dcp":
+        return write_ranks(path, {"w": torch.zeros(4, 2)}, 2)
+    path.mkdir()
+    if kind == "safetensors":
+        save_file({"w": torch.zeros(3)}, path / "model.safetensors")
+    else:
+        torch.save({"w": torch.zeros(3)}, path / "pytorch_model.bin")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_file_that_runs_something_is_found_wherever_it_stands(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    kind = data.draw(st.sampled_from(["safetensors", "torch", "dcp"]))
+    folder = folder_of(kind, tmp_path_factory.mktemp("case") / "model")
+    names = [name for name in NAMES if kind != "torch" or name != "pytorch_model.bin"]
+    evil = data.draw(st.sampled_from([None, *names]))
+    wanted: dict[str, bool] = {}
+    for name in {*data.draw(st.sets(st.sampled_from(names), max_size=4)), *([evil] if evil else [])}:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name == evil:
+            path.write_bytes(EVIL[data.draw(st.sampled_from(list(EVIL)))])
+        else:
+            content, wanted[name] = GOOD[data.draw(st.sampled_from(list(GOOD)))]
+            path.write_bytes(content)
+    report = ckptool.validate(folder)
+    files = {item["name"]: item for item in report["files"]}
+    assert report["valid"] == (evil is None), report["checks"]
+    for name, looked in wanted.items():
+        # A picture or a vocabulary of any content is not loaded by running it.
+        assert files[name]["looked_at"] == (looked or name == "no_suffix"), (name, files[name])
+    assert not evil or evil in files
+    if not all(item["looked_at"] for item in files.values()):
+        assert report["coverage"] == "partial"
+        assert "unread files" in report["not_checked"]
+
+
+@pytest.mark.parametrize("style", ["table", "json", "jsonl", "sarif", "junit", "github"])
+def test_what_is_not_looked_at_is_named(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of("safetensors", tmp_path / "model")
+    for name in ("modeling_own.py", "tf_model.h5"):
+        (folder / name).write_bytes(b"\x89HDF\r\n\x1a\n" if name.endswith(".h5") else b"import os\n")
+    assert run(["validate", str(folder), "--format", style]) == 0
+    said = capsys.readouterr().out
+    assert "modeling_own.py" in said and "tf_model.h5" in said
+
+
+def test_what_a_trainer_writes_is_valid(tmp_path: Path) -> None:
+    """A class that is merely outside of torch's list is a warning, as in a file alone."""
+    folder = folder_of("safetensors", tmp_path / "model")
+    from argparse import Namespace
+
+    torch.save(Namespace(lr=0.1), folder / "training_args.bin")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    report = ckptool.validate(folder)
+    beside = next(check for check in report["checks"] if check["name"] == "beside")
+    assert report["valid"] and beside["status"] == "warning"
+    assert [note["where"] for note in beside["notes"]] == ["training_args.bin"]
+    assert "argparse.Namespace" in str(report["globals"])
+
+
+def test_links_to_folders_are_named(tmp_path: Path) -> None:
+    folder = folder_of("safetensors", tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to("../elsewhere")
+    assert {
+        key: value for key, value in ckptool.validate(folder)["files"][-1].items() if key in ("name", "looked_at")
+    } == {"name": "link", "looked_at": False}
+
+
+def test_a_file_alone_has_no_files_beside(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "a.pth")
+    (tmp_path / "b.pth").write_bytes(EVIL["zip"])
+    report: dict[str, Any] = ckptool.validate(tmp_path / "a.pth")
+    assert report["valid"] and report["files"] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(sorted(EVIL)), name=st.sampled_from(NAMES))
+def test_a_scan_of_a_folder_finds_what_would_run(
+    kind: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("scan")
+    torch.save({"w": torch.zeros(2)}, folder / "plain.pth")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(EVIL[kind])
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run(["validate", str(folder), "--format", "jsonl"]) in (1, 3)
+    reports = [json.loads(line) for line in out.getvalue().splitlines()]
+    (bad,) = (report for report in reports if report["status"] != "valid")
+    assert "posix.system" in json.dumps(bad)
+
+
+@pytest.mark.parametrize("name", ["objects.pkl", "pytorch_model.bin", "noise.dat"])
+def test_a_scan_of_a_folder_names_what_it_passes_over(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "plain.pth")
+    (tmp_path / "README.md").write_text("some words\n")
+    (tmp_path / name).write_bytes(GOOD["noise" if name.endswith(".dat") else "bare"][0])
+    assert run(["validate", str(tmp_path)]) == 0
+    told = capsys.readouterr().err
+    assert f"not validated, as these are not torch checkpoints: {tmp_path / name}\n" in told
+    assert run(["validate", str(tmp_path), "-q"]) == 0
+    assert capsys.readouterr().err == ""

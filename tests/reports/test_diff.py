@@ -1,0 +1,569 @@
+"""diff: what torch says of the same two files, tensor by tensor; and its laws."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+import os
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_tensors import CUT, KINDS, as_big_endian, bumped, copied, saved
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.base.errors import CkptoolError, MalformedError, TargetError
+from ckptool.cli.main import run
+from ckptool.reports.comparing.diff import IGNORABLE
+from ckptool.values.elements import elements
+
+LISTS = ("container", "only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order")
+every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
+
+
+def found(report: dict[str, Any]) -> dict[str, Any]:
+    """The lists that are not empty."""
+    return {name: report[name] for name in LISTS if report[name]}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Save two objects and compare the files."""
+
+    def compare(a: Any, b: Any, **how: Any) -> dict[str, Any]:
+        one, other = saved(tmp_path / "a.pth", a), saved(tmp_path / "b.pth", b)
+        return ckptool.diff(one, other, **how)
+
+    return compare
+
+
+# -- the same ---------------------------------------------------------------------------------------------
+
+
+@every
+def test_a_file_is_the_same_as_itself_and_as_its_copy(item: Fixture, tmp_path: Path) -> None:
+    try:
+        ckptool.open(item.path).close()
+    except CkptoolError:
+        pytest.skip("ckptool does not open it")
+    twin = tmp_path / "twin"
+    twin.write_bytes(item.path.read_bytes())
+    for other in (item.path, twin):
+        report = ckptool.diff(item.path, other)
+        assert report["same"], found(report)
+        assert found(report) == {} and report["tensors"]["differ"] == 0
+        assert report["tensors"]["in_a"] == report["tensors"]["in_b"] == report["tensors"]["in_both"]
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints_are_the_same_as_their_copies(path: Path, tmp_path: Path) -> None:
+    try:
+        ckptool.open(path).close()
+    except CkptoolError:
+        pytest.skip("ckptool does not open it")
+    twin = tmp_path / "twin"
+    twin.write_bytes(path.read_bytes())
+    report = ckptool.diff(path, twin)
+    assert report["same"], found(report)
+    with ckptool.open(path) as checkpoint:
+        assert report["tensors"]["in_both"] >= len(checkpoint.survey.tensors)
+
+
+@pytest.mark.parametrize("name", ["ddp4_training.pth", "bare_module.pth", "fsdp_wrapped.pth", "orig_mod_module.pth"])
+def test_without_wrappers_it_is_the_same_but_for_the_prefix(name: str, out: Path) -> None:
+    with ckptool.open(FIXTURES / name) as checkpoint:
+        ckptool.save(ckptool.strip_wrappers(checkpoint), out)
+    assert ckptool.diff(FIXTURES / name, out, ignore=["prefix"])["same"]
+    report = ckptool.diff(FIXTURES / name, out)
+    assert not report["same"] and "--ignore prefix" in report["hint"]
+    assert all("state_dict" in item["path"] or "[" in item["path"] or item["path"] for item in report["only_in_a"])
+
+
+def test_remapped_it_is_the_same_but_for_the_device(out: Path) -> None:
+    path = FIXTURES / "ddp4_training.pth"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.remap_devices(checkpoint, "cpu"), out)
+    assert ckptool.diff(path, out, ignore=["device"])["same"]
+    report = ckptool.diff(path, out)
+    assert set(found(report)) == {"changed"}
+    assert {(item["what"], item["a"], item["b"]) for item in report["changed"]} == {("device", "cuda:0", "cpu")}
+
+
+def test_devices_in_the_entries(two: Callable[..., dict[str, Any]]) -> None:
+    a = {"w": torch.ones(2), "device": torch.device("cuda:1"), "name": "cuda:1", "word": "cpu time"}
+    b = {"w": torch.ones(2), "device": torch.device("cpu"), "name": "cpu", "word": "cpu time"}
+    assert [item["path"] for item in two(a, b)["entries"]] == ["device", "name"]
+    assert two(a, b, ignore=["device"])["same"]
+    assert not two(a, b | {"word": "cuda"}, ignore=["device"])["same"]
+
+
+def test_across_containers(tmp_path: Path) -> None:
+    value = {"state_dict": OrderedDict(a=torch.arange(6.0).reshape(2, 3), b=torch.ones(2, dtype=torch.float16))}
+    zipped = saved(tmp_path / "a", value)
+    legacy = saved(tmp_path / "b", value, _use_new_zipfile_serialization=False)
+    report = ckptool.diff(zipped, legacy)
+    assert found(report) == {"container": [{"path": "", "what": "format", "a": "torch-zip", "b": "torch-legacy"}]}
+    assert ckptool.diff(zipped, legacy, ignore=["container"])["same"]
+
+
+def test_a_wrapper_is_part_of_the_container(tmp_path: Path) -> None:
+    state = OrderedDict(a=torch.arange(6.0), b=torch.ones(2))
+    bare, wrapped = saved(tmp_path / "a", state), saved(tmp_path / "b", {"epoch": 3, "model": dict(state)})
+    assert not ckptool.diff(bare, wrapped)["same"]
+    assert ckptool.diff(bare, wrapped)["hint"] == "" or "--key" in ckptool.diff(bare, wrapped)["hint"]
+    assert ckptool.diff(bare, wrapped, ignore=["container"])["same"]
+    assert ckptool.diff(bare, wrapped, ignore=["container"])["other_key"] == "model"
+    report = ckptool.diff(bare, wrapped, key=".", other_key="model")
+    assert [(item["a"]["type"], item["b"]["type"]) for item in report["entries"]] == [("OrderedDict", "dict")]
+    with pytest.raises(TargetError):
+        ckptool.diff(bare, wrapped, key="nowhere")
+
+
+def test_big_endian_values_are_the_same_values(tmp_path: Path) -> None:
+    little = saved(tmp_path / "a", {"x": torch.randn(100), "y": torch.arange(9), "z": torch.ones(3, dtype=torch.uint8)})
+    big = tmp_path / "b"
+    as_big_endian(little, big, {"0": 4, "1": 8})
+    report = ckptool.diff(little, big)
+    assert [item["what"] for item in report["container"]] == ["byte order"]
+    assert set(found(report)) == {"container"}
+    as_big_endian(little, big, {"0": 4, "1": 1})
+    assert [item["path"] for item in ckptool.diff(little, big)["values"]] == ["y"]
+
+
+def test_a_deflated_file_holds_the_same(tmp_path: Path) -> None:
+    plain, deflated = saved(tmp_path / "a", {"x": torch.zeros(100_000), "y": torch.randn(9)}), tmp_path / "b"
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    report = ckptool.diff(plain, deflated)
+    assert [item["what"] for item in report["container"]] == ["compressed"] and set(found(report)) == {"container"}
+
+
+# -- what differs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_element_of_any_tensor(kind: str, two: Callable[..., dict[str, Any]]) -> None:
+    torch.manual_seed(1)
+    tensor, rest = KINDS[kind](), torch.arange(50.0)
+    a = {"x": rest, "it": tensor, "y": rest.clone()}
+    assert two(a, copied(a))["same"]
+    report = two(a, a | {"it": bumped(tensor)})
+    assert set(found(report)) == {"values"}, found(report)
+    assert [(item["path"], item["differing"]) for item in report["values"]] == [("it", 1)]
+
+
+def test_quantizers_flags_and_attributes_count(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.randn(8)
+    a, b = (torch.quantize_per_tensor(x, scale, 3, torch.qint8) for scale in (0.5, 0.5000001))
+    b = torch._make_per_tensor_quantized_tensor(a.int_repr(), 0.25, 3)
+    (only,) = two({"q": a}, {"q": b})["changed"]
+    assert (only["what"], only["a"], only["b"]) == ("quantizer[1]", 0.5, 0.25)
+    z = torch.randn(4, dtype=torch.complex64)
+    assert [item["what"] for item in two({"z": z}, {"z": z.conj()})["changed"]] == ["conj"]
+    one, other = torch.nn.Parameter(x), torch.nn.Parameter(x)
+    one.note, other.note = 1, 2  # type: ignore[attr-defined]
+    assert [(i["what"], i["a"], i["b"]) for i in two({"p": one}, {"p": other})["changed"]] == [("state.note", 1, 2)]
+
+
+def test_a_view_and_its_copy_differ_in_strides_only(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.randn(300, 500).t()
+    report = two({"x": x}, {"x": x.contiguous()})
+    assert found(report) == {"changed": [{"path": "x", "what": "stride", "a": [1, 500], "b": [300, 1]}]}
+    assert two({"x": x}, {"x": x.contiguous()}, ignore=["stride"])["same"]
+    y = x.contiguous()
+    y[123, 45] += 1
+    (value,) = two({"x": x}, {"x": y})["values"]
+    assert (value["first"], value["differing"]) == ([123, 45], 1)
+
+
+def test_each_property_by_its_name(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.ones(4, 2)
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "shape": (x.reshape(8), [4, 2], [8]),
+        "dtype": (x.double(), "float32", "float64"),
+        "requires_grad": (x.clone().requires_grad_(), False, True),
+        "class": (torch.nn.Parameter(x, requires_grad=False), "Tensor", "Parameter"),
+        "layout": (x.to_sparse(), "dense", "sparse_coo"),
+    }
+    for what, (other, before, after) in cases.items():
+        changed = {item["what"]: (item["a"], item["b"]) for item in two({"x": x}, {"x": other})["changed"]}
+        assert changed[what] == (before, after), what
+    assert two({"x": x}, {"x": x.clone().requires_grad_()}, ignore=["requires-grad"])["same"]
+
+
+def test_nans_with_the_same_bits_are_the_same(two: Callable[..., dict[str, Any]]) -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    other = nan.clone()
+    other.view(torch.int32)[0] ^= 1
+    assert two({"x": nan}, {"x": nan.clone()})["same"]
+    assert not two({"x": nan}, {"x": other})["same"]
+    assert two({"x": nan}, {"x": other}, atol=0.0)["same"]
+
+
+def test_ties(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.randn(5)
+    tied, apart = {"a": x, "b": x}, {"a": x, "b": x.clone()}
+    report = two(tied, apart)
+    assert found(report) == {"sharing": [{"path": "b", "with": "a", "only_in": "a"}]}
+    assert two(apart, tied)["sharing"] == [{"path": "b", "with": "a", "only_in": "b"}]
+    assert two(tied, apart, ignore=["sharing"])["same"] and two(tied, copy.deepcopy(tied))["same"]
+    y = x + 1
+    assert [item["path"] for item in two(tied, {"a": y, "b": y})["values"]] == ["a", "b"]
+
+
+def test_keys_entries_order_and_metadata(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.ones(2)
+    a = {
+        "state_dict": OrderedDict([("a.w", x), ("b.w", x + 1)]),
+        "epoch": 3,
+        "extra": [1, (2.0, "x")],
+        "gone": {"k": x},
+    }
+    b = {
+        "state_dict": OrderedDict([("b.w", x + 1), ("a.w", x)]),
+        "extra": [1, (2, "y"), None],
+        "epoch": 3,
+        "new": b"ab",
+    }
+    a["state_dict"]._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    b["state_dict"]._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    report = two(a, b)
+    assert [(i["path"], i["type"], i["tensors"]) for i in report["only_in_a"]] == [("gone", "dict", 1)]
+    only_b = [(i["path"], i["type"], i.get("value")) for i in report["only_in_b"]]
+    assert only_b == [("new", "bytes", "b'ab'"), ("extra[2]", "None", None)]
+    entries = {item["path"]: (item["a"].get("value"), item["b"].get("value")) for item in report["entries"]}
+    version = 'state_dict._metadata[""].version'
+    assert entries == {version: (1, 2), "extra[1][0]": (2.0, 2), "extra[1][1]": ("x", "y")}
+    assert {item["path"] for item in report["order"]} == {"", "state_dict"}
+    assert not report["same"] and not two(a, b, ignore=["order"])["order"]
+
+
+def test_types_are_told_apart(two: Callable[..., dict[str, Any]]) -> None:
+    for a, b in ((1, True), (1, 1.0), (0.0, -0.0), ("1", 1), ([1], (1,)), (None, False), ({1}, {2}), (b"a", "a")):
+        assert not two({"x": a}, {"x": b})["same"], (a, b)
+        assert two({"x": a}, {"x": a})["same"], a
+    assert two({"x": {3, 1, 2, "a", "b"}}, {"x": {"b", "a", 2, 1, 3}})["same"]
+    assert two({"x": torch.ones(1)}, {"x": 1})["entries"][0]["a"]["type"] == "Tensor"
+
+
+def test_cycles_sharing_and_depth(two: Callable[..., dict[str, Any]]) -> None:
+    one: list[Any] = [torch.ones(2)]
+    one.append(one)
+    other: list[Any] = [torch.ones(2)]
+    other.append([other[0], other])
+    # Unfolded they are the same; only which list is which differs.
+    assert two({"x": one}, {"x": other})["same"]
+    other[1].append(5)
+    assert [item["path"] for item in two({"x": one}, {"x": other})["only_in_b"]] == ["x[1][2]"]
+    shared = [1, 2]
+    assert not two({"a": shared, "b": shared}, {"a": [1, 2], "b": [1, 3]})["same"]
+    deep: Any = 1
+    wide: Any = [torch.ones(1)]
+    for _ in range(200):
+        deep, wide = [deep], [wide, wide]
+    assert two({"d": deep, "w": wide}, {"d": copy.deepcopy(deep), "w": wide})["same"]
+
+
+# -- tolerance ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(*[st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0])] * 2), min_size=1, max_size=9),
+    st.sampled_from([0.0, 1e-6, 0.1]),
+    st.sampled_from([0.0, 1e-3, 1.0]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_close_is_what_allclose_says(
+    tmp_path: Path, numbers: list[tuple[float, float]], rtol: float, atol: float, dtype: torch.dtype
+) -> None:
+    a, b = (torch.tensor(side, dtype=torch.float64).to(dtype) for side in zip(*numbers))
+    one, other = saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})
+    expected = torch.allclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)
+    report = ckptool.diff(one, other, rtol=rtol, atol=atol)
+    assert report["same"] == expected
+    for value in report["values"] + report["within_tolerance"]:
+        distance = (a.double() - b.double()).abs()
+        distance = torch.where(a.double() == b.double(), 0.0, distance)
+        finite = distance[torch.isfinite(distance)]
+        assert value["max_abs"] == pytest.approx(float(finite.max()) if len(finite) else 0.0)
+        if not value["nonfinite"]:
+            both_nan = int((a.isnan() & b.isnan()).sum())
+            assert value["mean_abs"] == pytest.approx(float(finite.sum()) / (len(finite) + both_nan))
+
+
+def test_worst_first(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.arange(1000.0).reshape(10, 100)
+    steps = {"a": 0.5, "b": 2.0, "c": 0.0, "d": 1.0}
+    report = two(dict.fromkeys(steps, x), {name: x + step for name, step in steps.items()}, atol=0.75)
+    assert [(item["path"], item["max_abs"], item["mean_abs"]) for item in report["values"]] == [
+        ("b", 2.0, 2.0),
+        ("d", 1.0, 1.0),
+    ]
+    assert [item["path"] for item in report["within_tolerance"]] == ["a"]
+    assert report["tensors"]["differ"] == 2 + 0 and report["tensors"]["within_tolerance"] == 1
+    broken = x.clone()
+    broken[3, 4] = float("nan")
+    assert [i["path"] for i in two({"a": x, "b": x}, {"a": x + 9, "b": broken}, rtol=0.0)["values"]] == ["b", "a"]
+
+
+def test_other_dtypes_are_compared_as_numbers(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.randn(100)
+    report = two({"x": x}, {"x": x.half()}, rtol=1e-2)
+    assert [item["what"] for item in report["changed"]] == ["dtype"]
+    assert two({"x": x}, {"x": x.half()}, rtol=1e-2, atol=1e-3, ignore=["dtype"])["same"]
+    assert not two({"x": x}, {"x": x.half()}, ignore=["dtype"])["same"]
+    assert two({"x": x.half()}, {"x": x.half().float()}, ignore=["dtype"])["same"]
+    indices = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    moved = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    assert not two({"x": indices.to_sparse()}, {"x": moved.to_sparse()}, atol=5.0)["same"]
+
+
+# -- laws -------------------------------------------------------------------------------------------------
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.5, float("nan"), "a", "cuda:0", b"x"])
+)
+NAMES = st.sampled_from(["a", "b", "c.d", "module.e", "x y"])
+TENSORS = st.builds(
+    lambda fill, shape, dtype: torch.full(shape, fill, dtype=dtype),
+    st.integers(0, 1),
+    st.sampled_from([(), (2,), (2, 3), (0,)]),
+    st.sampled_from([torch.float32, torch.int64]),
+)
+VALUES = st.recursive(
+    SCALARS | TENSORS,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(NAMES, below, max_size=3) | st.tuples(below),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(NAMES, VALUES, min_size=1, max_size=4)
+IGNORED = st.sets(st.sampled_from(sorted(set(IGNORABLE) - {"container"})))
+
+
+def plain(value: Any, ordered: bool) -> Any:
+    """What makes two objects the same: types, values, order of keys. (Sharing is left out.)"""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, tuple(value.shape), value.numpy().tobytes())
+    if isinstance(value, dict):
+        items = [(key, plain(item, ordered)) for key, item in value.items()]
+        return ("dict", tuple(items if ordered else sorted(items, key=lambda item: item[0])))
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, tuple(plain(item, ordered) for item in value))
+    return (type(value).__name__, repr(value))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OBJECTS, OBJECTS, st.booleans())
+def test_same_is_what_python_says(tmp_path: Path, a: Any, b: Any, ordered: bool) -> None:
+    ignore = ["sharing"] if ordered else ["sharing", "order"]
+    for one, other in ((a, b), (a, copy.deepcopy(a)), (a, dict(reversed(a.items())))):
+        left, right = saved(tmp_path / "a", one), saved(tmp_path / "b", other)
+        report = ckptool.diff(left, right, ignore=ignore)
+        assert report["same"] == (plain(one, ordered) == plain(other, ordered)), found(report)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OBJECTS, OBJECTS, IGNORED)
+def test_it_is_symmetric(tmp_path: Path, a: Any, b: Any, ignore: set[str]) -> None:
+    left, right = saved(tmp_path / "a", a), saved(tmp_path / "b", b)
+    there, back = ckptool.diff(left, right, ignore=ignore), ckptool.diff(right, left, ignore=ignore)
+
+    def turned(items: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return sorted((i["path"], i.get("what", ""), repr(i.get("b")), repr(i.get("a"))) for i in items)
+
+    assert there["same"] == back["same"]
+    assert {i["path"] for i in there["only_in_a"]} == {i["path"] for i in back["only_in_b"]}
+    for name in ("changed", "entries", "container"):
+        straight = sorted((i["path"], i.get("what", ""), repr(i.get("a")), repr(i.get("b"))) for i in there[name])
+        assert straight == turned(back[name])
+    assert {i["path"] for i in there["values"]} == {i["path"] for i in back["values"]}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 600_000), min_size=1, max_size=4), st.data())
+def test_any_elements_are_found(tmp_path: Path, sizes: list[int], data: Any) -> None:
+    """Runs, shares and blocks: whatever the sizes, every element that differs is counted, and the first one named."""
+    tensors = {f"t{number}": torch.zeros(size) for number, size in enumerate(sizes)}
+    other = {name: tensor.clone() for name, tensor in tensors.items()}
+    wanted: dict[str, set[int]] = {}
+    for name, tensor in tensors.items():
+        places = data.draw(st.sets(st.integers(0, len(tensor) - 1), max_size=3))
+        other[name][list(places)] = 1.0
+        wanted |= {name: places} if places else {}
+    report = ckptool.diff(saved(tmp_path / "a", tensors), saved(tmp_path / "b", other))
+    told = {item["path"]: (item["first"], item["differing"]) for item in report["values"]}
+    assert told == {name: ([min(places)], len(places)) for name, places in wanted.items()}
+
+
+def test_a_large_tensor_is_compared_in_shares(tmp_path: Path) -> None:
+    x = torch.zeros(20_000_000)  # 80 MB: three shares, on several threads
+    one = saved(tmp_path / "a", {"x": x})
+    for at in (0, 8_388_608, 19_999_999):
+        x[at] = 1
+    (value,) = ckptool.diff(one, saved(tmp_path / "b", {"x": x}))["values"]
+    assert (value["first"], value["differing"]) == ([0], 3)
+    (value,) = ckptool.diff(one, tmp_path / "b", count=False)["values"]
+    assert (value["first"], value["differing"]) == ([0], None)
+
+
+# -- the command line -----------------------------------------------------------------------------------------
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = str(FIXTURES / "bare.pth"), str(FIXTURES / "bare_module.pth")
+    assert run(["diff", a, a]) == 0
+    assert run(["diff", a, b]) == 1
+    assert run(["diff", a, str(FIXTURES / "html_page.pth")]) == 3
+    assert run(["diff", a, str(tmp_path / "nothing")]) == 3
+    assert run(["diff", a, b, "--ignore", "colour"]) == 2
+    assert run(["diff", a, b, "--key", "nowhere"]) == 2
+    assert run(["diff", str(FIXTURES / "zip_missing_storage.pth"), str(FIXTURES / "zip_missing_storage.pth")]) == 3
+    capsys.readouterr()
+    assert run(["diff", a, b, "-q"]) == 1
+    assert capsys.readouterr() == ("", "")
+    assert run(["diff", a, b, "--format", "jsonl"]) == 1
+    assert json.loads(capsys.readouterr().out)["schema"] == "ckptool.diff/1"
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[31mred\u202e" + "n" * 5000
+    a, b = ({name: torch.full((2,), fill), name + "!": 1, f"only{fill}\x07": 2} for fill in (0.0, 1.0))
+    one, other = saved(tmp_path / "a", a), saved(tmp_path / "b", b)
+    assert run(["diff", str(one), str(other)]) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and "\u202e" not in told and "\x07" not in told
+    report = ckptool.diff(one, other)
+    assert len(report["values"]) == 1 and len(report["values"][0]["path"]) < 700
+
+
+def test_a_few_bytes_expanded_to_very_many_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", {"x": torch.ones(1).expand(1 << 50)})
+    twin = tmp_path / "b"
+    twin.write_bytes(path.read_bytes())
+    with pytest.raises(MalformedError, match="too large to be read"):
+        ckptool.diff(path, twin)
+    with pytest.raises(MalformedError, match="too large to be read"):
+        ckptool.hash(path)
+
+
+def test_somebody_who_writes_meanwhile_is_noticed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", {"x": torch.zeros(5_000_000)})
+    twin = tmp_path / "b"
+    twin.write_bytes(path.read_bytes())
+    with pytest.raises(CkptoolError, match=r"shrank|ends too early|changed"):
+        ckptool.diff(path, twin, progress=lambda _: os.truncate(twin, 1000))
+
+
+# -- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_what_many_share_is_listed_once(two: Callable[..., dict[str, Any]]) -> None:
+    """Lists that meet each other in every combination: what is told grows with their sizes, not with their product."""
+    size = 400
+    large = list(range(size))
+    for turned in (False, True):
+        a, b = [large] * size, [[] for _ in range(size)]
+        report = two(*((b, a) if turned else (a, b)))
+        assert not report["same"]
+        assert len(report["only_in_b" if turned else "only_in_a"]) == size and len(report["entries"]) < size
+    rings = []
+    for length, number in ((101, 1), (103, 2)):
+        first = last = [number]
+        for _ in range(length - 1):
+            last.append([number])  # type: ignore[arg-type]
+            last = last[1]  # type: ignore[assignment]
+        last.append(first)  # type: ignore[arg-type]
+        rings.append(first)
+    assert 0 < len(two(*({"x": ring} for ring in rings))["entries"]) <= 101 + 103
+
+
+def test_tensors_that_stand_against_something_else_are_counted(two: Callable[..., dict[str, Any]]) -> None:
+    x = torch.ones(2)
+    report = two({"x": [x, x], "y": x, "z": x}, {"x": {"a": x}, "y": 1, "z": x})
+    assert [item["path"] for item in report["entries"]] == ["x", "y"]
+    assert (report["tensors"]["in_a"], report["tensors"]["in_b"], report["tensors"]["in_both"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(6_000_000).reshape(3000, 2000).t(),
+        torch.arange(6_000_000).reshape(3, 1000, 2000).permute(2, 0, 1),
+        torch.arange(3_000_000)[::2],
+        torch.arange(4_000_000).reshape(2000, 2000)[5:-5, 7:-9],
+        torch.arange(3).expand(700_000, 3),
+        torch.randn(1100, 1000, dtype=torch.complex128).t(),
+        torch.arange(5).reshape(5, 1)[1:4],
+    ],
+    ids=lambda view: "x".join(map(str, view.shape)),
+)
+def test_the_elements_of_large_views(view: torch.Tensor, tmp_path: Path) -> None:
+    with ckptool.open(saved(tmp_path / "a", {"x": view})) as checkpoint:
+        pieces = list(elements(checkpoint, checkpoint.survey.tensors[0].tensor))
+    assert b"".join(pieces) == view.contiguous().numpy().tobytes()
+    assert max(map(len, pieces)) <= 4 << 20
+
+
+def test_the_help_knows_every_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert [word for word in IGNORABLE if f"\n    {word} " not in told] == []
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, None), (None, 0)])
+def test_deques_that_take_so_many_are_not_the_same(sizes: tuple[Any, Any], tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    for path, size in zip(paths, sizes):
+        torch.save({"x": collections.deque(maxlen=size)}, path)
+    assert not ckptool.diff(*paths)["same"]
+    assert ckptool.diff(paths[0], paths[0])["same"]
+
+
+# -- tensors in different files of a folder --------------------------------------------------------------------
+# Adjacent tensors are read together, but only within one file: the bytes at that place in the first file were
+# compared once, and a tensor that differs was called the same.
+
+
+def header_size(path: Path) -> int:
+    return int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def write_two_shards(folder: Path, value: int) -> Path:
+    """The second shard's tensor begins where, in the first one, the second tensor does."""
+    folder.mkdir()
+    first = {"a": torch.zeros(4, dtype=torch.int64), "c": torch.ones(8, dtype=torch.int64)}
+    one, two = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    save_file(first, one)
+    for length in range(1, 200):
+        name = "b" * length
+        save_file({name: torch.full((4,), value)}, two)
+        if header_size(two) == header_size(one) + 32:
+            break
+    assert header_size(two) == header_size(one) + 32
+    index = {"metadata": {}, "weight_map": {"a": one.name, name: two.name, "c": one.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_difference_in_the_second_shard_is_found(tmp_path: Path) -> None:
+    one, two = write_two_shards(tmp_path / "one", 5), write_two_shards(tmp_path / "two", 6)
+    report = ckptool.diff(one, two)
+    assert not report["same"]
+    assert ckptool.diff(one, write_two_shards(tmp_path / "three", 5))["same"]
+
+
+def test_a_dcp_folder_and_its_copy_are_the_same(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "dcp4", tmp_path / "copy"))
+    assert ckptool.diff(FIXTURES / "dcp4", folder)["same"]

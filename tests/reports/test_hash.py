@@ -1,0 +1,210 @@
+"""hash: names, shapes, dtypes and values decide, and nothing else. The contract is written out here once more."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.base.errors import CkptoolError, MalformedError, TargetError
+from ckptool.cli.main import run
+
+every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
+
+
+def content(path: Path, key: str | None = None) -> str:
+    return str(ckptool.hash(path, key=key)["content"])
+
+
+def contract(tensors: dict[str, torch.Tensor]) -> str:
+    """The fingerprint of plain tensors by their paths, as the documentation says it is made."""
+    lines = []
+    for path, tensor in tensors.items():
+        digest = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        line = [path, "dense", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
+        lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+    return "ckptool:1:" + hashlib.sha256("".join(sorted(lines)).encode("ascii")).hexdigest()
+
+
+def test_the_contract(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, 6).t(), "d": torch.zeros(0, 2)}
+    tensors["\u03b1"] = torch.ones(2, dtype=torch.bfloat16)
+    path = saved(tmp_path / "a", {**tensors, "n": 3})
+    assert content(path) == contract(
+        {key: value for key, value in tensors.items() if key != "\u03b1"} | {'["\u03b1"]': tensors["\u03b1"]}
+    )
+    # Never to change: whoever wrote a fingerprint down relies on it.
+    fixed = saved(tmp_path / "b", {"w": torch.arange(6.0).reshape(2, 3)})
+    report = ckptool.hash(fixed)
+    assert report["content"] == "ckptool:1:dc80263264d5603f3b2c90d39b7700cbcba2da581a9ee9fb8121f108d1994aa9"
+    assert report["structure"] == "ckptool-structure:1:a3cd8da0674276fe55231475ee446c716f33e9c23e7b19c72c110c58b0cfc4a9"
+
+
+@every
+def test_every_fixture_has_one_that_its_copy_has_too(item: Fixture, tmp_path: Path) -> None:
+    try:
+        report = ckptool.hash(item.path, each=True)
+    except MalformedError:
+        raise
+    except CkptoolError:
+        pytest.skip("ckptool does not open it")
+    twin = tmp_path / "twin"
+    twin.write_bytes(item.path.read_bytes())
+    assert ckptool.hash(twin, each=True) == report | {"path": str(twin)}
+    assert len(report["each"]) == report["tensors"]
+
+
+STATE = OrderedDict(
+    [
+        ("conv.weight", torch.randn(4, 3)),
+        ("conv.bias", torch.randn(4)),
+        ("count", torch.tensor(7)),
+        ("e", torch.ones(0)),
+    ]
+)
+
+
+def legacy(path: Path) -> Path:
+    return saved(path, STATE, _use_new_zipfile_serialization=False)
+
+
+def reordered(path: Path) -> Path:
+    return saved(path, OrderedDict(reversed(STATE.items())))
+
+
+def plain(path: Path) -> Path:
+    return saved(path, dict(STATE) | {"epoch": 3})
+
+
+def retagged(path: Path) -> Path:
+    with ckptool.open(saved(path.with_suffix(".x"), STATE)) as checkpoint:
+        ckptool.save(ckptool.remap_devices(checkpoint, "cuda:1"), path)
+    return path
+
+
+def deflated(path: Path) -> Path:
+    with (
+        zipfile.ZipFile(saved(path.with_suffix(".x"), STATE)) as old,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return path
+
+
+def swapped(path: Path) -> Path:
+    as_big_endian(saved(path.with_suffix(".x"), STATE), path, {"0": 4, "1": 4, "2": 8})
+    return path
+
+
+def strided(path: Path) -> Path:
+    return saved(
+        path, {key: value.t().contiguous().t() for key, value in STATE.items() if key != "e"} | {"e": STATE["e"]}
+    )
+
+
+def shared(path: Path) -> Path:
+    flat = torch.cat([value.flatten().double() for value in STATE.values()])
+    assert len(flat)
+    pool = torch.cat([STATE["conv.weight"].flatten(), STATE["conv.bias"]])
+    return saved(path, {**STATE, "conv.weight": pool[:12].view(4, 3), "conv.bias": torch.nn.Parameter(pool[12:])})
+
+
+@pytest.mark.parametrize("variant", [legacy, reordered, plain, retagged, deflated, swapped, strided, shared])
+def test_nothing_else_counts(variant: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pth", STATE)
+    other = variant(tmp_path / "b.pth")
+    assert content(other) == content(path)
+    assert ckptool.hash(other, structure=True)["structure"] == ckptool.hash(path)["structure"]
+
+
+def test_a_wrapped_state_dict_has_that_of_the_bare_one(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", STATE)
+    wrapped = saved(tmp_path / "b", {"epoch": 3, "model": {"net": STATE}, "optimizer": {"state": {0: torch.ones(2)}}})
+    assert content(wrapped, "model.net") == content(path) == content(path, ".")
+    assert content(wrapped) != content(path)
+    with pytest.raises(TargetError):
+        ckptool.hash(wrapped, key="model")
+
+
+def test_the_same_objects_count_at_every_place(tmp_path: Path) -> None:
+    one = {"a": torch.ones(2)}
+    alike = saved(tmp_path / "a", {"model": one, "ema": one}), saved(tmp_path / "b", {"model": one, "ema": dict(one)})
+    assert content(alike[0]) == content(alike[1])
+    assert content(alike[0]) != content(saved(tmp_path / "c", {"model": one, "ema": {}}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_element_of_any_tensor(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tensor = KINDS[kind]()
+    one, other = saved(tmp_path / "a", {"x": tensor}), saved(tmp_path / "b", {"x": bumped(tensor)})
+    assert content(one) != content(other)
+    assert ckptool.hash(one)["structure"] == ckptool.hash(other)["structure"]
+
+
+def test_scales_and_lazy_conjugation_are_values(tmp_path: Path) -> None:
+    numbers = torch.arange(4, dtype=torch.int8)
+    scaled = [torch._make_per_tensor_quantized_tensor(numbers, scale, 0) for scale in (0.1, 0.2)]
+    z = torch.ones(2, dtype=torch.complex64)
+    for a, b in (scaled, (z, z.conj()), (z, z.conj().imag)):
+        assert content(saved(tmp_path / "a", {"x": a})) != content(saved(tmp_path / "b", {"x": b}))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["value", "name", "shape", "dtype", "missing"]), st.data())
+def test_each_of_these_counts(tmp_path: Path, what: str, data: Any) -> None:
+    name = data.draw(st.sampled_from(["conv.weight", "conv.bias", "count"]))
+    state = {key: value.clone() for key, value in STATE.items()}
+    if what == "value":
+        flat = state[name].view(-1)
+        flat[data.draw(st.integers(0, len(flat) - 1))] += 1
+    elif what == "name":
+        state[name + "x"] = state.pop(name)
+    elif what == "shape":
+        state[name] = state[name].unsqueeze(0)
+    elif what == "dtype":
+        state[name] = state[name].view(torch.int32 if name != "count" else torch.float64)
+    else:
+        del state[name]
+    before, after = ckptool.hash(saved(tmp_path / "a", STATE)), ckptool.hash(saved(tmp_path / "b", state))
+    assert before["content"] != after["content"]
+    assert (before["structure"] == after["structure"]) == (what == "value")
+
+
+def test_long_names_are_told_apart(tmp_path: Path) -> None:
+    one, other = ({"n" * 2000 + end: torch.ones(2)} for end in "ab")
+    assert content(saved(tmp_path / "a", one)) != content(saved(tmp_path / "b", other))
+
+
+def test_containers_that_hold_each_other_are_refused_in_time(tmp_path: Path) -> None:
+    wide: Any = [torch.ones(1)]
+    for _ in range(60):
+        wide = [wide, wide]
+    with pytest.raises(MalformedError, match="too many places"):
+        ckptool.hash(saved(tmp_path / "a", wide))
+    cycle: list[Any] = [torch.ones(1)]
+    cycle.append(cycle)
+    assert ckptool.hash(saved(tmp_path / "b", cycle))["tensors"] == 1
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = str(FIXTURES / "bare.pth")
+    assert run(["hash", bare, str(FIXTURES / "legacy_bare.pth")]) == 0
+    first, second = (line.split()[0] for line in capsys.readouterr().out.splitlines())
+    assert first == second and first.startswith("ckptool:1:")
+    assert run(["hash", bare, str(tmp_path / "nothing")]) == 3
+    assert run(["hash", bare, "--key", "nowhere"]) == 2
+    assert run(["hash", str(FIXTURES / "zip_missing_storage.pth")]) == 3

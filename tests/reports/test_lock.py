@@ -1,0 +1,234 @@
+"""lock, and validate --lock: a file that says what a checkpoint holds, and what has moved since."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_tensors import CUT, saved
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+
+import ckptool
+from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError
+from ckptool.cli.main import run
+from ckptool.reports.comparing.lock import lock_text, read_lock
+
+every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
+
+
+def checked(path: Path, lock: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    """The checks of the lock, by name."""
+    report = ckptool.validate(path, {"lock": str(lock)}, **how)
+    return {check["name"]: check for check in report["checks"] if check["name"].startswith("lock")}
+
+
+def said(path: Path, lock: Path) -> list[str]:
+    """What has moved."""
+    return [note["message"] for check in checked(path, lock).values() for note in check["notes"]]
+
+
+@every
+def test_a_checkpoint_is_as_it_was_locked(item: Fixture, tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    try:
+        ckptool.write_lock(item.path, lock, content=True)
+    except CkptoolError as error:
+        assert error.exit_code == 3
+        pytest.skip("ckptool does not open it")
+    assert {name: check["status"] for name, check in checked(item.path, lock).items()}["lock"] == "pass"
+    assert said(item.path, lock) == []
+    text = lock.read_text(encoding="ascii")
+    found = ckptool.lock(item.path, content=True)
+    assert json.loads(text) == found == read_lock(str(lock)) and lock_text(found) == text
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints(path: Path, tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    try:
+        ckptool.write_lock(path, lock)
+    except CkptoolError:
+        pytest.skip("ckptool does not open it")
+    assert said(path, lock) == []
+
+
+def test_what_torch_says_stands_in_it(tmp_path: Path) -> None:
+    state = OrderedDict([("a.w", torch.randn(2, 3)), ("n", torch.tensor(1)), ("h", torch.ones(2, dtype=torch.half))])
+    path = saved(tmp_path / "a.pth", {"model": state, "epoch": 3, "optimizer": {"state": {0: {"m": torch.ones(2)}}}})
+    assert ckptool.lock(path) == {
+        "schema": "ckptool.lock/1",
+        "layout": "wrapped",
+        "container": "dict",
+        "state_dicts": {
+            "model": {
+                key: {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "device": str(x.device)}
+                for key, x in state.items()
+            }
+        },
+        "tensors": {"optimizer.state[0].m": {"dtype": "float32", "shape": [2], "device": "cpu"}},
+        "entries": {"model": "OrderedDict", "epoch": "int", "optimizer": "dict"},
+    }
+    assert list(ckptool.lock(path)["state_dicts"]["model"]) == list(state)
+
+
+def test_a_lock_is_a_line_a_tensor_and_does_not_know_the_file(tmp_path: Path) -> None:
+    path = FIXTURES / "ddp4_training.pth"
+    twin = tmp_path / "another name"
+    twin.write_bytes(path.read_bytes())
+    one, other = (lock_text(ckptool.lock(place, content=True)) for place in (path, twin))
+    assert one == other
+    with ckptool.open(path) as checkpoint:
+        for entry in checkpoint.survey.tensors:
+            key = json.dumps(entry.key if entry.state_dict >= 0 else entry.path)
+            (line,) = [line for line in one.splitlines() if line.strip().startswith(key + ": ")]
+            assert json.loads("{" + line.rstrip(",") + "}")[json.loads(key)]["shape"] == list(entry.tensor.shape)
+
+
+BEFORE: dict[str, Any] = {
+    "net": {"z.w": torch.ones(1), "a.w": torch.zeros(2, 3), "a.b": torch.zeros(2)},
+    "epoch": 3,
+    "ema": [torch.ones(1)],
+}
+
+
+def net(**more: Any) -> dict[str, Any]:
+    return BEFORE | {"net": {"z.w": torch.ones(1)} | {name.replace("_", "."): value for name, value in more.items()}}
+
+
+MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "missing": (net(a_w=torch.zeros(2, 3)), ["net: a.b is missing"]),
+    "added": (net(a_w=torch.zeros(2, 3), a_b=torch.zeros(2), c=torch.ones(1)), ["net: c is new: float32 1"]),
+    "shape": (net(a_w=torch.zeros(3, 2), a_b=torch.zeros(2)), ["net: a.w: shape 3x2, locked 2x3"]),
+    "dtype": (net(a_w=torch.zeros(2, 3).half(), a_b=torch.zeros(2)), ["net: a.w: dtype float16, locked float32"]),
+    "kind": (net(a_w=torch.zeros(2, 3).to_sparse(), a_b=torch.zeros(2)), ["net: a.w: kind sparse_coo, locked dense"]),
+    "type": (net(a_w=torch.zeros(2, 3), a_b="x"), ["net: a.b is str, locked float32 2"]),
+    "entry type": (BEFORE | {"epoch": 3.0}, ["the entry 'epoch' is float, locked int"]),
+    "entry missing": ({k: v for k, v in BEFORE.items() if k != "epoch"}, ["the entry 'epoch' is missing"]),
+    "entry new": (BEFORE | {"step": 1}, ["the entry 'step' is new: int"]),
+    "outside": (BEFORE | {"ema": [torch.ones(2)]}, ["ema[0]: shape 2, locked 1"]),
+    "root": (OrderedDict(BEFORE), ["the root is OrderedDict, locked dict"]),
+    "order": (net(a_b=torch.zeros(2), a_w=torch.zeros(2, 3)), []),
+    "value": (net(a_w=torch.ones(2, 3), a_b=torch.zeros(2)), []),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_exactly_what_moved_is_named(name: str, tmp_path: Path) -> None:
+    after, expected = MOVES[name]
+    lock = tmp_path / "lock.json"
+    ckptool.write_lock(saved(tmp_path / "a", BEFORE), lock)
+    path = saved(tmp_path / "b", after)
+    assert said(path, lock) == expected
+    assert run(["validate", str(path), "--lock", str(lock), "-q"]) == bool(expected)
+
+
+def test_devices_layouts_and_places(tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    path = FIXTURES / "cuda0.pth"
+    ckptool.write_lock(path, lock)
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.remap_devices(checkpoint, "cpu"), tmp_path / "cpu.pth")
+        ckptool.save(ckptool.wrap(checkpoint, "model"), tmp_path / "wrapped.pth")
+    notes = said(tmp_path / "cpu.pth", lock)
+    assert notes and all(": device cpu, locked cuda:0" in note for note in notes)
+    notes = said(tmp_path / "wrapped.pth", lock)
+    assert "the layout is wrapped, locked bare" in notes and "the state dict '.' is missing" in notes
+    assert "the state dict 'model' is new" in notes
+
+
+def test_content_is_compared_where_it_is_locked(tmp_path: Path) -> None:
+    plain, full = tmp_path / "plain.json", tmp_path / "full.json"
+    path = saved(tmp_path / "a", BEFORE)
+    ckptool.write_lock(path, plain)
+    ckptool.write_lock(path, full, content=True)
+    other = saved(tmp_path / "b", net(a_w=torch.zeros(2, 3), a_b=torch.tensor([0.0, 1.0])))
+    assert said(other, plain) == [] and said(path, full) == []
+    assert said(other, full) == ["net: a.b has other content"]
+    quick = checked(other, full, quick=True)
+    assert (quick["lock"]["status"], quick["lock-content"]["status"]) == ("pass", "not possible")
+    broken = checked(FIXTURES / "zip_missing_storage.pth", full)
+    assert broken["lock-content"]["status"] == "fail" and "cannot be read" in broken["lock-content"]["message"]
+
+
+def damaged(change: Callable[[dict[str, Any]], Any]) -> str:
+    lock = ckptool.lock(FIXTURES / "bare.pth")
+    return json.dumps(change(lock) or lock)
+
+
+NO_LOCKS = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "another schema": damaged(lambda lock: lock.update(schema="ckptool.lock/9")),
+    "no layout": damaged(lambda lock: lock.pop("layout") and None),
+    "tensors": damaged(lambda lock: lock.update(tensors=[])),
+    "a state dict": damaged(lambda lock: lock["state_dicts"].update({"x": 3})),
+    "a tensor": damaged(
+        lambda lock: lock["tensors"].update({"x": {"dtype": "float32", "shape": "2", "device": "cpu"}})
+    ),
+    "a shape": damaged(
+        lambda lock: lock["tensors"].update({"x": {"dtype": "float32", "shape": [1.5], "device": "cpu"}})
+    ),
+    "no device": damaged(lambda lock: lock["tensors"].update({"x": {"dtype": "float32", "shape": []}})),
+    "an entry": damaged(lambda lock: lock["entries"].update({"x": {}})),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOCKS)
+def test_what_is_no_lock_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "lock.json"
+    lock.write_text(NO_LOCKS[name], encoding="utf-8")
+    with pytest.raises(TargetError):
+        ckptool.validate(FIXTURES / "bare.pth", {"lock": str(lock)})
+    assert run(["validate", str(FIXTURES / "bare.pth"), "--lock", str(lock)]) == 2
+    assert "ckptool lock PATH" in capsys.readouterr().err
+
+
+def test_a_policy_names_a_lock_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "release"
+    folder.mkdir()
+    ckptool.write_lock(FIXTURES / "bare.pth", folder / "lock.json")
+    (folder / "ckptool.toml").write_text('lock = "lock.json"\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert run(["validate", str(FIXTURES / "bare.pth"), "--policy", "release/ckptool.toml"]) == 0
+    assert run(["validate", str(FIXTURES / "cuda0.pth"), "--policy", "release/ckptool.toml"]) == 1
+    paths = [str(FIXTURES / name) for name in ("bare.pth", "cuda0.pth")]
+    assert run(["validate", *paths, "--policy", "release/ckptool.toml", "--jobs", "2"]) == 1
+
+
+def test_a_lock_that_changes_is_read_again(tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    ckptool.write_lock(FIXTURES / "bare.pth", lock)
+    assert said(FIXTURES / "bare.pth", lock) == []
+    ckptool.write_lock(FIXTURES / "cuda0.pth", lock, force=True)
+    assert said(FIXTURES / "bare.pth", lock) != []
+
+
+def test_it_is_written_like_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path / "a.pth", BEFORE)
+    with pytest.raises(RefusedError):
+        ckptool.write_lock(path, path, force=True)
+    with pytest.raises(OutputError):
+        ckptool.write_lock(path, tmp_path / "no" / "lock.json")
+    lock = tmp_path / "lock.json"
+    assert run(["lock", str(path), "-o", str(lock), "-q"]) == 0
+    assert run(["lock", str(path), "-o", str(lock)]) == 4
+    assert capsys.readouterr().out == ""
+    assert run(["lock", str(path)]) == run(["lock", str(path), "-o", "-"]) == 0
+    assert capsys.readouterr().out == lock.read_text(encoding="ascii") * 2
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["a.pth", "lock.json"]
+
+
+def test_hostile_names_stay_ascii(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pth", {"\x1b[31m\u202e": torch.ones(1), "\ud800": 1, "a\nb": {"w": torch.ones(1)}})
+    lock = tmp_path / "lock.json"
+    ckptool.write_lock(path, lock)
+    text = lock.read_text(encoding="ascii")
+    assert text.replace("\n", "").isprintable() and said(path, lock) == []

@@ -1,0 +1,116 @@
+"""The elements of a view: the same bytes as torch's, whatever its strides, in whatever pieces they are read."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.base.errors import MalformedError
+from ckptool.checkpoint.tensors import is_contiguous
+from ckptool.values import elements as elements_module
+from ckptool.values.elements import elements, in_storage_order, tensor_size
+
+DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
+
+
+@pytest.fixture(params=[(64, 128), (16, 1), (1 << 20, 1 << 20)], ids=["small", "tiny", "whole"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Pieces and windows of a few bytes: what else would take tensors of hundreds of megabytes."""
+    chunk, window = request.param
+    monkeypatch.setattr(elements_module, "_CHUNK", chunk)
+    monkeypatch.setattr(elements_module, "_WINDOW", window)
+    yield chunk
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    stride = [draw(st.integers(0, 12)) for _ in shape]
+    offset = draw(st.integers(0, 5))
+    size = offset + sum(max(length - 1, 0) * step for length, step in zip(shape, stride)) + 1
+    dtype = draw(st.sampled_from(DTYPES))
+    return torch.arange(size).to(dtype).as_strided(shape, stride, offset)
+
+
+def deflated(path: Path) -> Path:
+    """The same archive, its records compressed."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return path.with_suffix(".zip")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensor=views())
+def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pieces: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save(tensor, path)
+    width = tensor.element_size()
+    with ckptool.open(deflated(path) if compressed else path) as checkpoint:
+        (entry,) = checkpoint.survey.tensors
+        found = list(elements(checkpoint, entry.tensor))
+        assert b"".join(found) == tensor.contiguous().numpy().tobytes()
+        assert all(piece and len(piece) % width == 0 for piece in found)
+        if not is_contiguous(entry.tensor):
+            assert all(len(piece) <= max(pieces, width) for piece in found)
+        assert tensor_size(entry.tensor) == tensor.numel() * width
+        stored, times = in_storage_order(entry.tensor)
+        again = b"".join(elements(checkpoint, stored)) * times
+    one, other = (
+        torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else None for data in (again, b"".join(found))
+    )
+    if one is None or other is None:
+        assert one is other
+    elif not tensor.is_complex():
+        assert torch.equal(one.sort().values, other.sort().values)
+    else:
+        assert math.isclose(one.real.sum(), other.real.sum())
+
+
+def test_a_transposed_tensor_is_read_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    torch.save(torch.arange(24).view(2, 3, 4).permute(2, 0, 1), tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        stored, times = in_storage_order(checkpoint.survey.tensors[0].tensor)
+    assert (stored.shape, stored.stride, times) == ((2, 3, 4), (12, 4, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"stride": (-1, 1)}, {"stride": (1,)}, {"offset": -1}, {"dtype": "float9"}, {"offset": 1}]
+)
+def test_what_cannot_be_is_malformed(change: dict[str, object], tmp_path: Path) -> None:
+    torch.save(torch.zeros(2, 3), tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        tensor = checkpoint.survey.tensors[0].tensor._replace(**change)  # type: ignore[arg-type]
+        with pytest.raises(MalformedError):
+            list(elements(checkpoint, tensor))
+
+
+# -- linear time -----------------------------------------------------------------------------------------------
+# Many views of one deflated storage do not each inflate it from its beginning.
+
+
+def test_a_deflated_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tmp_path / "plain.pth"
+    base = torch.arange(4000.0)
+    torch.save({f"k{number}": base[number * 4 : number * 4 + 2] for number in range(500)}, plain)
+    path = deflated(plain)
+    times = 0
+    inflate = elements_module.contents
+
+    def counted(*how: object) -> object:
+        nonlocal times
+        times += 1
+        return inflate(*how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(elements_module, "contents", counted)
+    assert ckptool.hash(path)["content"] == ckptool.hash(plain)["content"]
+    assert times <= 4  # some threads may begin at once
