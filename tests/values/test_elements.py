@@ -111,6 +111,6 @@ def test_a_deflated_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest
         times += 1
         return inflate(*how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(elements_module, "contents", counted)
+    monkeypatch.setattr(elements_module, "content_chunks", counted)
     assert ckptool.hash(path)["content"] == ckptool.hash(plain)["content"]
     assert times <= 4  # some threads may begin at once
