@@ -8,7 +8,8 @@ gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import KeysView, Sequence
+from itertools import chain
 from typing import Final
 
 from .objects import callable_name, elements, given_pairs, mapping
@@ -45,6 +46,7 @@ _PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.V
 _OF_DATA: Final = frozenset(
     (*_PARAMETERS, "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 )
+_CONTAINERS: Final = (List, Dict, Set, FrozenSet)
 _USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _MOVED: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 _WITH_ATTRIBUTES: Final = {
@@ -67,23 +69,33 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     nodes, found = graph.nodes, dict[Ref, str]()
     names: dict[Ref, str] = {}  # of what is called, "" for what is not watched
     copies: list[tuple[Ref, Call]] = []
-    parts = set[Ref]()  # ids of storages and arguments of what makes tensors
-    changed = graph.filled.keys()
+    # Ids of storages and arguments of what makes tensors: those that may be values as well.
+    parts = set[Ref]()
+    changed, fetched, storage = graph.filled.keys(), graph.fetched, reader.storage
+    # Of hundreds of thousands of nodes nearly all are usual: what is asked of each costs as much as reading it.
     for ref, node in enumerate(nodes):
         if type(node) is Call:
             name = names.get(node.func)
             if name is None:
                 name = callable_name(graph, node.func)
                 name = names[node.func] = name if _is_watched(name) else ""
-            if name and name not in _COPYING:
-                parts.add(node.args)
-            if name and not (node.filling is None and _is_usual(name, nodes[node.args], changed)):
+            if not name:
+                continue
+            args = nodes[node.args]
+            if name not in _MAPPINGS:
+                if name not in _COPYING and (fetched is None or node.args in fetched or type(args) is not tuple):
+                    parts.add(node.args)
+                usual = name == _USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
+            else:
+                usual = args == ()
+            if not usual or node.filling is not None:
                 what = _of_call(graph, reader, ref, node, name, copies, changed)
                 if what:
                     found[ref] = what
         elif type(node) is Persistent:
-            parts.add(node.pid)
-            if reader.storage(ref) is None:
+            if fetched is None or node.pid in fetched or type(nodes[node.pid]) is not tuple:
+                parts.add(node.pid)
+            if storage(ref) is None:
                 if _is_unread(graph, node):
                     found[ref] = "a storage is named in a way that no torch writes"
             elif node.filling is not None and (node.items or node.pairs or node.states):
@@ -95,27 +107,19 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         found.update(_shared(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
     values = "the id of a storage, or what a tensor is made of, is a value as well"
-    found.update((ref, values) for ref in parts.intersection(_held(nodes, parts)) if nodes[ref] != ())
+    if parts:
+        found.update((ref, values) for ref in _values(nodes, parts) if nodes[ref] != ())
     return found
 
 
-def _held(nodes: Sequence[Node], parts: set[Ref]) -> Iterator[Ref]:
-    """What the containers hold that hold one of ``parts`` at all."""
+def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
+    """Those of ``parts`` that a container holds as well, or an object that is filled."""
+    tuples = [node for node in nodes if type(node) is tuple]
+    held = [children(node) for node in nodes if type(node) in _CONTAINERS]
     for node in nodes:
-        if type(node) is tuple:
-            if not parts.isdisjoint(node):
-                yield from node
-        elif isinstance(node, List | Dict | Set | FrozenSet):
-            held = node.pairs if isinstance(node, Dict) else node.items
-            if not parts.isdisjoint(held):
-                yield from held
-        elif isinstance(node, Instance) and node.filling is not None:
-            yield from (*node.items, *node.pairs, *node.states)
-
-
-def _is_usual(name: str, args: Node, changed: KeysView[Ref]) -> bool:
-    """Is it what makes a tensor, or the empty mapping of its hooks, as nearly all calls are?"""
-    return type(args) is tuple and (name == _USUAL if args else name in _MAPPINGS) and changed.isdisjoint(args)
+        if isinstance(node, Instance) and node.filling is not None:
+            held += node.items, node.pairs, node.states
+    return parts.intersection(chain(chain.from_iterable(tuples), chain.from_iterable(held)))
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:

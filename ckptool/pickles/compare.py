@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_, not_
+from itertools import chain
 from typing import Final
 
 from .nodes import (
@@ -13,21 +12,24 @@ from .nodes import (
     Buffer,
     ByteArray,
     Call,
+    Dict,
     Extension,
+    FrozenSet,
     Global,
     Graph,
     Instance,
+    List,
     Node,
     Persistent,
     Ref,
+    Set,
     children,
 )
 from .phrase_comparing import Outside, twins
 
 __all__ = ["difference"]
 
-#: Kinds that hold nothing, or whose references are looked at all together.
-_GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
+_CONTAINERS: Final = frozenset((List, Dict, Set, FrozenSet))
 
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Outside | None = None) -> str:
@@ -38,7 +40,7 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Out
     was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
     ``texts_by_value`` strings have no identity either. ``outside`` compares persistent ids that are tuples.
     """
-    known = _common(a.nodes, b.nodes) if outside is None and not texts_by_value else None
+    known = _common(a, b) if outside is None and not texts_by_value else None
     if known is not None and not _walked(a, b, known, CONSTANTS, None):
         return ""
     unknown = [-1] * len(a.nodes), [-1] * len(b.nodes)
@@ -108,37 +110,37 @@ def _walked(
     return ""
 
 
-def _common(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref], list[Ref]] | None:
-    """Pair the very nodes that are in both under one number, as in the graph of an edit: a first guess.
+def _common(a: Graph, b: Graph) -> tuple[list[Ref], list[Ref]] | None:
+    """Pair the nodes that two graphs have of one base, but for what changed and the containers that lead to it.
 
-    They are the same where all that they hold is the same, or a string with the same text. None where it is not so.
+    None where they have none, or where more than containers holds what changed.
     """
-    same = [*map(is_, ours, theirs)]
-    if sum(same) < len(same) // 2:
+    base = a.base
+    if base is None or base is not b.base or base.fetched is None or base.root in base.fetched:
         return None
+    nodes, ours, theirs = base.nodes, a.nodes, b.nodes
+    texts = [ref for ref in a.changed & b.changed if type(ours[ref]) is str and ours[ref] == theirs[ref]]
+    changed = (a.changed | b.changed).difference(texts)
+    # A node that the pickle took once is held once: where that is by one of these, no other leads to it.
+    walked, held, work = [base.root], {base.root}, [base.root]
+    while work:
+        parts = set(children(nodes[work.pop()])) - base.fetched
+        inner = [ref for ref in parts if _is_container(nodes[ref])]
+        held |= parts
+        walked += inner
+        work += inner
     most = max(len(ours), len(theirs))
-    others = compress(range(len(same)), map(not_, same))
-    changed = {ref for ref in others if type(ours[ref]) is not str or ours[ref] != theirs[ref]}
-    changed.update(range(len(same), most))
-    shared = [*compress(ours, same)]
-    calls = [node for node in shared if type(node) is Call]
-    outside = [node for node in shared if type(node) is Persistent]
-    rest = [node for node in shared if type(node) not in _GROUPED]
-    rest += [node for node in calls if node.filling is not None or node.kwargs >= 0]
-    rest += [node for node in outside if node.filling is not None]
-    held = chain(
-        chain.from_iterable([node for node in shared if type(node) is tuple]),
-        map(attrgetter("func"), calls),
-        map(attrgetter("args"), calls),
-        map(attrgetter("pid"), outside),
-        chain.from_iterable(map(children, rest)),
-    )
-    if not changed.isdisjoint(held):
+    old = changed.difference(range(len(nodes), most))
+    if not old <= held or any(type(nodes[ref]) in CONSTANTS for ref in old):
         return None
     pairs = [*range(most)]
-    for ref in changed:
+    for ref in chain(changed, walked):
         pairs[ref] = -1
     return pairs[: len(ours)], pairs[: len(theirs)]
+
+
+def _is_container(node: Node) -> bool:
+    return type(node) in _CONTAINERS or (isinstance(node, Instance) and node.filling is not None)
 
 
 def _same_constant(node: Node, twin: Node) -> bool:

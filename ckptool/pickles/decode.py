@@ -102,7 +102,7 @@ def _execute(machine: Machine) -> Ref:
     consts, refused, forms, outer = machine.consts, machine.refused, machine.style.forms, machine.outer
     text_refs, text_places = machine.texts
     modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
-    stack = machine.stack
+    stack, fetched = machine.stack, machine.fetched
     at = pos = machine.start
     # A node takes one byte of pickle at least: only beyond so many bytes there can be too many.
     stop = pos + machine.most
@@ -126,7 +126,10 @@ def _execute(machine: Machine) -> Ref:
                 index = data[pos]
                 pos += 1
                 ref = memo[index] if index < len(memo) else -1
-                stack.append(machine.get(index) if ref < 0 else ref)
+                if ref < 0:
+                    ref = machine.get(index)
+                stack.append(ref)
+                fetched.add(ref)
             elif code == 0x58:  # BINUNICODE
                 size = _u32(data, pos)[0]
                 pos += 4 + size
@@ -206,7 +209,10 @@ def _execute(machine: Machine) -> Ref:
                 index = _u32(data, pos)[0]
                 pos += 4
                 ref = memo[index] if index < len(memo) else -1
-                stack.append(machine.get(index) if ref < 0 else ref)
+                if ref < 0:
+                    ref = machine.get(index)
+                stack.append(ref)
+                fetched.add(ref)
             elif code == 0x87:  # TUPLE3
                 last = stack.pop()
                 middle = stack.pop()
@@ -284,4 +290,6 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     for ref, steps in machine.steps.items():
         if steps != usual_steps(nodes[ref], style.dialect):
             style.steps[ref] = tuple(steps)
-    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled, machine.texts)
+    return Graph(
+        nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled, machine.texts, machine.fetched
+    )

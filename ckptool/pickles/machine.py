@@ -71,7 +71,8 @@ class Machine:
     ``outer`` are the stacks that wait below a MARK. ``memo`` holds what was memoised in order, as every
     pickler does; numbers out of order are in ``sparse``, so that a PUT of four billion costs nothing, and
     ``gaps`` is set. ``bare`` are the nodes that a pickler never memoises, ascending. ``filled`` says of each container
-    how many nodes there were when it was last filled; ``given`` are those that went to BUILD.
+    how many nodes there were when it was last filled; ``given`` are those that went to BUILD, ``fetched`` those
+    that were taken a second time.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
@@ -106,6 +107,7 @@ class Machine:
         self.filled: dict[Ref, int] = {}
         self.texts = _NUMBERS[:], _NUMBERS[:]
         self.given: set[Ref] = set()
+        self.fetched: set[Ref] = set()
 
     # -- errors and remarks ---------------------------------------------------------------------
 
@@ -220,11 +222,13 @@ class Machine:
     def get(self, index: int) -> Ref:
         """What was memoised under a number, in order or not."""
         memo = self.memo
-        if index < len(memo) and memo[index] >= 0:
-            return memo[index]
-        if index not in self.sparse:
-            self.fail(f"memo {index} is read before it is written")
-        return self.sparse[index]
+        ref = memo[index] if index < len(memo) else -1
+        if ref < 0:
+            if index not in self.sparse:
+                self.fail(f"memo {index} is read before it is written")
+            ref = self.sparse[index]
+        self.fetched.add(ref)
+        return ref
 
     def tiny_int(self, value: int) -> Ref:
         """The first BININT1 of a value."""

@@ -26,6 +26,7 @@ Nothing here knows torch, and nothing here runs or imports what a pickle names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeAlias
 
 __all__ = [
@@ -289,11 +290,16 @@ class Graph:
     ``refused`` counts the opcodes that ``torch.load(weights_only=True)`` does not know, by opcode;
     ``oddities`` are (offset in bytes, text) remarks of the decoder on what no pickler writes;
     ``filled`` says of a container how many nodes there were when the pickle last filled it: a call of a lower number
-    that took it saw less of it; ``texts`` are references of strings and the offsets in bytes of their BINUNICODE.
+    that took it saw less of it; ``texts`` are references of strings and the offsets in bytes of their BINUNICODE;
+    ``fetched`` are references that the pickle took a second time, from its memo or by DUP: any other node but a
+    number, a truth value, None and ``()`` is held by one node at most. It is None where that is not known. ``base`` is
+    the graph that this one was made from, and ``changed`` are the references whose nodes are not those of the base.
     Never changed once made: ``edited`` gives another graph.
     """
 
-    __slots__ = ("filled", "memo", "nodes", "oddities", "refused", "root", "style", "texts")
+    __slots__ = (
+        *("base", "changed", "fetched", "filled", "memo", "nodes", "oddities", "refused", "root", "style", "texts"),
+    )
 
     def __init__(
         self,
@@ -304,6 +310,9 @@ class Graph:
         oddities: Sequence[tuple[int, str]] = (),
         filled: Mapping[Ref, int] | None = None,
         texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
+        fetched: AbstractSet[Ref] | None = None,
+        base: Graph | None = None,
+        changed: frozenset[Ref] = frozenset(),
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
@@ -312,6 +321,9 @@ class Graph:
         self.oddities: Final = oddities
         self.filled: Final[Mapping[Ref, int]] = filled or {}
         self.texts: Final = texts
+        self.fetched: Final = fetched
+        self.base: Final = base
+        self.changed: Final = changed
         #: What readers work out about single nodes, by a name of theirs and the reference; no part of the graph.
         self.memo: Final[dict[tuple[str, Ref], Any]] = {}
 
@@ -331,7 +343,15 @@ class Graph:
         for ref, node in changes.items():
             nodes[ref] = node
         style = self.style.extended(like) if like else self.style
-        return Graph(nodes, self.root if root is None else root, style, self.refused, self.oddities)
+        return Graph(
+            nodes,
+            self.root if root is None else root,
+            style,
+            self.refused,
+            self.oddities,
+            base=self.base or self,
+            changed=self.changed.union(changes, range(len(self.nodes), len(nodes))),
+        )
 
     def reachable(self) -> Iterator[Ref]:
         """Every reference that the root leads to, each once, parents before children."""

@@ -202,7 +202,7 @@ def _ref(machine: Machine, word: bytes) -> Ref:
     """What one instruction pushes; -1 where that is not made yet."""
     code, value = word[0], int.from_bytes(word[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
-        return machine.memo[value] if value < len(machine.memo) else -1
+        return machine.get(value) if value < len(machine.memo) and machine.memo[value] >= 0 else -1
     if code == 0x4B:  # BININT1
         return machine.tiny[value]
     return machine.consts.get(word, -1) if len(word) > 1 else machine.single[code]

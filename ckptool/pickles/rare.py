@@ -170,6 +170,7 @@ def _shuffle(machine: Machine, code: int) -> None:
     """POP, POP_MARK and DUP."""
     if code == op.DUP:
         machine.stack.append(machine.stack[-1])
+        machine.fetched.add(machine.stack[-1])
     elif code == op.POP_MARK:
         machine.pop_mark()
     elif not machine.stack:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from struct import Struct
 
 from . import opcodes as op
-from .nodes import Graph, Node
+from .nodes import Graph, Node, Ref
 
 __all__ = ["respelled"]
 
@@ -27,6 +27,7 @@ def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     if op.STACK_GLOBAL in graph.refused:
         return None  # there a text decides what is named
     nodes: list[Node] = list(graph.nodes)
+    changed: list[Ref] = []
     at = begin = 0  # what is compared already, in each
     for ref, place in zip(*graph.texts):
         end = place + _HEAD + _u32(original, place + 1)[0]
@@ -44,7 +45,18 @@ def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
             nodes[ref] = data[begin + _HEAD : stop].decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             return None
+        changed.append(ref)
         at, begin = end, stop
     if original[at:] != data[begin:]:
         return None
-    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled)
+    return Graph(
+        nodes,
+        graph.root,
+        graph.style,
+        graph.refused,
+        graph.oddities,
+        graph.filled,
+        fetched=graph.fetched,
+        base=graph,
+        changed=frozenset(changed),
+    )
