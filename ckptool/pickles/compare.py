@@ -25,7 +25,7 @@ from .nodes import (
     Set,
     children,
 )
-from .phrase_comparing import Outside, twins
+from .phrase_comparing import BEHIND, Outside, twins
 
 __all__ = ["difference"]
 
@@ -40,25 +40,24 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, outside: Out
     was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
     ``texts_by_value`` strings have no identity either. ``outside`` compares persistent ids that are tuples.
     """
-    known = _common(a, b) if outside is None and not texts_by_value else None
-    if known is not None and not _walked(a, b, known, CONSTANTS, None):
+    common = _common(a, b) if outside is None and not texts_by_value else None
+    if common is not None and not _walked(a, b, common, CONSTANTS, None):
         return ""
-    unknown = [-1] * len(a.nodes), [-1] * len(b.nodes)
-    return _walked(a, b, unknown, (*CONSTANTS, str) if texts_by_value else CONSTANTS, outside)
+    nothing = bytes(max(len(a.nodes), len(b.nodes)))
+    return _walked(a, b, nothing, (*CONSTANTS, str) if texts_by_value else CONSTANTS, outside)
 
 
-def _walked(
-    a: Graph, b: Graph, pairs: tuple[list[Ref], list[Ref]], constants: Collection[type], outside: Outside | None
-) -> str:
-    """Where two graphs differ; ``pairs`` are the nodes that are known to be a pair, in both directions."""
+def _walked(a: Graph, b: Graph, common: Sequence[int], constants: Collection[type], outside: Outside | None) -> str:
+    """Where two graphs differ; ``common`` is 1 for references whose nodes are known to be the same in both."""
     ours, theirs = a.nodes, b.nodes
-    forward, backward = pairs
+    # Which node is the other one's, in both directions.
+    forward, backward = [-1] * len(ours), [-1] * len(theirs)
     lefts, rights = [a.root], [b.root]
     # Some hundred thousand nodes are compared before an output is put in place: the frequent kinds need no call.
     while lefts:
         left, right = lefts.pop(), rights.pop()
         known = forward[left]
-        if known == right:
+        if known == right or (left == right and common[left]):
             continue
         node, twin = ours[left], theirs[right]
         kind = type(node)
@@ -69,7 +68,7 @@ def _walked(
                 return f"{_shown(node)} became {_shown(twin)}"
             forward[left] = right
             continue
-        if known >= 0 or backward[right] >= 0:
+        if known >= 0 or backward[right] >= 0 or common[left] or common[right]:
             return f"{_name(node)} is shared in one of them and not in the other"
         forward[left], backward[right] = right, left
         if kind is str:
@@ -89,7 +88,8 @@ def _walked(
         ):
             if node.op != twin.op:
                 return f"{_name(node)} became {_name(twin)}"
-            phrases = twins(ours, theirs, left, right, forward, backward, outside)
+            known_parts = 1 in common[left - BEHIND : left] or 1 in common[right - BEHIND : right]
+            phrases = None if known_parts else twins(ours, theirs, left, right, forward, backward, outside)
             lefts += (node.func, node.args) if phrases is None else phrases[0]
             rights += (twin.func, twin.args) if phrases is None else phrases[1]
         else:
@@ -110,8 +110,8 @@ def _walked(
     return ""
 
 
-def _common(a: Graph, b: Graph) -> tuple[list[Ref], list[Ref]] | None:
-    """Pair the nodes that two graphs have of one base, but for what changed and the containers that lead to it.
+def _common(a: Graph, b: Graph) -> bytearray | None:
+    """Mark the nodes that two graphs have of one base, but for what changed and the containers that lead to it.
 
     None where they have none, or where more than containers holds what changed.
     """
@@ -121,26 +121,28 @@ def _common(a: Graph, b: Graph) -> tuple[list[Ref], list[Ref]] | None:
     nodes, ours, theirs = base.nodes, a.nodes, b.nodes
     texts = [ref for ref in a.changed & b.changed if type(ours[ref]) is str and ours[ref] == theirs[ref]]
     changed = (a.changed | b.changed).difference(texts)
-    # A node that the pickle took once is held once: where that is by one of these, no other leads to it.
-    walked, held, work = [base.root], {base.root}, [base.root]
-    while work:
-        parts = set(children(nodes[work.pop()])) - base.fetched
-        inner = [ref for ref in parts if _is_container(nodes[ref])]
-        held |= parts
-        walked += inner
-        work += inner
-    most = max(len(ours), len(theirs))
-    old = changed.difference(range(len(nodes), most))
-    if not old <= held or any(type(nodes[ref]) in CONSTANTS for ref in old):
+    kinds = set(map(type, map(nodes.__getitem__, changed)))
+    if not changed.isdisjoint(base.fetched) or not kinds.isdisjoint(CONSTANTS):
         return None
-    pairs = [*range(most)]
+    # A node that the pickle took once is held once: where that is by one of these, no other leads to it.
+    walked, work, left = [base.root], [base.root], set(changed - {base.root})
+    while work:
+        parts = children(nodes[work.pop()])
+        left.difference_update(parts)
+        for ref in parts:
+            node = nodes[ref]
+            # Keys and tensors are most of them.
+            if type(node) is str or (type(node) is Call and node.filling is None) or ref in base.fetched:
+                continue
+            if type(node) in _CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
+                walked.append(ref)
+                work.append(ref)
+    if left:
+        return None
+    common = bytearray(b"\1") * len(nodes) + bytes(max(len(ours), len(theirs)) - len(nodes))
     for ref in chain(changed, walked):
-        pairs[ref] = -1
-    return pairs[: len(ours)], pairs[: len(theirs)]
-
-
-def _is_container(node: Node) -> bool:
-    return type(node) in _CONTAINERS or (isinstance(node, Instance) and node.filling is not None)
+        common[ref] = 0
+    return common
 
 
 def _same_constant(node: Node, twin: Node) -> bool:

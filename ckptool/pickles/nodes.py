@@ -293,7 +293,7 @@ class Graph:
     that took it saw less of it; ``texts`` are references of strings and the offsets in bytes of their BINUNICODE;
     ``fetched`` are references that the pickle took a second time, from its memo or by DUP: any other node but a
     number, a truth value, None and ``()`` is held by one node at most. It is None where that is not known. ``base`` is
-    the graph that this one was made from, and ``changed`` are the references whose nodes are not those of the base.
+    the graph that this one was made from, and ``changed`` are the references of other nodes than it has there.
     Never changed once made: ``edited`` gives another graph.
     """
 
@@ -343,14 +343,16 @@ class Graph:
         for ref, node in changes.items():
             nodes[ref] = node
         style = self.style.extended(like) if like else self.style
+        base = self.base or self
+        old = len(base.nodes)
         return Graph(
             nodes,
             self.root if root is None else root,
             style,
             self.refused,
             self.oddities,
-            base=self.base or self,
-            changed=self.changed.union(changes, range(len(self.nodes), len(nodes))),
+            base=base,
+            changed=self.changed.union([ref for ref in changes if ref < old]),
         )
 
     def reachable(self) -> Iterator[Ref]:

@@ -8,6 +8,7 @@ What is read back behind an edit is nearly always such a pickle: names without a
 from __future__ import annotations
 
 from struct import Struct
+from struct import error as StructError
 
 from . import opcodes as op
 from .nodes import Graph, Node, Ref
@@ -29,24 +30,21 @@ def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     nodes: list[Node] = list(graph.nodes)
     changed: list[Ref] = []
     at = begin = 0  # what is compared already, in each
-    for ref, place in zip(*graph.texts):
-        end = place + _HEAD + _u32(original, place + 1)[0]
-        if data.startswith(original[at:end], begin):
-            begin += end - at
-            at = end
-            continue
-        if not data.startswith(original[at : place + 1], begin):
-            return None
-        begin += place - at
-        if begin + _HEAD > len(data):
-            return None
-        stop = begin + _HEAD + _u32(data, begin + 1)[0]
-        try:
-            nodes[ref] = data[begin + _HEAD : stop].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return None
-        changed.append(ref)
-        at, begin = end, stop
+    try:
+        for ref, place in zip(*graph.texts):
+            there = begin + place - at
+            old = place + _HEAD + _u32(original, place + 1)[0]
+            new = there + _HEAD + _u32(data, there + 1)[0]
+            # All that is in front of the text, and its opcode.
+            if original[at : place + 1] != data[begin : there + 1]:
+                return None
+            text = data[there + _HEAD : new].decode("utf-8", "surrogatepass")
+            if text != nodes[ref]:
+                nodes[ref] = text
+                changed.append(ref)
+            at, begin = old, new
+    except (StructError, UnicodeDecodeError):
+        return None
     if original[at:] != data[begin:]:
         return None
     return Graph(

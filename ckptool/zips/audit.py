@@ -23,6 +23,9 @@ __all__ = ["Audit", "audit", "check_places", "end_records", "signatures"]
 #: (code, what is wrong with the record, level, ambiguous)
 _Note: TypeAlias = Callable[..., None]
 
+#: Of a local header: signature, size of the name, size of the extra fields.
+_PLACE: Final = Struct("<4s22xHH")
+_PADDING_SIZE: Final = Struct("<H")
 _SIZES: Final = Struct("<3I").unpack_from
 _END: Final = Struct("<4s4H2IH").unpack
 _WINDOW: Final = 1 << 20
@@ -66,20 +69,26 @@ def audit(archive: Archive) -> Audit:
 def check_places(archive: Archive) -> None:
     """Raise MalformedError for a record that is not where the directory says, by its local header and its end, and for
     end records that contradict each other: the part of an audit that costs a microsecond a record."""
-    read, limit = archive.near.read, archive.end.directory
-    for record in archive.records:
-        name = record.name.encode("utf-8", "surrogateescape")
-        at = record.header
+    near, limit, unpack = archive.near, archive.end.directory, _PLACE.unpack_from
+    padding = _PADDING_SIZE.unpack_from
+    data, begin = b"", 0
+    # Taken apart at once: twenty thousand records have a hundred thousand attributes.
+    for where, _, _, _, compressed, _, at, _, _ in archive.records:
+        name = where.encode("utf-8", "surrogateescape")
         head = LOCAL.size + len(name)
-        raw = read(at, head + 4)
-        if raw[:4] != _HEADER or raw[LOCAL.size : head] != name or raw[26:28] != len(name).to_bytes(2, "little"):
-            raise MalformedError("another record or none is where the directory says", where=record.name, offset=at)
-        extra = int.from_bytes(raw[28:30], "little")
+        here = at - begin
+        if here < 0 or here + head + 4 > len(data):
+            data, begin = near.around(at, head + 4)
+            here = at - begin
+        signature, name_size, extra = unpack(data, here) if here + LOCAL.size <= len(data) else (b"", 0, 0)
+        if signature != _HEADER or name_size != len(name) or not data.startswith(name, here + LOCAL.size):
+            raise MalformedError("another record or none is where the directory says", where=where, offset=at)
         # Nearly always the padding is the only extra field.
-        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not parses(read(at + head, extra)):
-            raise MalformedError("the extra fields of its local header do not parse", where=record.name, offset=at)
-        if at + head + extra + record.compressed > limit:
-            raise MalformedError("the record reaches into the directory", where=record.name, offset=at)
+        usual = here + head + 4 <= len(data) and extra == 4 + padding(data, here + head + 2)[0]
+        if extra and not usual and not parses(near.read(at + head, extra)):
+            raise MalformedError("the extra fields of its local header do not parse", where=where, offset=at)
+        if at + head + extra + compressed > limit:
+            raise MalformedError("the record reaches into the directory", where=where, offset=at)
     found = Audit(archive)
     _ends(archive, found)
     for oddity in found.oddities:

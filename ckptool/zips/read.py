@@ -9,7 +9,8 @@ this, so the two can see different files; what they could see differently is rep
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 DIRECTORY: Final = "central directory"
-_ENTRY: Final = Struct("<4s6H3I5H2I")
+#: Of an entry, behind its signature: all but versions, time and internal attributes.
+_ENTRY: Final = Struct("<8x2H4x3I4H2x2I")
 _END: Final = Struct("<4s4H2IH")
 _END64: Final = Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = Struct("<4sIQI")
@@ -54,6 +56,8 @@ _UNICODE_NAME: Final = 0x7075
 _SPOKEN_OF: Final = (_ZIP64, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
 _SPECIAL: Final = 0x20 | 0x40 | 0x2000
+_ODD_FLAGS: Final = _SPECIAL | 1
+_header: Final = attrgetter("header")
 #: Bytes read at once: they stay in the cache of the processor until they are summed.
 _CHUNK: Final = 1 << 18
 _FOLD: Final = {ord(letter): ord(letter.lower()) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -250,7 +254,8 @@ def read_archive(source: Source) -> Archive:
     records, odd = _entries(raw, count, offset)
     archive = Archive(source, records, end)
     archive.oddities += odd
-    _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
+    last = records[-1].entry + records[-1].entry_size if records else offset
+    _note_oddities(archive, offset + len(raw) - last)
     return archive
 
 
@@ -294,37 +299,21 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
     """The records, and what is odd about their entries."""
     records: list[Record] = []
     odd: list[Oddity] = []
-    unpack, size = _ENTRY.unpack_from, _ENTRY.size
+    unpack, size, new = _ENTRY.unpack_from, _ENTRY.size, tuple.__new__
     at = 0
     for _ in range(count):
         if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
             raise MalformedError("no directory entry where one must be", where=DIRECTORY, offset=base + at)
-        (
-            _,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            plain,
-            name_size,
-            extra_size,
-            comment_size,
-            disk,
-            _,
-            attributes,
-            header,
-        ) = unpack(raw, at)
+        flags, method, crc, packed, plain, name_size, extra_size, comment_size, disk, attributes, header = unpack(
+            raw, at
+        )
         name_at = at + size
         extra_at = name_at + name_size
         end = extra_at + extra_size + comment_size
         if end > len(raw):
             raise MalformedError("a directory entry reaches beyond the directory", where=DIRECTORY, offset=base + at)
         name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
-        fields: list[tuple[int, bytes]] = []
+        fields: Sequence[tuple[int, bytes]] = ()
         if extra_size:
             fields = extras(raw[extra_at : extra_at + extra_size])
             if not parses(raw[extra_at : extra_at + extra_size]) or any(kind in _SPOKEN_OF for kind, _ in fields):
@@ -341,11 +330,12 @@ def _entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddi
                 raise MalformedError("a zip64 size is missing", where=name, offset=base + at) from None
         if packed == plain:
             packed = plain  # one object for both
-        records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
+        record = new(Record, (name, flags, method, crc, packed, plain, header, base + at, end - at))
+        records.append(record)
         if attributes & 0x10 or name_size > LISTED_NAME or (plain != packed and (not packed or not method)):
-            odd += _odd_entry(records[-1], attributes)
+            odd += _odd_entry(record, attributes)
         elif plain and name[-1:] == "/":
-            odd += _odd_entry(records[-1], 0x10)
+            odd += _odd_entry(record, 0x10)
         if disk:
             # Torch refuses the file, but for disk 1; Python does not look.
             what = f"{shown(name)} is said to be on another disk"
@@ -408,7 +398,7 @@ def parses(extra: bytes) -> bool:
 def _note_oddities(archive: Archive, unused: int) -> None:
     """Structural ambiguity, as far as the directory alone shows it."""
     note = archive.oddities.append
-    archive.by_name = {record.name: record for record in archive.records}
+    archive.by_name = {record[0]: record for record in archive.records}
     if not _is_plain(archive):
         _note_names(archive)
     if unused:
@@ -430,15 +420,15 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         what = "a locator leads to no zip64 end record: torch goes by the plain one, other readers refuse the file"
         note(Oddity("end-records", what, True, offset=end.plain - _LOCATOR.size))
     limit = archive.source.size
-    for record in archive.records:
-        if record.header + LOCAL.size + record.compressed > limit:
-            what = f"{shown(record.name)} reaches beyond the end of the file; torch refuses such a file"
-            note(Oddity("beyond-end", what, where=record.name, offset=record.header))
+    for name, _, _, _, compressed, _, header, _, _ in archive.records:
+        if header + compressed > limit - LOCAL.size:
+            what = f"{shown(name)} reaches beyond the end of the file; torch refuses such a file"
+            note(Oddity("beyond-end", what, where=name, offset=header))
     if len(archive.root.encode("utf-8", "surrogateescape")) >= LISTED_NAME:
         what = f"the folder {shown(archive.root)} has a longer name than torch's reader has room for"
         note(Oddity("long-root", what, where=archive.root))
     if archive.records:
-        first = min(record.header for record in archive.records)
+        first = min(map(_header, archive.records))
         if first > 0 and note_at(archive.source, end.tail) is None:  # else a former version stands there
             note(Oddity("leading-bytes", f"{first:,} bytes stand before the first record"))
 
@@ -446,13 +436,12 @@ def _note_oddities(archive: Archive, unused: int) -> None:
 def _is_plain(archive: Archive) -> bool:
     """Is there nothing to note about any record? That is told by looking at all of them at once."""
     names = archive.by_name
-    if len(names) < len(archive.records) or any(record.flags & (_SPECIAL | 1) for record in archive.records):
+    if len(names) < len(archive.records) or any(record[1] & _ODD_FLAGS for record in archive.records):
         return False
-    folder = archive.root + "/"
-    if archive.root and not all(name.startswith(folder) for name in names):
+    everything = "\0".join(("", *names))
+    if everything.count("\0") > len(names):
         return False
-    everything = "".join(names)
-    if "\0" in everything:
+    if archive.root and everything.count(f"\0{archive.root}/") < len(names):
         return False
     return everything == everything.lower() or len({folded(name) for name in names}) == len(names)
 

@@ -31,15 +31,21 @@ class Window:
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes from ``offset``, or fewer where the source ends."""
+        data, begin = self.around(offset, size)
+        return data[offset - begin : offset - begin + size]
+
+    def around(self, offset: int, size: int) -> tuple[bytes, int]:
+        """Bytes with those in them that ``read`` returns, and the offset of the first."""
         begin, data = self._held
-        at = offset - begin
-        self._close = self._close + 1 if 0 < offset - self._last < _STEP else 0
+        end = begin + len(data)
+        close = 0 < offset - self._last < _STEP or (len(data) > 0 and -_STEP < offset - end < _STEP)
+        self._close = self._close + 1 if close else 0
         self._last = offset
-        if 0 <= at <= len(data) - size:
-            return data[at : at + size]
+        if begin <= offset <= end - size:
+            return data, begin
         # From the end of a large record to the next header it is one close step, but then comes a far one.
         if self._close < 2 or size > _STEP:
-            return self.source.read(offset, size)
+            return self.source.read(offset, size), offset
         data = self.source.read(offset, _SIZE)
         self._held = (offset, data)
-        return data[:size]
+        return data, offset
