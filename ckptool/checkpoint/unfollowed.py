@@ -8,7 +8,8 @@ torch.load gives. Whoever relies on them is refused (``Checkpoint.survey``); not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import KeysView, Sequence
+from itertools import chain
 from typing import Final
 
 from ..pickles import opcodes as op
@@ -35,6 +36,9 @@ _COPYING: Final = MAPPING_CLASSES | {
     *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.bytearray"),
     *("torch.Size", "collections.deque"),
 }
+_CONTAINERS: Final = (List, Dict, Set, FrozenSet)
+#: What makes a dense tensor, as nearly all calls do.
+_USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
 #: Functions that make a Parameter of their first argument, and an empty one of None.
 _PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_STATE}
@@ -56,23 +60,33 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     nodes, texts = graph.nodes, dict[Ref, str]()
     names: dict[Ref, str] = {}  # of called functions, "" for one that is not watched
     copies: list[tuple[Ref, Call]] = []
-    parts = set[Ref]()  # ids of storages and arguments of calls that make tensors
-    changed = graph.filled_at.keys()
+    # The ids of storages and the arguments of calls that make tensors, as far as they could be values as well.
+    parts = set[Ref]()
+    changed, fetched, storage = graph.filled_at.keys(), graph.fetched, reader.storage
+    # Nearly all of hundreds of thousands of nodes are usual: what is asked of each costs as much as reading it.
     for ref, node in enumerate(nodes):
         if type(node) is Call:
             name = names.get(node.func)
             if name is None:
                 name = callable_name(graph, node.func)
                 name = names[node.func] = name if _is_watched(name) else ""
-            if name and name not in _COPYING:
-                parts.add(node.args)
-            if name and not (node.filling is None and _is_usual(name, nodes[node.args], changed)):
+            if not name:
+                continue
+            args = nodes[node.args]
+            if name not in MAPPING_CLASSES:
+                if name not in _COPYING and (fetched is None or node.args in fetched or type(args) is not tuple):
+                    parts.add(node.args)
+                usual = name == _USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
+            else:
+                usual = args == ()
+            if not usual or node.filling is not None:
                 text = _call_text(graph, reader, ref, node, name, copies, changed)
                 if text:
                     texts[ref] = text
         elif type(node) is Persistent:
-            parts.add(node.pid)
-            if reader.storage(ref) is None:
+            if fetched is None or node.pid in fetched or type(nodes[node.pid]) is not tuple:
+                parts.add(node.pid)
+            if storage(ref) is None:
                 if _is_unread(graph, node):
                     texts[ref] = "a storage is named in a way that no torch writes"
             elif node.filling is not None and (node.items or node.pairs or node.states):
@@ -84,28 +98,19 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         texts.update(_shared_or_changed(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
     text = "the id of a storage, or what a tensor is made of, is a value as well"
-    texts.update((ref, text) for ref in parts.intersection(_values_beside(nodes, parts)) if nodes[ref] != ())
+    if parts:
+        texts.update((ref, text) for ref in _values(nodes, parts) if nodes[ref] != ())
     return texts
 
 
-def _values_beside(nodes: Sequence[Node], parts: set[Ref]) -> Iterator[Ref]:
-    """Yield the values in containers that hold one of ``parts``."""
+def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
+    """Return those of ``parts`` that a container holds as well, or an object that is filled."""
+    tuples = [node for node in nodes if type(node) is tuple]
+    held = [children(node) for node in nodes if type(node) in _CONTAINERS]
     for node in nodes:
-        if type(node) is tuple:
-            if not parts.isdisjoint(node):
-                yield from node
-        elif isinstance(node, List | Dict | Set | FrozenSet):
-            values = node.pairs if isinstance(node, Dict) else node.items
-            if not parts.isdisjoint(values):
-                yield from values
-        elif isinstance(node, Instance) and node.filling is not None:
-            yield from (*node.items, *node.pairs, *node.states)
-
-
-def _is_usual(name: str, args: Node, changed: KeysView[Ref]) -> bool:
-    """Is it a dense tensor, or the empty mapping of its hooks, as nearly all calls are?"""
-    usual = name == "torch._utils._rebuild_tensor_v2" if args else name in MAPPING_CLASSES
-    return type(args) is tuple and usual and changed.isdisjoint(args)
+        if isinstance(node, Instance) and node.filling is not None:
+            held += node.items, node.pairs, node.states
+    return parts.intersection(chain(chain.from_iterable(tuples), chain.from_iterable(held)))
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:

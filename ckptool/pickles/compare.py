@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_, not_
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from . import opcodes as op
@@ -14,13 +14,17 @@ from .nodes import (
     Buffer,
     ByteArray,
     Call,
+    Dict,
     Extension,
+    FrozenSet,
     Global,
     Graph,
     Instance,
+    List,
     Node,
     Persistent,
     Ref,
+    Set,
     children,
 )
 
@@ -29,8 +33,7 @@ Refs: TypeAlias = tuple[Ref, ...]
 #: difference in words.
 CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
-#: Types of nodes whose references ``_unchanged`` looks at all together, or that have none.
-_GROUPED: Final = frozenset((str, bytes, int, float, bool, type(None), tuple, Call, Persistent))
+_CONTAINERS: Final = frozenset((List, Dict, Set, FrozenSet))
 #: What a node of each type is besides its children.
 _OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
     bytes: bytes,
@@ -58,29 +61,26 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
     batches) does not count, nor do the strings that STACK_GLOBAL took. With ``texts_by_value`` strings have no identity
     either. ``compare_ids`` compares persistent ids that are tuples.
     """
-    pairs = _unchanged(a.nodes, b.nodes) if compare_ids is None and not texts_by_value else None
-    if pairs is not None and not _difference(a, b, pairs, CONSTANTS, None):
+    common = _common(a, b) if compare_ids is None and not texts_by_value else None
+    if common is not None and not _difference(a, b, common, CONSTANTS, None):
         return ""
-    unpaired = [-1] * len(a.nodes), [-1] * len(b.nodes)
-    return _difference(a, b, unpaired, (*CONSTANTS, str) if texts_by_value else CONSTANTS, compare_ids)
+    nothing = bytes(max(len(a.nodes), len(b.nodes)))
+    return _difference(a, b, nothing, (*CONSTANTS, str) if texts_by_value else CONSTANTS, compare_ids)
 
 
 def _difference(
-    a: Graph,
-    b: Graph,
-    pairs: tuple[list[Ref], list[Ref]],
-    constants: Collection[type],
-    compare_ids: CompareIds | None,
+    a: Graph, b: Graph, common: Sequence[int], constants: Collection[type], compare_ids: CompareIds | None
 ) -> str:
-    """Return where two graphs differ; ``pairs`` maps the nodes known to be the same, in both directions, else to -1."""
+    """Return where two graphs differ; ``common`` is 1 for each reference whose node is known to be equal in both."""
     ours, theirs = a.nodes, b.nodes
-    forward, backward = pairs
+    # Which node is paired with which, in both directions.
+    forward, backward = [-1] * len(ours), [-1] * len(theirs)
     lefts, rights = [a.root], [b.root]
     # Some hundred thousand nodes are compared before an output is put in place: the frequent types need no call.
     while lefts:
         left, right = lefts.pop(), rights.pop()
         known = forward[left]
-        if known == right:
+        if known == right or (left == right and common[left]):
             continue
         node, twin = ours[left], theirs[right]
         kind = type(node)
@@ -91,7 +91,7 @@ def _difference(
                 return f"{_shown(node)} became {_shown(twin)}"
             forward[left] = right
             continue
-        if known >= 0 or backward[right] >= 0:
+        if known >= 0 or backward[right] >= 0 or common[left] or common[right]:
             return f"{_name(node)} is shared in one of them and not in the other"
         forward[left], backward[right] = right, left
         if kind is str:
@@ -111,7 +111,8 @@ def _difference(
         ):
             if node.op != twin.op:
                 return f"{_name(node)} became {_name(twin)}"
-            rest = _pair_patterns(ours, theirs, left, right, forward, backward, compare_ids)
+            paired = 1 in common[left - _BEFORE : left] or 1 in common[right - _BEFORE : right]
+            rest = None if paired else _pair_patterns(ours, theirs, left, right, forward, backward, compare_ids)
             lefts += (node.func, node.args) if rest is None else rest[0]
             rights += (twin.func, twin.args) if rest is None else rest[1]
         else:
@@ -132,37 +133,39 @@ def _difference(
     return ""
 
 
-def _unchanged(ours: Sequence[Node], theirs: Sequence[Node]) -> tuple[list[Ref], list[Ref]] | None:
-    """Pair the nodes that are the same object under one number, as in the graph of an edit: a first guess.
+def _common(a: Graph, b: Graph) -> bytearray | None:
+    """Mark the nodes that two graphs share with one base, except what changed and the containers that lead to it.
 
-    They are equal if all that they hold is the same object, or a string with the same text. None if it is not.
+    Return None if they have no common base, or if something else than a container holds what changed.
     """
-    same = [*map(is_, ours, theirs)]
-    if sum(same) < len(same) // 2:
+    base = a.base
+    if base is None or base is not b.base or base.fetched is None or base.root in base.fetched:
         return None
-    count = max(len(ours), len(theirs))
-    others = compress(range(len(same)), map(not_, same))
-    changed = {ref for ref in others if type(ours[ref]) is not str or ours[ref] != theirs[ref]}
-    changed.update(range(len(same), count))
-    shared = [*compress(ours, same)]
-    calls = [node for node in shared if type(node) is Call]
-    stored = [node for node in shared if type(node) is Persistent]
-    rest = [node for node in shared if type(node) not in _GROUPED]
-    rest += [node for node in calls if node.filling is not None or node.kwargs >= 0]
-    rest += [node for node in stored if node.filling is not None]
-    refs = chain(
-        chain.from_iterable([node for node in shared if type(node) is tuple]),
-        map(attrgetter("func"), calls),
-        map(attrgetter("args"), calls),
-        map(attrgetter("pid"), stored),
-        chain.from_iterable(map(children, rest)),
-    )
-    if not changed.isdisjoint(refs):
+    nodes, ours, theirs = base.nodes, a.nodes, b.nodes
+    texts = [ref for ref in a.changed & b.changed if type(ours[ref]) is str and ours[ref] == theirs[ref]]
+    changed = (a.changed | b.changed).difference(texts)
+    kinds = set(map(type, map(nodes.__getitem__, changed)))
+    if not changed.isdisjoint(base.fetched) or not kinds.isdisjoint(CONSTANTS):
         return None
-    pairs = [*range(count)]
-    for ref in changed:
-        pairs[ref] = -1
-    return pairs[: len(ours)], pairs[: len(theirs)]
+    # A node that the pickle took once is held once: if one of these holds it, no other node leads to it.
+    walked, work, left = [base.root], [base.root], set(changed - {base.root})
+    while work:
+        parts = children(nodes[work.pop()])
+        left.difference_update(parts)
+        for ref in parts:
+            node = nodes[ref]
+            # Keys and tensors are most of them.
+            if type(node) is str or (type(node) is Call and node.filling is None) or ref in base.fetched:
+                continue
+            if type(node) in _CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
+                walked.append(ref)
+                work.append(ref)
+    if left:
+        return None
+    common = bytearray(b"\1") * len(nodes) + bytes(max(len(ours), len(theirs)) - len(nodes))
+    for ref in chain(changed, walked):
+        common[ref] = 0
+    return common
 
 
 def _own_value(node: Node) -> object:
@@ -266,24 +269,33 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     if op.STACK_GLOBAL in graph.refused:
         return None  # there a string decides what is named
     nodes: list[Node] = list(graph.nodes)
+    changed: list[Ref] = []
     at = begin = 0  # the offsets up to which both are compared
-    for ref, offset in zip(*graph.texts):
-        end = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]
-        if data.startswith(original[at:end], begin):
-            begin += end - at
-            at = end
-            continue
-        if not data.startswith(original[at : offset + 1], begin):
-            return None
-        begin += offset - at
-        if begin + _TEXT_HEAD > len(data):
-            return None
-        stop = begin + _TEXT_HEAD + _u32(data, begin + 1)[0]
-        try:
-            nodes[ref] = data[begin + _TEXT_HEAD : stop].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return None
-        at, begin = end, stop
+    try:
+        for ref, offset in zip(*graph.texts):
+            start = begin + offset - at
+            old_end = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]
+            new_end = start + _TEXT_HEAD + _u32(data, start + 1)[0]
+            # Everything before the text, its opcode included.
+            if original[at : offset + 1] != data[begin : start + 1]:
+                return None
+            text = data[start + _TEXT_HEAD : new_end].decode("utf-8", "surrogatepass")
+            if text != nodes[ref]:
+                nodes[ref] = text
+                changed.append(ref)
+            at, begin = old_end, new_end
+    except (struct.error, UnicodeDecodeError):
+        return None
     if original[at:] != data[begin:]:
         return None
-    return Graph(nodes, graph.root, graph.style, graph.refused, graph.oddities, graph.filled_at)
+    return Graph(
+        nodes,
+        graph.root,
+        graph.style,
+        graph.refused,
+        graph.oddities,
+        graph.filled_at,
+        fetched=graph.fetched,
+        base=graph,
+        changed=frozenset(changed),
+    )

@@ -91,6 +91,7 @@ def _execute(machine: Machine) -> Ref:
     """
     data, nodes, memo, unmemoized = machine.data, machine.nodes, machine.memo, machine.unmemoized
     small_ints, singletons, stack = machine.small_ints, machine.singletons, machine.stack
+    fetched = machine.fetched
     consts, refused, forms, outer = machine.consts, machine.refused, machine.style.forms, machine.outer
     text_refs, text_offsets = machine.texts
     modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
@@ -117,7 +118,10 @@ def _execute(machine: Machine) -> Ref:
                 index = data[pos]
                 pos += 1
                 ref = memo[index] if index < len(memo) else -1
-                stack.append(machine.get(index) if ref < 0 else ref)
+                if ref < 0:
+                    ref = machine.get(index)
+                stack.append(ref)
+                fetched.add(ref)
             elif code == 0x58:  # BINUNICODE
                 size = _u32(data, pos)[0]
                 pos += 4 + size
@@ -199,7 +203,10 @@ def _execute(machine: Machine) -> Ref:
                 index = _u32(data, pos)[0]
                 pos += 4
                 ref = memo[index] if index < len(memo) else -1
-                stack.append(machine.get(index) if ref < 0 else ref)
+                if ref < 0:
+                    ref = machine.get(index)
+                stack.append(ref)
+                fetched.add(ref)
             elif code == 0x87:  # TUPLE3
                 last = stack.pop()
                 middle = stack.pop()
@@ -277,4 +284,5 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     for ref, batches in machine.batches.items():
         if batches != default_batches(nodes[ref], style.dialect):
             style.batches[ref] = tuple(batches)
-    return Graph(nodes, root, style, machine.refused, tuple(machine.oddities), machine.filled_at, machine.texts)
+    oddities = tuple(machine.oddities)
+    return Graph(nodes, root, style, machine.refused, oddities, machine.filled_at, machine.texts, machine.fetched)

@@ -203,7 +203,7 @@ def _pushed(machine: Machine, instruction: bytes) -> Ref:
     """Return what an instruction pushes; -1 if there is no such node yet."""
     code, value = instruction[0], int.from_bytes(instruction[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
-        return machine.memo[value] if value < len(machine.memo) else -1
+        return machine.get(value) if value < len(machine.memo) and machine.memo[value] >= 0 else -1
     if code == 0x4B:  # BININT1
         return machine.small_ints[value]
     return machine.consts.get(instruction, -1) if len(instruction) > 1 else machine.singletons[code]

@@ -74,7 +74,8 @@ class Machine:
     MARKs. ``memo`` holds what was memoized in order, as every pickler does; indices out of order are in ``sparse``, so
     that a PUT of four billion costs nothing, and ``gaps`` is set. ``consts``, ``small_ints`` (BININT1) and
     ``singletons`` (by opcode) are the nodes of constants. ``unmemoized`` are the nodes that a pickler never memoizes,
-    ascending; ``state_parts`` are those that went to BUILD. ``filled_at`` and ``texts`` become those of the graph.
+    ascending; ``state_parts`` are those that went to BUILD. ``filled_at``, ``texts`` and ``fetched`` become those of
+    the graph.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
@@ -106,6 +107,7 @@ class Machine:
         self.hashable: set[Ref] = set()
         self.filled_at: dict[Ref, int] = {}
         self.texts = _NUMBERS[:], _NUMBERS[:]
+        self.fetched: set[Ref] = set()
         self.state_parts: set[Ref] = set()
 
     # -- errors and remarks
@@ -222,11 +224,13 @@ class Machine:
     def get(self, index: int) -> Ref:
         """Return what was memoized under an index, in order or not."""
         memo = self.memo
-        if index < len(memo) and memo[index] >= 0:
-            return memo[index]
-        if index not in self.sparse:
-            self.fail(f"memo {index} is read before it is written")
-        return self.sparse[index]
+        ref = memo[index] if index < len(memo) else -1
+        if ref < 0:
+            if index not in self.sparse:
+                self.fail(f"memo {index} is read before it is written")
+            ref = self.sparse[index]
+        self.fetched.add(ref)
+        return ref
 
     def new_small_int(self, value: int) -> Ref:
         """Add the node of a BININT1."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from typing import Any, Final, TypeAlias
 
@@ -257,12 +258,17 @@ class Graph:
     ``refused`` counts the opcodes outside ``opcodes.ACCEPTED``, by opcode; ``oddities`` are the decoder's remarks
     (offset in bytes, text) on what no pickler writes; ``filled_at`` maps each filled container to the number of nodes
     when the pickle last filled it: a call with a lower reference that took the container saw less of it; ``texts`` are
-    the references of strings and the offsets in bytes of their BINUNICODE. ``cache`` holds what readers worked out
-    about single nodes, by a name of theirs and the reference; it is no part of the graph.
+    the references of strings and the offsets in bytes of their BINUNICODE; ``fetched`` are the references that the
+    pickle took again, from its memo or by DUP, or None if that is not known: any other node is held by one node at
+    most, unless it is a number, a bool, None or ``()``. ``base`` is the graph that an edited one was made from, and
+    ``changed`` are the references of its nodes that were replaced. ``cache`` holds what readers worked out about single
+    nodes, by a name of theirs and the reference; it is no part of the graph.
     Never changed once made: ``edited`` returns another graph.
     """
 
-    __slots__ = ("cache", "filled_at", "nodes", "oddities", "refused", "root", "style", "texts")
+    __slots__ = (
+        *("base", "cache", "changed", "fetched", "filled_at", "nodes", "oddities", "refused", "root", "style", "texts"),
+    )
 
     def __init__(
         self,
@@ -273,6 +279,9 @@ class Graph:
         oddities: Sequence[tuple[int, str]] = (),
         filled_at: Mapping[Ref, int] | None = None,
         texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
+        fetched: AbstractSet[Ref] | None = None,
+        base: Graph | None = None,
+        changed: frozenset[Ref] = frozenset(),
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
@@ -281,6 +290,9 @@ class Graph:
         self.oddities: Final = oddities
         self.filled_at: Final[Mapping[Ref, int]] = filled_at or {}
         self.texts: Final = texts
+        self.fetched: Final = fetched
+        self.base: Final = base
+        self.changed: Final = changed
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
 
     def edited(
@@ -299,7 +311,17 @@ class Graph:
         for ref, node in changes.items():
             nodes[ref] = node
         style = self.style.extended(like) if like else self.style
-        return Graph(nodes, self.root if root is None else root, style, self.refused, self.oddities)
+        base = self.base or self
+        count = len(base.nodes)
+        return Graph(
+            nodes,
+            self.root if root is None else root,
+            style,
+            self.refused,
+            self.oddities,
+            base=base,
+            changed=self.changed.union([ref for ref in changes if ref < count]),
+        )
 
     def reachable(self) -> Iterator[Ref]:
         """Yield every reference that the root leads to, each once, parents before children."""

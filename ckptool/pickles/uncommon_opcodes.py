@@ -276,6 +276,7 @@ def _pop_or_dup(machine: Machine, code: int) -> None:
     """Execute POP, POP_MARK or DUP."""
     if code == op.DUP:
         machine.stack.append(machine.stack[-1])
+        machine.fetched.add(machine.stack[-1])
     elif code == op.POP_MARK:
         machine.pop_mark()
     elif not machine.stack:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import random
+from collections import Counter
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickle_objects import dump, graphs, python_dump
+from pickle_streams import stream
 
+from ckptool.base.errors import PickleError
 from ckptool.pickles import opcodes as op
 from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import CONSTANTS, List, Persistent
+from ckptool.pickles.nodes import CONSTANTS, Call, Dict, Graph, List, Node, Persistent, children
 
 settings.register_profile("pickles", derandomize=True, deadline=None, database=None, max_examples=200)
 laws = settings(settings.get_profile("pickles"))
@@ -92,3 +96,65 @@ def test_no_opcode_is_written_that_weights_only_does_not_take_unless_it_was_ther
         before = {ord(info.code) for info, _, _ in pickletools.genops(data)}
         after = {ord(info.code) for info, _, _ in pickletools.genops(encode(decode(data).graph))}
         assert after - op.ACCEPTED <= before
+
+
+@laws
+@given(graphs(), st.integers(0, 5))
+def test_what_was_taken_once_is_held_once(root: Any, protocol: int) -> None:
+    for pickled in pickles_of(root, protocol):
+        _assert_held_once(decode(pickled).graph)
+
+
+@laws
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_what_was_taken_once_is_held_once_in_any_stream(seed: int, accepted: bool) -> None:
+    try:
+        graph = decode(stream(random.Random(seed), 120, accepted=accepted)).graph
+    except PickleError:
+        return
+    _assert_held_once(graph)
+
+
+def _assert_held_once(graph: Graph) -> None:
+    assert graph.fetched is not None
+    times = Counter(ref for node in graph.nodes for ref in children(node))
+    for ref, count in times.items():
+        node = graph.nodes[ref]
+        assert count == 1 or ref in graph.fetched or type(node) in CONSTANTS or node == ()
+
+
+def _changed(graph: Graph, data: st.DataObject) -> Graph:
+    """The same graph but for some nodes: other texts, one node's in the place of another, new ones."""
+    refs = st.sampled_from(sorted(graph.reachable()))
+    changes: dict[int, Node] = {}
+    added: list[Node] = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        ref, other = data.draw(refs), data.draw(refs)
+        node = graph.nodes[ref]
+        if type(node) is tuple and node != ():
+            node = tuple(other if child == node[0] else child for child in node)
+        elif isinstance(node, List):
+            node = List([*node.items[1:], other])
+        elif isinstance(node, Dict):
+            added.append("new")
+            node = Dict([*node.pairs[2:], len(graph.nodes) + len(added) - 1, other])
+        elif isinstance(node, str):
+            node = data.draw(st.sampled_from(("a", "b", node)))
+        elif isinstance(node, Call):
+            node = node.filled([*node.items, other], node.pairs, node.states)
+        changes[ref] = node
+    return graph.edited(changes, added)
+
+
+@settings(laws, max_examples=600)
+@given(graphs(), st.integers(2, 5), st.data())
+def test_graphs_of_one_base_are_compared_as_any_others(root: Any, protocol: int, data: st.DataObject) -> None:
+    """What is known of the base must not hide a difference, nor make one."""
+    for pickled in pickles_of(root, protocol)[:1]:
+        base = decode(pickled).graph
+        one, two = _changed(base, data), _changed(base, data)
+        if data.draw(st.booleans()):
+            count = len(base.nodes)
+            two = base.edited({ref: one.nodes[ref] for ref in one.changed if ref < count}, one.nodes[count:])
+        alone = [Graph(graph.nodes, graph.root, graph.style) for graph in (one, two)]
+        assert (difference(one, two) == "") == (difference(*alone) == "")

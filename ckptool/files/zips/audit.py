@@ -28,6 +28,9 @@ _WINDOW: Final = 1 << 20
 #: Directories of former versions are read up to the size of the file and this many bytes; the end of each counts 4 KiB.
 _FORMER_BYTES: Final = 16 << 20
 _END_COST: Final = 4096
+#: Of a local header: magic, length of the name, length of the extra fields.
+_LOCATION: Final = Struct("<4s22x2H")
+_U16: Final = Struct("<H")
 _LOCAL_MAGIC: Final = b"PK\x03\x04"
 #: The highest zip version that Python's zipfile supports (``MAX_EXTRACT_VERSION``).
 _MAX_VERSION: Final = 63
@@ -75,20 +78,26 @@ def audit(archive: Archive) -> Audit:
 def check_locations(archive: Archive) -> None:
     """Raise MalformedError for a record that is not where the directory says, by its local header and its end, and for
     end records that contradict each other: the part of an audit that takes only a microsecond per record."""
-    read, limit = archive.window.read, archive.end.directory
-    for record in archive.records:
-        name = record.name.encode("utf-8", "surrogateescape")
-        at = record.header
+    window, limit = archive.window, archive.end.directory
+    unpack, padding_size = _LOCATION.unpack_from, _U16.unpack_from
+    data, begin = b"", 0
+    # Unpacked at once: the attributes of twenty thousand named tuples take longer than the checks.
+    for where, _, _, _, compressed, _, at, _, _ in archive.records:
+        name = where.encode("utf-8", "surrogateescape")
         head = LOCAL.size + len(name)
-        raw = read(at, head + 4)
-        if raw[:4] != _LOCAL_MAGIC or raw[LOCAL.size : head] != name or raw[26:28] != len(name).to_bytes(2, "little"):
-            raise MalformedError("another record or none is where the directory says", where=record.name, offset=at)
-        extra = int.from_bytes(raw[28:30], "little")
+        here = at - begin
+        if here < 0 or here + head + 4 > len(data):
+            data, begin = window.around(at, head + 4)
+            here = at - begin
+        magic, name_size, extra = unpack(data, here) if here + LOCAL.size <= len(data) else (b"", 0, 0)
+        if magic != _LOCAL_MAGIC or name_size != len(name) or not data.startswith(name, here + LOCAL.size):
+            raise MalformedError("another record or none is where the directory says", where=where, offset=at)
         # Nearly always the padding is the only extra field.
-        if extra and extra != 4 + int.from_bytes(raw[head + 2 :], "little") and not fills_block(read(at + head, extra)):
-            raise MalformedError("the extra fields of its local header do not parse", where=record.name, offset=at)
-        if at + head + extra + record.compressed > limit:
-            raise MalformedError("the record reaches into the directory", where=record.name, offset=at)
+        padded = here + head + 4 <= len(data) and extra == 4 + padding_size(data, here + head + 2)[0]
+        if extra and not padded and not fills_block(window.read(at + head, extra)):
+            raise MalformedError("the extra fields of its local header do not parse", where=where, offset=at)
+        if at + head + extra + compressed > limit:
+            raise MalformedError("the record reaches into the directory", where=where, offset=at)
     result = Audit(archive)
     _check_end(archive, result)
     for oddity in result.oddities:

@@ -9,7 +9,8 @@ could see differently is reported in ``oddities``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -43,18 +44,24 @@ class Window:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return exactly ``size`` bytes from ``offset``, or fewer at the end of the source."""
+        data, begin = self.around(offset, size)
+        return data[offset - begin : offset - begin + size]
+
+    def around(self, offset: int, size: int) -> tuple[bytes, int]:
+        """Return bytes that contain those of ``read``, and the offset of the first."""
         begin, data = self._buffer
-        at = offset - begin
-        self._close = self._close + 1 if 0 < offset - self._last < _NEARBY else 0
+        end = begin + len(data)
+        close = 0 < offset - self._last < _NEARBY or (len(data) > 0 and -_NEARBY < offset - end < _NEARBY)
+        self._close = self._close + 1 if close else 0
         self._last = offset
-        if 0 <= at <= len(data) - size:
-            return data[at : at + size]
+        if begin <= offset <= end - size:
+            return data, begin
         # From the end of a large record to the next header is one short step, but then comes a long one.
         if self._close < 2 or size > _NEARBY:
-            return self.source.read(offset, size)
+            return self.source.read(offset, size), offset
         data = self.source.read(offset, _WINDOW)
         self._buffer = (offset, data)
-        return data[:size]
+        return data, offset
 
 
 DIRECTORY: Final = "central directory"
@@ -80,6 +87,7 @@ _UNICODE_NAME: Final = 0x7075
 _AMBIGUOUS_FIELDS: Final = (ZIP64_ID, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
 _UNSUPPORTED_FLAGS: Final = 0x20 | 0x40 | 0x2000
+_ODD_FLAGS: Final = _UNSUPPORTED_FLAGS | 1
 #: Bytes read at once: they stay in the processor's cache until they are checksummed.
 _CHUNK: Final = 1 << 18
 _FOLD: Final = {ord(letter): ord(letter.lower()) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -277,7 +285,8 @@ def read_archive(source: Source) -> Archive:
     records, oddities = _read_entries(raw, count, offset)
     archive = Archive(source, records, end)
     archive.oddities += oddities
-    _note_oddities(archive, len(raw) - sum(record.entry_size for record in records))
+    last = records[-1].entry + records[-1].entry_size if records else offset
+    _note_oddities(archive, offset + len(raw) - last)
     return archive
 
 
@@ -323,7 +332,7 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
     """Return the records of a directory at ``base``, and the oddities of its entries."""
     records: list[Record] = []
     odd: list[Oddity] = []
-    unpack, size = _ENTRY.unpack_from, _ENTRY.size
+    unpack, size, new = _ENTRY.unpack_from, _ENTRY.size, tuple.__new__
     at = 0
     for _ in range(count):
         if at + size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
@@ -336,7 +345,7 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
         if end > len(raw):
             raise MalformedError("a directory entry reaches beyond the directory", where=DIRECTORY, offset=base + at)
         name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
-        fields: list[tuple[int, bytes]] = []
+        fields: Sequence[tuple[int, bytes]] = ()
         if extra_size:
             fields = extra_fields(raw[extra_at : extra_at + extra_size])
             if not fills_block(raw[extra_at : extra_at + extra_size]) or any(
@@ -355,11 +364,12 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
                 raise MalformedError("a zip64 size is missing", where=name, offset=base + at) from None
         if packed == plain:
             packed = plain  # one object for both
-        records.append(Record(name, flags, method, crc, packed, plain, header, base + at, end - at))
+        record = new(Record, (name, flags, method, crc, packed, plain, header, base + at, end - at))
+        records.append(record)
         if attributes & 0x10 or name_size > MAX_NAME or (plain != packed and (not packed or not method)):
-            odd += _entry_oddities(records[-1], attributes)
+            odd += _entry_oddities(record, attributes)
         elif plain and name[-1:] == "/":
-            odd += _entry_oddities(records[-1], 0x10)
+            odd += _entry_oddities(record, 0x10)
         if disk:
             # Torch refuses the file, except for disk 1; Python does not look.
             what = f"{quoted(name)} is declared to be on another disk"
@@ -422,7 +432,7 @@ def fills_block(extra: bytes) -> bool:
 def _note_oddities(archive: Archive, unused: int) -> None:
     """Note the ambiguities of structure that the directory alone shows."""
     note = archive.oddities.append
-    archive.by_name = {record.name: record for record in archive.records}
+    archive.by_name = {record[0]: record for record in archive.records}
     if not _is_plain(archive):
         _note_name_oddities(archive)
     if unused:
@@ -444,15 +454,15 @@ def _note_oddities(archive: Archive, unused: int) -> None:
         what = "a locator points to no zip64 end record: torch uses the plain one, other readers refuse the file"
         note(Oddity("end-records", what, True, offset=end.plain - _LOCATOR.size))
     limit = archive.source.size
-    for record in archive.records:
-        if record.header + LOCAL.size + record.compressed > limit:
-            what = f"{quoted(record.name)} reaches beyond the end of the file; torch refuses such a file"
-            note(Oddity("beyond-end", what, where=record.name, offset=record.header))
+    for name, _, _, _, compressed, _, header, _, _ in archive.records:
+        if header + compressed > limit - LOCAL.size:
+            what = f"{quoted(name)} reaches beyond the end of the file; torch refuses such a file"
+            note(Oddity("beyond-end", what, where=name, offset=header))
     if len(archive.root.encode("utf-8", "surrogateescape")) >= MAX_NAME:
         what = f"the name of the folder {quoted(archive.root)} is longer than torch's reader supports"
         note(Oddity("long-root", what, where=archive.root))
     if archive.records:
-        first = min(record.header for record in archive.records)
+        first = min(map(attrgetter("header"), archive.records))
         if first > 0 and read_note(archive.source, end.tail) is None:  # otherwise these bytes are a former version
             note(Oddity("leading-bytes", f"{first:,} bytes precede the first record"))
 
@@ -460,13 +470,12 @@ def _note_oddities(archive: Archive, unused: int) -> None:
 def _is_plain(archive: Archive) -> bool:
     """Return whether no name or flag is odd: a fast check of all records at once."""
     names = archive.by_name
-    if len(names) < len(archive.records) or any(record.flags & (_UNSUPPORTED_FLAGS | 1) for record in archive.records):
+    if len(names) < len(archive.records) or any(record[1] & _ODD_FLAGS for record in archive.records):
         return False
-    folder = archive.root + "/"
-    if archive.root and not all(name.startswith(folder) for name in names):
+    everything = "\0".join(("", *names))
+    if everything.count("\0") > len(names):
         return False
-    everything = "".join(names)
-    if "\0" in everything:
+    if archive.root and everything.count(f"\0{archive.root}/") < len(names):
         return False
     return everything == everything.lower() or len({fold_case(name) for name in names}) == len(names)
 

@@ -140,7 +140,7 @@ class TorchZip(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
             check_locations(self.archive)
-        found = {record.name: (record.size, record.crc, record.method) for record in self.archive.records}
+        found = {name: (size, crc, method) for name, _, method, crc, _, size, _, _, _ in self.archive.records}
         found.pop(self.record.name, None)
         return found
 
