@@ -94,7 +94,7 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),
 )
 
-#: Enough to tell every format in formats.md: tar has its mark at 257.
+#: Enough to tell every format (docs/formats.md): tar has its mark at 257.
 _HEAD = 1024
 
 

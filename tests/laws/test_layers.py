@@ -287,7 +287,7 @@ def test_a_source_is_opened_for_reading() -> None:
 
 
 def test_no_reader_but_ckptools_own() -> None:
-    """zipfile sees other bytes than torch does (hostile.md, section 1), pickle runs them."""
+    """zipfile sees other bytes than torch does (docs/readers.md), pickle runs them."""
     for module in MODULES:
         assert outside(module).keys() & {"zipfile", "tarfile", "pickletools"} == set(), module.path
 

@@ -22,7 +22,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 DEMO = str(FIXTURES / "ddp4_training.pth")
 
-#: What a bare interpreter takes is about 9 MiB, click and tabulate 8 more (design.md, section 3); torch would be 200.
+#: What a bare interpreter takes is about 9 MiB, click and tabulate 8 more; torch would be 200.
 PEAK = 48 * MIB
 
 
