@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-GENERATED := README.md docs/commands.md docs/performance.md
+GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test torture fuzz check docs bench fixtures clean

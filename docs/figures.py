@@ -11,6 +11,7 @@ from bench import tables
 _DOCUMENT = json.loads((Path(__file__).resolve().parent.parent / "bench" / "figures.json").read_text(encoding="utf-8"))
 
 NOTES = tables.NOTES
+headline = partial(tables.headline, _DOCUMENT)
 summary = partial(tables.summary, _DOCUMENT)
 sections = partial(tables.sections, _DOCUMENT)
 peak = partial(tables.peak, _DOCUMENT)
