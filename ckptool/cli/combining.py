@@ -25,9 +25,11 @@ Examples:
 @click.command(epilog=MERGE_EPILOG)
 @one_path
 @click.argument("other", metavar="OTHER", type=click.Path())
-@click.option("--entry", "entries", multiple=True, metavar="FROM[=TO]", help="A whole entry of OTHER, by its path.")
-@click.option("--from", "other_key", metavar="PATH", help="The state dict of OTHER, where it has several.")
-@click.option("--no-new", is_flag=True, help="Only replace keys that are there; add none.")
+@click.option(
+    "--entry", "entries", multiple=True, metavar="FROM[=TO]", help="Copy a whole entry of OTHER, by its path."
+)
+@click.option("--from", "other_key", metavar="PATH", help="Which state dict of OTHER, if it has several.")
+@click.option("--no-new", is_flag=True, help="Replace existing keys only; add none.")
 @key_option
 @choosing
 @writing
@@ -41,10 +43,10 @@ def merge(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Take the tensors of another checkpoint into this one: keys that are there are replaced, others added.
+    """Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
 
-    --include and --exclude choose keys of OTHER. A key whose shape differs is refused. With --entry whole entries are
-    taken instead, tensors or not.
+    --include and --exclude select keys of OTHER. A key whose shape differs is refused. With --entry, whole entries
+    are copied instead, tensors or not.
     """
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
     if entries and only:
@@ -68,7 +70,7 @@ Examples:
 
 @click.command(epilog=AVERAGE_EPILOG)
 @paths
-@click.option("--weights", metavar="W,W...", help="One for each checkpoint; they are divided by their sum.")
+@click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
 @click.option("--in", "dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
               help="The dtype to sum in.")  # fmt: skip
 @key_option
@@ -84,8 +86,8 @@ def average(
 ) -> int:
     """Average the weights of several checkpoints of one model.
 
-    The output is the first checkpoint with the mean of all in place of its floating tensors; integers, and what is no
-    tensor of a state dict, stay those of the first. Sums are made while the output is written, piece by piece.
+    The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
+    everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
     """
     factors = _numbers(weights)
     others = [api.open(path) for path in paths[1:]]
@@ -115,10 +117,10 @@ Examples:
 
 @click.command(epilog=REDACT_EPILOG)
 @paths
-@click.option("--paths", "take_paths", is_flag=True, help="Of absolute paths only the last part stays.")
-@click.option("--users", is_flag=True, help="Names of users and hosts become 'user' and 'host'.")
-@click.option("--sources", is_flag=True, help="Sources of modules that old files carry become empty.")
-@click.option("--args", "arguments", is_flag=True, help="Entries with training arguments go.")
+@click.option("--paths", "take_paths", is_flag=True, help="Shorten absolute paths to their last part.")
+@click.option("--users", is_flag=True, help="Replace names of users and hosts by 'user' and 'host'.")
+@click.option("--sources", is_flag=True, help="Empty the module sources that old files carry.")
+@click.option("--args", "arguments", is_flag=True, help="Remove entries with training arguments.")
 @click.option("--all", "everything", is_flag=True, help="All of these.")
 @choosing
 @writing
@@ -132,10 +134,10 @@ def redact(
     only: Globs,
     **how: Any,
 ) -> int:
-    """List what a published file should not tell, and take out what is named.
+    """Find what a published file should not reveal, and remove what the options name.
 
-    Without --paths, --users, --sources, --args or --all it only lists. --include and --exclude choose by path. Look
-    at the list: nobody can recognise everything that is private.
+    Without --paths, --users, --sources, --args or --all it only lists. --include and --exclude select by path. Read
+    the list: no program can recognise everything that is private.
     """
     flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
     kinds = [kind for kind in KINDS if flags[kind] or everything]

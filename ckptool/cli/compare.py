@@ -50,17 +50,17 @@ Words for --ignore:
 @click.command(epilog=EPILOG)
 @click.argument("a", metavar="A", type=click.Path())
 @click.argument("b", metavar="B", type=click.Path())
-@click.option("--rtol", type=click.FloatRange(min=0), help="Values may differ by so much relative to those of B.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Values may differ by so much.")
+@click.option("--rtol", type=click.FloatRange(min=0), help="Allowed relative difference to the values of B.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Allowed absolute difference.")
 @click.option(
-    "--ignore", multiple=True, metavar="WORDS", help="What does not count; see below. Repeatable, or with commas."
+    "--ignore", multiple=True, metavar="WORDS", help="What to ignore; see below. Repeatable, or separated by commas."
 )
 @click.option("--key", metavar="PATH", help="Compare one state dict only: its path in A, '.' for the root.")
 @click.option("--other-key", metavar="PATH", help="Its path in B.  [default: that of --key]")
-@click.option("--stat", is_flag=True, help="One line.")
+@click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors: the exit code tells.")
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only; the exit code is the answer.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def diff(
     a: str,
     b: str,
@@ -74,10 +74,10 @@ def diff(
     quiet: bool,
     no_progress: bool,
 ) -> int:
-    """Say what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
+    """Show what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
 
     Values are compared bit for bit, across containers, byte orders and strides. With --rtol or --atol they may differ
-    by atol + rtol * |b|, as for torch.allclose, but NaN equals NaN; this needs torch where bits differ. Exit 0: the
+    by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN; this needs torch if bits differ. Exit 0: the
     same; 1: they differ; 3: one cannot be read.
     """
     from ..reports.comparing.diff import diff_report

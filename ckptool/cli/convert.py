@@ -40,16 +40,16 @@ What may be lost, and is refused unless --allow-loss names it:
     "--to-format", "target", type=click.Choice(tuple(TARGETS)), help="The format.  [default: by the suffix of -o]"
 )
 @click.option(
-    "--allow-loss", "allow", multiple=True, type=click.Choice((*KINDS, "all")), help="Go on without; repeatable."
+    "--allow-loss", "allow", multiple=True, type=click.Choice((*KINDS, "all")), help="Accept this loss; repeatable."
 )
 @click.option(
     "--tied",
     type=click.Choice(("keep-first", "clone")),
-    help="Tensors that share memory: keep the first name, or copy each.",
+    help="For tensors that share memory: keep the first name, or copy each.",
 )
 @click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB (powers of ten).")
-@click.option("--single", is_flag=True, help="Write one file, also where a folder is read and -o has no suffix.")
-@click.option("--metadata", "texts", multiple=True, metavar="KEY=VALUE", help="A text for the header; repeatable.")
+@click.option("--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix.")
+@click.option("--metadata", "texts", multiple=True, metavar="KEY=VALUE", help="Add an entry to the header; repeatable.")
 @key_option
 @writing
 def convert(
@@ -65,8 +65,8 @@ def convert(
 ) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
-    What the target cannot hold is said before anything is written, and refused unless it may be lost. The bytes of
-    tensors stream from file to file.
+    What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
+    of tensors stream from file to file.
     """
     wrong = next((text for text in texts if "=" not in text), None)
     if wrong is not None:

@@ -24,13 +24,13 @@ Examples:
 
 @click.command("strip-module", epilog=STRIP_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix: whole segments.")
-@click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often it is taken off.")
+@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
+@click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often to remove it.")
 @click.option(
     "--wrappers",
     is_flag=True,
-    help="Take out the names of all known wrappers wherever they stand: _orig_mod, _fsdp_wrapped_module, ...; module"
-    " in front of names and next to another wrapper.",
+    help="Remove the segments of all known wrappers anywhere in the name: _orig_mod, _fsdp_wrapped_module, ...; module"
+    " only at the start and next to another wrapper.",
 )
 @key_option
 @choosing
@@ -45,9 +45,9 @@ def strip_module(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Take the prefix 'module.' off the keys of every state dict in the file.
+    """Remove the prefix 'module.' from the keys of every state dict in the file.
 
-    Keys that do not have it stay. Everything else in the file stays as it is, byte for byte.
+    Keys without it, and everything else in the file, stay as they are, byte for byte.
     """
     if repeat != "all" and not (repeat.isdigit() and int(repeat)):
         raise click.BadParameter("a number from 1 on, or 'all'", param_hint="--repeat")
@@ -72,7 +72,7 @@ Examples:
 
 @click.command("add-module", epilog=ADD_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix: whole segments.")
+@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
 @key_option
 @choosing
 @in_place
@@ -84,9 +84,9 @@ def add_module(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Put the prefix 'module.' before every key of every state dict in the file.
+    """Add the prefix 'module.' to every key of every state dict in the file.
 
-    So that a model wrapped in DataParallel or DistributedDataParallel loads it.
+    A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
     job = Job("add-module", lambda checkpoint: api.add_prefix(checkpoint, prefix, key=key, only=only))
     return edit_all(job, paths, **how)
@@ -104,11 +104,13 @@ Examples:
 
 @click.command("remap", epilog=REMAP_EPILOG)
 @paths
-@click.option("--to", metavar="DEVICE", default="", help="Where everything goes that is not on cpu or meta.")
-@click.option("--map", "pairs", multiple=True, metavar="FROM=TO", help="One device to another; repeatable; cuda:*=cpu.")
-@click.option("--visible", metavar="N,N", help="Physical GPU numbers to logical ones, as CUDA_VISIBLE_DEVICES does.")
-@click.option("--all", "include_cpu", is_flag=True, help="With --to: also what is on cpu and meta.")
-@click.option("--strings", is_flag=True, help="Change plain strings that name a device, too.")
+@click.option("--to", metavar="DEVICE", default="", help="Move everything there that is not on cpu or meta.")
+@click.option(
+    "--map", "pairs", multiple=True, metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu; repeatable."
+)
+@click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
+@click.option("--all", "include_cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
+@click.option("--strings", is_flag=True, help="Also change plain strings that name a device.")
 @key_option
 @choosing
 @in_place
@@ -124,10 +126,9 @@ def remap(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Retarget devices: the tags of the storages and torch.device objects. No GPU is needed.
+    """Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
 
-    Tensors on cpu stay there, unless --all or --map says otherwise: optimizer steps and random states belong
-    there.
+    Tensors on cpu stay there unless --all or --map moves them: optimizer steps and random states belong there.
     """
     devices = api.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()

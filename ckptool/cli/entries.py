@@ -26,9 +26,9 @@ Examples:
 @in_place
 @writing
 def extract(path: str, key: str, **how: Any) -> int:
-    """Make one entry a checkpoint of its own: a state dict without the training around it.
+    """Save one entry as a checkpoint of its own: a state dict without the training around it.
 
-    KEY is its path as inspect prints it. The tensors of everything else leave the file.
+    KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
     """
     return edit_all(Job("extract", lambda checkpoint: api.extract(checkpoint, key)), (path,), **how)
 
@@ -45,7 +45,7 @@ Examples:
 @in_place
 @writing
 def wrap(path: str, key: str, **how: Any) -> int:
-    """Put the whole checkpoint under the KEY of a new dict: the reverse of extract."""
+    """Nest the whole checkpoint under the KEY of a new dict: the reverse of extract."""
     return edit_all(Job("wrap", lambda checkpoint: api.wrap(checkpoint, key)), (path,), **how)
 
 
@@ -57,7 +57,7 @@ Examples:
 """
 
 _prune = click.option(
-    "--prune-optimizer", "prune", is_flag=True, help="Optimizers lose the states of the parameters that go."
+    "--prune-optimizer", "prune", is_flag=True, help="Also remove the optimizer state of removed parameters."
 )
 _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 
@@ -78,10 +78,10 @@ def drop(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Leave out entries and keys: the optimizer, the schedulers, a head.
+    """Remove entries or keys: the optimizer, the schedulers, a head.
 
-    A pattern matches top-level entries, and keys of state dicts by key or by whole path; with --key only keys of that
-    state dict. The bytes of what nothing else uses leave the file. A pattern that nothing matches is refused.
+    A pattern matches top-level entries, and keys of state dicts by name or by full path; with --key, only keys of that
+    state dict. Bytes that nothing else uses are dropped. A pattern without a match is refused.
     """
     job = Job("drop", lambda checkpoint: api.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job, (path,), **how)
@@ -110,10 +110,10 @@ def keep(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Leave out all but some entries or keys.
+    """Keep some entries or keys and remove the rest.
 
-    Where a pattern matches top-level entries the others go; where one matches keys of a state dict its other keys go.
-    With --key only keys of that state dict go; --include and --exclude choose among what would go.
+    A pattern that matches top-level entries removes the others; one that matches keys of a state dict removes its other
+    keys. With --key, only keys of that state dict are removed; --include and --exclude select among these.
     """
     job = Job("keep", lambda checkpoint: api.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job, (path,), **how)
@@ -135,7 +135,7 @@ A value is JSON (0, 0.5, true, null, "text"); what is no JSON is a text as it st
 @in_place
 @writing
 def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
-    """Give scalar entries another value, or add them to a dict that is there."""
+    """Set scalar entries to other values, or add them to an existing dict."""
     values = [_pair(text) for text in pairs]
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
@@ -165,7 +165,7 @@ Examples:
 @in_place
 @writing
 def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
-    """Take entries out by their exact path, whatever they are."""
+    """Remove entries by their exact path, whatever they are."""
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         for key in keys:

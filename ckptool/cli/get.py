@@ -36,14 +36,14 @@ widened to float32, which holds every value of them.
 @click.command(epilog=GET_EPILOG)
 @one_path
 @click.argument("key")
-@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("--npy", metavar="OUT", type=click.Path(), help="Write the tensor to a file that numpy.load reads.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int:
     """Print one entry or tensor: a scalar as it is, a dict as a tree, a tensor with its numbers.
 
-    A tensor of more than 1,000 elements is shown by its edges; --json and --npy give all of it. Neither torch nor
-    NumPy is needed, and nothing in the file is run.
+    A tensor of more than 1,000 elements is shown by its edges; --json and --npy give all of it. This needs neither
+    torch nor NumPy, and runs nothing in the file.
     """
     if as_json and npy is not None:
         raise click.UsageError("--json and --npy exclude each other.")

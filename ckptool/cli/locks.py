@@ -30,15 +30,15 @@ Examples:
 @click.command(epilog=LOCK_EPILOG)
 @one_path
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
-@click.option("--content", is_flag=True, help="Lock the values, too: a hash for each tensor.")
+@click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
-    """Write down what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
+    """Record what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
-    A small JSON file with a line for each tensor, to be kept beside the code: the same checkpoint gives the same
-    bytes, and a review shows what moved.
+    The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
+    same bytes, and a review shows what changed.
     """
     from ..reports.comparing.lock import lock_text
 
@@ -73,18 +73,18 @@ compression, strides, sharing and what is no tensor do not count.
 @click.command("hash", epilog=HASH_EPILOG)
 @paths
 @key_option
-@click.option("--structure", is_flag=True, help="Names, dtypes and shapes only: no values are read.")
-@click.option("--each", is_flag=True, help="The hash of every tensor, one a line.")
+@click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
+@click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
 @format_option(REPORT_FORMATS)
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def hash_command(
     paths: tuple[str, ...], key: str | None, structure: bool, each: bool, style: str, no_progress: bool
 ) -> int:
-    """Give a fingerprint of the content: of names, shapes, dtypes and values alone, whatever the container.
+    """Print a fingerprint of the content: names, shapes, dtypes and values, whatever the container.
 
-    Two files with the same tensors under the same names have the same fingerprint, also if one is legacy, deflated, on
-    another device or in another order of keys. With --key names count from that state dict on: so a bare state
-    dict (--key .) and the same one in a training checkpoint (--key state_dict) agree.
+    Two files with the same tensors under the same names have the same fingerprint, even if one is legacy, deflated, on
+    another device, or in another order. With --key, names are relative to that state dict: a bare state dict (--key .)
+    and the same one in a training checkpoint (--key state_dict) agree.
     """
     from ..reports.comparing.fingerprint import hash_report
 

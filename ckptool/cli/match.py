@@ -44,32 +44,32 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.option(
     "--model",
     metavar="MODULE:CALLABLE",
-    help="Instead of TARGET the model that this makes, on the meta device. It imports and runs your code, as python"
-    " does; nothing else here does.",
+    help="Use the model that this callable makes, on the meta device, as TARGET. This imports and runs your code; no"
+    " other option does.",
 )
 @click.option(
     "--key",
     metavar="PATH",
-    help="Which state dict of PATH, as inspect prints it ('.' for the root). Default: the one that fits best.",
+    help="The state dict of PATH, as inspect prints it ('.' for the root). Default: the one that fits best.",
 )
-@click.option("--target-key", metavar="PATH", help="Which state dict of TARGET. Default: the one with the most keys.")
+@click.option("--target-key", metavar="PATH", help="The state dict of TARGET. Default: the one with the most keys.")
 @click.option(
     "--anywhere",
     is_flag=True,
-    help="It does not matter where in the file the state dict stands: your code takes it out.",
+    help="Ignore where in the file the state dict is: your code extracts it.",
 )
 @click.option(
     "--strict/--no-strict",
     default=True,
     show_default=True,
-    help="Missing and unexpected keys are an obstacle, as to load_state_dict(strict=True).",
+    help="Count missing and unexpected keys as failures, like load_state_dict(strict=True).",
 )
-@click.option("--apply", "applied", is_flag=True, help="Do the edit that is found; needs -o.")
+@click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @format_option()
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def match(
     path: str,
     target: str | None,
@@ -85,10 +85,10 @@ def match(
     quiet: bool,
     no_progress: bool,
 ) -> int:
-    """Say what would load into a model and what would not, and find the shortest edit that makes it fit.
+    """Show what would load into a model and what would not, and find the shortest edit that makes it fit.
 
-    TARGET says which names and shapes are wanted: another checkpoint, or a lock file. Only names and shapes are looked
-    at, so that "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
+    TARGET gives the expected names and shapes: another checkpoint, or a lock file. Only names and shapes are read, so
+    "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
     """
     if (target is None) == (model is None):
         raise click.UsageError("Name a TARGET, or a model with --model: one of them.")

@@ -55,8 +55,8 @@ def choosing(command: Command) -> Command:
     def with_choice(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
         return command(*args, only=Globs(include, exclude), **how)
 
-    exclude = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave keys alone that match; repeatable.")
-    include = click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
+    exclude = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave matching keys alone; repeatable.")
+    include = click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
     return cast(Command, include(exclude(with_choice)))
 
 
@@ -84,17 +84,22 @@ def writing(command: Command) -> Command:
                 "--output",
                 type=click.Path(),
                 metavar="OUT",
-                help="The file to write; {hash8} in its name: its SHA-256.",
+                help="The file to write; {hash8} in its name becomes its SHA-256.",
             ),
             click.option(
-                "--out-dir", type=click.Path(), metavar="DIR", help="A folder for the outputs of several inputs."
+                "--out-dir",
+                type=click.Path(),
+                metavar="DIR",
+                help="The folder to write the outputs of several inputs to.",
             ),
             click.option("--force", is_flag=True, help="Replace an existing output."),
-            click.option("--follow-links", is_flag=True, help="Also write what links out of a folder lead to."),
-            click.option("--dry-run", is_flag=True, help="Only say what would change, and the output's size."),
+            click.option(
+                "--follow-links", is_flag=True, help="Also write the targets of links that lead out of a folder."
+            ),
+            click.option("--dry-run", is_flag=True, help="Only show what would change, and the size of the output."),
             format_option(),
-            click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
-            click.option("--no-progress", is_flag=True, help="No progress bar."),
+            click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+            click.option("--no-progress", is_flag=True, help="Show no progress bar."),
         )
     ):
         command = option(command)

@@ -29,11 +29,11 @@ Examples:
 @paths
 @writing
 def salvage(paths: tuple[str, ...], **how: Any) -> int:
-    """Save what is whole in a cut or damaged checkpoint.
+    """Recover what is intact in a cut or damaged checkpoint.
 
-    Every tensor whose bytes are all there and agree with their checksum goes into a new file, with everything that
-    is no tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0:
-    nothing was lost; 1: something was; 3: nothing could be saved.
+    Every tensor whose bytes are complete and match their checksum is written to a new file, with everything that is not
+    a tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0: nothing
+    was lost; 1: something was; 3: nothing could be saved.
     """
     results: dict[int, Salvaged] = {}
 

@@ -23,16 +23,16 @@ Examples:
 
 @click.command(epilog=EPILOG)
 @paths
-@click.option("--as-state-dict", is_flag=True, help="A pickled module becomes its state dict.")
-@click.option("--drop-unknown", is_flag=True, help="Leave out what cannot be carried, and name it.")
-@click.option("--local-parts", is_flag=True, help="A DTensor or ShardedTensor becomes what its rank had of it.")
+@click.option("--as-state-dict", is_flag=True, help="Replace a pickled module by its state dict.")
+@click.option("--drop-unknown", is_flag=True, help="Drop what cannot be converted, and name it.")
+@click.option("--local-parts", is_flag=True, help="Replace a DTensor or ShardedTensor by the part of its rank.")
 @writing
 def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, local_parts: bool, **how: Any) -> int:
-    """Make a file that plain torch.load(path) of torch 2.6 and later takes, without running anything.
+    """Make a checkpoint that plain torch.load(path) of torch 2.6 and later loads, without running it.
 
-    Objects of other classes become dicts of their attributes, numpy scalars numbers, numpy arrays tensors, paths and
-    dates strings, functions and classes their names, pickle protocol 4 becomes 2. Tensors stay as they are. Each
-    change is printed with its path. What has no plain form is refused.
+    Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors, paths
+    and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as they are.
+    Each change is printed with its path. What has no plain form is refused.
     """
 
     pickled: dict[str, bool] = {}

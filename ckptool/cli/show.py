@@ -67,17 +67,17 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
 
 @click.command(epilog=INSPECT_EPILOG)
 @paths
-@click.option("--tree", is_flag=True, help="Show the tree of objects, too.")
+@click.option("--tree", is_flag=True, help="Also show the tree of objects.")
 @click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of the tree.")
 @click.option(
-    "--map-location", metavar="SPEC", help="Say where each tag would land: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
+    "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
-@click.option("--load", is_flag=True, help="Really load it with torch.load(weights_only=True).")
+@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True).")
 @jobs_option
 @format_option()
-@click.option("-v", "--verbose", is_flag=True, help="All about every file, also for folders and globs.")
-@click.option("--overview", is_flag=True, help="One line a file, also for files that are named.")
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
+@click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def inspect(
     paths: tuple[str, ...],
     tree: bool,
@@ -90,11 +90,11 @@ def inspect(
     overview: bool,
     no_progress: bool,
 ) -> int:
-    """Say what a checkpoint is, what is in it, and what to do about it.
+    """Show what a checkpoint contains and what to do about it.
 
-    Takes files, folders (searched for checkpoints by content) and globs; several files from a folder come as a table
-    with a line each. Reads the metadata only: nothing in the file is run, torch is not imported (but with --load).
-    JSON is an object for one named file, else a list.
+    Takes files, folders (searched for checkpoints by content) and globs; several files from a folder become a table
+    with one line each. Reads only the metadata: nothing in the file is run, and torch is imported for --load only.
+    JSON is an object for one named file, otherwise a list.
     """
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview is one line a file: not with --verbose, --tree or --load.")
@@ -228,17 +228,19 @@ Examples:
 
 @click.command(epilog=KEYS_EPILOG)
 @paths
-@click.option("--names", is_flag=True, help="Only the names, one a line.")
-@click.option("--all", "everything", is_flag=True, help="Every tensor in the file, by its path: optimizer state, too.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not the keys that match; repeatable.")
+@click.option("--names", is_flag=True, help="Print only the names, one per line.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List every tensor in the file by its path, including optimizer state."
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No matching keys; repeatable.")
 @click.option(
     "--sort", type=click.Choice(("file", "name", "bytes")), default="file", show_default=True, help="Order of the keys."
 )
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def keys(
     paths: tuple[str, ...],
     names: bool,
@@ -253,9 +255,9 @@ def keys(
 ) -> int:
     """List the keys of the state dicts: name, dtype, shape, device, bytes.
 
-    Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file, else a
-    list. Of a tensor that is spread over ranks (DTensor, ShardedTensor) the table shows which part is in the file; JSON
-    has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
+    Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
+    otherwise a list. For a tensor spread over ranks (DTensor, ShardedTensor) the table shows which part the file holds;
+    JSON has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
     several = not names_one_file(paths)
     how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}

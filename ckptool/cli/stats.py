@@ -40,23 +40,25 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 
 @click.command(epilog=STATS_EPILOG)
 @paths
-@click.option("--all", "everything", is_flag=True, help="Every tensor in the file, by its path: optimizer state, too.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not the keys that match; repeatable.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List every tensor in the file by its path, including optimizer state."
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No matching keys; repeatable.")
 @click.option(
     "--sort",
     type=click.Choice(SORTS),
     default="file",
     show_default=True,
-    help="Order of the rows: by name, or by a number, the largest first.",
+    help="Order of the rows: by name, or by a number, largest first.",
 )
 @key_option
 @format_option(ALL_FORMATS)
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> int:
-    """Say what numbers are in every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
+    """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
 
-    The bytes are streamed: memory does not grow with the file. Needs torch for the arithmetic, never to load.
+    Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
     """
     several = len(paths) > 1
     reports: list[Mapping[str, Any]] = []

@@ -31,22 +31,22 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "lik
 
 @click.command(cls=Ordered, epilog=RENAME_EPILOG)
 @paths
-@click.option("--glob", multiple=True, metavar="OLD=NEW", help="By a pattern; each wildcard of NEW is that of OLD.")
 @click.option(
-    "--regex", multiple=True, metavar="s/OLD/NEW/", help="By a regular expression, as sed has it: flags g, i."
+    "--glob", multiple=True, metavar="OLD=NEW", help="By pattern; each wildcard of NEW takes what that of OLD matched."
 )
-@click.option("--map", multiple=True, metavar="FILE", help="By a table: a JSON object, or two columns, old and new.")
+@click.option("--regex", multiple=True, metavar="s/OLD/NEW/", help="By regular expression, as in sed; flags g and i.")
+@click.option("--map", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
 @click.option("--like", metavar="OTHER", help="By the names of another checkpoint.")
-@click.option("--by-order", is_flag=True, help="With --like: one by one in their order; shapes must agree.")
+@click.option("--by-order", is_flag=True, help="With --like: pair the names in order; shapes must agree.")
 @key_option
 @choosing
 @in_place
 @writing
 @click.pass_context
 def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, **how: Any) -> int:
-    """Rename keys of state dicts. The renames are done in the order given, one after the other.
+    """Rename keys of state dicts. Renames apply one after the other, in the order given.
 
-    _metadata follows, and so do the names of parameters in optimizers. What matches nothing is refused, and so are
+    _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
     two keys that would become one.
     """
     given = steps_of(ctx, _RENAMES)
@@ -85,7 +85,7 @@ Examples:
 @click.command(epilog=SLIM_EPILOG)
 @paths
 @click.option("--for", "purpose", type=click.Choice(["inference"]), help="Drop optimizer, scheduler and EMA entries.")
-@click.option("--dedupe", is_flag=True, help="Make storages of state dicts with the same bytes one: tied tensors.")
+@click.option("--dedupe", is_flag=True, help="Merge storages with the same bytes into one: tied tensors.")
 @choosing
 @writing
 def slim(
@@ -95,9 +95,9 @@ def slim(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Leave out the bytes that nothing reads: a slice that drags its whole storage along gets one of its own size.
+    """Drop bytes that no tensor uses: a slice of a large storage gets a storage of its own size.
 
-    Tensors that overlap go on sharing a storage. No value changes.
+    Tensors that overlap still share a storage. No value changes.
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
@@ -118,7 +118,7 @@ Examples:
 @paths
 @click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
 @click.option("--strict", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
-@click.option("--all", "everything", is_flag=True, help="Also the states of optimizers.")
+@click.option("--all", "everything", is_flag=True, help="Also convert optimizer state.")
 @key_option
 @choosing
 @writing
@@ -131,13 +131,13 @@ def cast(
     only: Globs,
     **how: Any,
 ) -> int:
-    """Give the floating tensors another dtype, exactly as torch's own .to(dtype) does.
+    """Convert floating-point tensors to another dtype, exactly like torch's own .to(dtype).
 
-    The states of optimizers stay as they are: in a narrower dtype their small numbers become 0. With --include just
-    what matches is cast, whatever its dtype. Tensors that share a storage go on sharing it. The
-    values are computed while the output is written, with torch: the file is never in memory. Finite values that become
-    infinite are counted and reported. NaN stays NaN; which bits it has in bfloat16 differs between the CPUs that torch
-    runs on: 0xffff here, as on x86.
+    Optimizer state stays as it is: in a narrower dtype its small numbers would become 0. With --include, exactly the
+    matching tensors are converted, whatever their dtype. Tensors that share a storage still share it. Values are
+    computed with torch while the output is written: the file is never in memory. Finite values that become infinite
+    are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs on: here they
+    are 0xffff, as on x86.
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
@@ -179,10 +179,10 @@ def _steps(command: Command) -> Command:
 @writing
 @click.pass_context
 def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
-    """Do several edits in one pass over the file, in the order in which they are given.
+    """Apply several edits in one pass over the file, in the order given.
 
-    --key, --include and --exclude hold for the edits behind them, until others are named. The file is written once,
-    at the end.
+    --key, --include and --exclude apply to the edits after them, until given again. The file is written once, at the
+    end.
     """
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):

@@ -54,29 +54,35 @@ A policy file says the same as the options, in TOML:
 
 @click.command(epilog=EPILOG)
 @paths
-@click.option("--policy", "policy_file", type=click.Path(), metavar="FILE", help="Expectations from a TOML file.")
+@click.option("--policy", "policy_file", type=click.Path(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
-@click.option("--device", multiple=True, metavar="TAG", help="Expect every storage on it; repeatable; cuda:*.")
-@click.option("--dtype", multiple=True, metavar="DTYPE", help="Expect floating-point tensors of it; repeatable.")
-@click.option("--require", multiple=True, metavar="KEYGLOB", help="Expect a key that matches; repeatable.")
-@click.option("--forbid", multiple=True, metavar="KEYGLOB", help="Expect no key that matches; repeatable.")
-@click.option("--max-bytes", metavar="SIZE", help="Expect the file to have no more: 4096, 500MB, 2GiB.")
+@click.option(
+    "--device", multiple=True, metavar="TAG", help="Expect every storage on this device, such as cuda:*; repeatable."
+)
+@click.option(
+    "--dtype", multiple=True, metavar="DTYPE", help="Expect this dtype of floating-point tensors; repeatable."
+)
+@click.option("--require", multiple=True, metavar="KEYGLOB", help="Expect a matching key; repeatable.")
+@click.option("--forbid", multiple=True, metavar="KEYGLOB", help="Expect no matching key; repeatable.")
+@click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
-@click.option("--torch", metavar="VERSION", help="The torch whose weights_only list counts.  [default: the newest]")
+@click.option(
+    "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
+)
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
-@click.option("--load", is_flag=True, help="Really load it with torch.load(weights_only=True). Needs torch.")
+@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
 @click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
-@click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' wrote down: keys, shapes, dtypes, devices ...")
-@click.option("--strict", is_flag=True, help="Warnings, and what could not be checked, count as failures.")
-@click.option("--quick", is_flag=True, help="Leave out the checksums, which need every byte.")
+@click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' recorded: keys, shapes, dtypes, devices ...")
+@click.option("--strict", is_flag=True, help="Count warnings, and what could not be checked, as failures.")
+@click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @jobs_option
 @click.option(
     "--format", "style", type=click.Choice(FORMATS), default="table", show_default=True, help="Output format."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Every check and global, also for several files.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def validate(
     paths: tuple[str, ...],
     policy_file: str | None,
@@ -88,12 +94,12 @@ def validate(
     no_progress: bool,
     **options: Any,
 ) -> int:
-    """Say whether checkpoints are whole, unambiguous, what loading them would call, and what a release expects.
+    """Check that checkpoints are whole and unambiguous, what loading them would call, and what a release expects.
 
-    Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run, and torch is
-    imported for --load and --finite only. A file is valid although torch.load refuses it by default, with a
-    warning: --weights-only or --strict demands more. JSON is an object for one named file, else a list.
-    Exit 0: all valid; 1: one is not; 3: one is no checkpoint or cannot be read.
+    Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run; torch is imported
+    for --load and --finite only. A file that torch.load refuses by default is valid, with a warning: --weights-only or
+    --strict demand more. JSON is an object for one named file, otherwise a list. Exit 0: all are valid; 1: one is not;
+    3: one is not a checkpoint or cannot be read.
     """
     policy = _policy(policy_file, options)
     if options["map_location"] and not policy.load:

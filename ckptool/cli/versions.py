@@ -24,14 +24,14 @@ Examples:
 
 @click.command(epilog=UNDO_EPILOG)
 @paths
-@click.option("--all", "everything", is_flag=True, help="All edits in place, back to the file as it first was.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be taken back.")
+@click.option("--all", "everything", is_flag=True, help="Undo all edits in place, back to the original file.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be undone.")
 @format_option()
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def undo(paths: tuple[str, ...], everything: bool, dry_run: bool, style: str, quiet: bool) -> int:
-    """Take the last edit in place back: the file has its exact former bytes again.
+    """Undo the last edit in place: the file has its exact former bytes again.
 
-    As often as there were edits; an edit that was interrupted counts as one. Exit 1: there is none.
+    Repeat it as often as there were edits; an interrupted edit counts as one. Exit 1: there is nothing to undo.
     """
     reports = []
     codes = []
@@ -78,7 +78,7 @@ Examples:
 @paths
 @format_option()
 def history(paths: tuple[str, ...], style: str) -> int:
-    """List what was done to a file in place, the oldest version first. Times are UTC."""
+    """List the edits made in place, the oldest version first. Times are UTC."""
     reports = []
     codes = []
     for path in paths:
@@ -131,9 +131,9 @@ Examples:
 @paths
 @writing
 def repack(paths: tuple[str, ...], **how: Any) -> int:
-    """Write a clean file in torch's own layout: aligned, nothing compressed, nothing that is not used.
+    """Rewrite a file in torch's own layout: aligned, nothing compressed, nothing unused.
 
-    Former versions and dropped bytes of edits in place stay behind; torch.load(mmap=True) works on the output
+    Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
     whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
     """
     return edit_all(Job("repack", api.repack), paths, **how)
