@@ -12,9 +12,9 @@ import click
 from .. import api
 from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize
+from .next_steps import retyped
 from .options import REPORT_FORMATS, format_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
-from .retyping import retyped
 from .streams import progress_bar
 
 if TYPE_CHECKING:

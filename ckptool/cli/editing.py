@@ -19,9 +19,9 @@ from ..files.sources import Files, FileSource
 from ..files.write.output import check_folder, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
+from .next_steps import retype
 from .options import worst
 from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
-from .retyping import retype
 from .streams import copying_bar, watched
 
 #: Commands that leave mappings of low confidence alone.

@@ -15,8 +15,8 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
+from .next_steps import retype
 from .render import StdoutError, clean, flush, say, say_error, tell
-from .retyping import retype
 
 #: Command, module, function, one line of help: enough for ``ckptool --help`` without an import.
 COMMANDS: Final = {
@@ -38,13 +38,13 @@ COMMANDS: Final = {
     "keep": ("entries", "keep", "Keep some entries or keys and remove the rest."),
     "set": ("entries", "set_entry", "Set scalar entries to other values."),
     "unset": ("entries", "unset", "Remove entries by their exact path."),
-    "rename": ("surgery", "rename", "Rename keys by pattern, table, or another checkpoint."),
-    "slim": ("surgery", "slim", "Drop bytes that no tensor uses."),
-    "cast": ("surgery", "cast", "Convert floating-point tensors to another dtype."),
-    "edit": ("surgery", "edit", "Apply several edits in one pass."),
-    "merge": ("combining", "merge", "Copy tensors or entries from other checkpoints."),
-    "average": ("combining", "average", "Average the weights of several checkpoints."),
-    "redact": ("combining", "redact", "Find and remove what a published file should not reveal."),
+    "rename": ("pipeline", "rename", "Rename keys by pattern, table, or another checkpoint."),
+    "slim": ("pipeline", "slim", "Drop bytes that no tensor uses."),
+    "cast": ("pipeline", "cast", "Convert floating-point tensors to another dtype."),
+    "edit": ("pipeline", "edit", "Apply several edits in one pass."),
+    "merge": ("merge", "merge", "Copy tensors or entries from other checkpoints."),
+    "average": ("merge", "average", "Average the weights of several checkpoints."),
+    "redact": ("sanitize", "redact", "Find and remove what a published file should not reveal."),
     "convert": ("convert", "convert", "Write the same checkpoint in another format."),
     "undo": ("versions", "undo", "Undo the last edit in place."),
     "history": ("versions", "history", "List the edits made in place."),

@@ -1,0 +1,104 @@
+"""The commands on several checkpoints: merge and average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .. import api
+from ..base.globs import Globs
+from ..checkpoint.checkpoint import Checkpoint
+from .editing import Job, edit_all
+from .options import choosing, key_option, one_path, paths, writing
+
+MERGE_EPILOG = """\b
+Examples:
+  ckptool merge new_head.pth backbone.pth --exclude 'fc.*' -o model.pth
+  ckptool merge training.pth ema.pth --entry ema_state_dict=state_dict -o model.pth
+"""
+
+
+@click.command(epilog=MERGE_EPILOG)
+@one_path
+@click.argument("other", metavar="OTHER", type=click.Path())
+@click.option(
+    "--entry", "entries", multiple=True, metavar="FROM[=TO]", help="Copy a whole entry of OTHER, by its path."
+)
+@click.option("--from", "other_key", metavar="PATH", help="Which state dict of OTHER, if it has several.")
+@click.option("--no-new", is_flag=True, help="Replace existing keys only; add none.")
+@key_option
+@choosing
+@writing
+def merge(
+    path: str,
+    other: str,
+    entries: tuple[str, ...],
+    other_key: str | None,
+    no_new: bool,
+    key: str | None,
+    only: Globs,
+    **how: Any,
+) -> int:
+    """Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
+
+    --include and --exclude select keys of OTHER. A key whose shape differs is refused. With --entry, whole entries
+    are copied instead, tensors or not.
+    """
+    pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
+    if entries and only:
+        raise click.UsageError("--entry takes whole entries: --include and --exclude do not go with it.")
+    with api.open(other) as foreign:
+
+        def run(checkpoint: Checkpoint) -> Checkpoint:
+            return api.merge(
+                checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, add=not no_new
+            )
+
+        return edit_all(Job("merge", run), (path,), **how)
+
+
+AVERAGE_EPILOG = """\b
+Examples:
+  ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
+  ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth
+"""
+
+
+@click.command(epilog=AVERAGE_EPILOG)
+@paths
+@click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
+@click.option("--in", "dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
+              help="The dtype to sum in.")  # fmt: skip
+@key_option
+@choosing
+@writing
+def average(
+    paths: tuple[str, ...],
+    weights: str | None,
+    dtype: Any,
+    key: str | None,
+    only: Globs,
+    **how: Any,
+) -> int:
+    """Average the weights of several checkpoints of one model.
+
+    The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
+    everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
+    """
+    factors = _numbers(weights)
+    others = [api.open(path) for path in paths[1:]]
+
+    def run(checkpoint: Checkpoint) -> Checkpoint:
+        return api.average([checkpoint, *others], weights=factors, dtype=dtype, key=key, only=only)
+
+    return edit_all(Job("average", run), paths[:1], **how)
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} are no numbers, such as 0.7,0.3", param_hint="--weights") from None
