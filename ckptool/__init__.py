@@ -10,67 +10,43 @@ Nothing in a checkpoint is ever executed; torch is imported by what computes wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from .base import errors
+from .base import errors, lazy
 
 if TYPE_CHECKING:
-    from .api import (
-        DeviceMap,
-        Lost,
-        ObjectValue,
-        Policy,
-        Salvaged,
-        Saved,
-        TensorValue,
-        Written,
-        add_module,
-        add_prefix,
-        average,
-        cast,
-        convert,
-        diff,
-        drop,
-        edit,
-        extract,
-        get,
-        hash,
-        history,
-        inspect,
-        keep,
-        keys,
-        load,
-        lock,
-        match,
-        merge,
-        open,
-        redact,
-        remap,
-        remap_devices,
-        rename,
-        repack,
-        salvage,
-        sanitize,
-        save,
-        save_in_place,
-        set_entry,
-        slim,
-        stats,
-        strip_module,
-        strip_prefix,
-        strip_wrappers,
-        undo,
-        unset,
-        validate,
-        wrap,
-        write_lock,
-    )
     from .base.errors import CkptoolError
     from .base.globs import Globs
     from .checkpoint.changes import Change
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.survey import StateDict, TensorEntry
     from .checkpoint.tensors import Tensor
+    from .edits.average import average
+    from .edits.cast import cast
+    from .edits.convert import convert
+    from .edits.devices import DeviceMap, remap, remap_devices
+    from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
+    from .edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
+    from .edits.like.match import match
+    from .edits.merge import merge
+    from .edits.pipeline import edit, rename
+    from .edits.redact import redact
+    from .edits.repack import repack
+    from .edits.salvage import Lost, Salvaged, salvage
+    from .edits.sanitize.sanitizer import sanitize
+    from .edits.slim import slim
+    from .files.write.output import Written
+    from .formats.opening import open_checkpoint as open
+    from .reports.comparing.diff import diff
+    from .reports.comparing.fingerprint import hash
+    from .reports.comparing.lock import lock, write_lock
+    from .reports.expectations import Policy
+    from .reports.get import ObjectValue, TensorValue, get
+    from .reports.inspection import inspect
+    from .reports.keys import keys
+    from .reports.stats import stats
+    from .reports.validate import validate
+    from .saving import Saved, history, load, save, save_in_place, undo
 
 __version__ = "0.1.0"
 
@@ -85,6 +61,7 @@ __all__ = [
     "Policy",
     "Salvaged",
     "Saved",
+    "Scalar",
     "StateDict",
     "Tensor",
     "TensorEntry",
@@ -134,16 +111,50 @@ __all__ = [
     "write_lock",
 ]
 
+#: The public names by the module that defines them, which is imported when one of its names is first used.
+_NAMES: Final = {
+    "base.errors": ("CkptoolError",),
+    "base.globs": ("Globs",),
+    "checkpoint.changes": ("Change",),
+    "checkpoint.checkpoint": ("Checkpoint",),
+    "checkpoint.survey": ("StateDict", "TensorEntry"),
+    "checkpoint.tensors": ("Tensor",),
+    "edits.average": ("average",),
+    "edits.cast": ("cast",),
+    "edits.convert": ("convert",),
+    "edits.devices": ("DeviceMap", "remap", "remap_devices"),
+    "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"),
+    "edits.keys": ("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"),
+    "edits.like.match": ("match",),
+    "edits.merge": ("merge",),
+    "edits.pipeline": ("edit", "rename"),
+    "edits.redact": ("redact",),
+    "edits.repack": ("repack",),
+    "edits.salvage": ("Lost", "Salvaged", "salvage"),
+    "edits.sanitize.sanitizer": ("sanitize",),
+    "edits.slim": ("slim",),
+    "files.write.output": ("Written",),
+    "reports.comparing.diff": ("diff",),
+    "reports.comparing.fingerprint": ("hash",),
+    "reports.comparing.lock": ("lock", "write_lock"),
+    "reports.expectations": ("Policy",),
+    "reports.get": ("ObjectValue", "TensorValue", "get"),
+    "reports.inspection": ("inspect",),
+    "reports.keys": ("keys",),
+    "reports.stats": ("stats",),
+    "reports.validate": ("validate",),
+    "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
+}
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names} | {"open": "formats.opening"}
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        # ``ckptool --help`` needs none of them.
-        if name not in __all__:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import api
-
-        found = globals()[name] = getattr(api, name)
-        return found
+        value = getattr(lazy.module(_MODULES[name]), "open_checkpoint" if name == "open" else name)
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -20,7 +20,7 @@ from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
 from .files.archives import open_any
-from .files.sources import ContainedSource, Files, FileSource, FolderSource, Plan, SliceSource, Source
+from .files.sources import ContainedSource, FilePath, Files, FileSource, FolderSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import check_output, write_files, write_plan
@@ -34,7 +34,6 @@ from .formats.readback import check_file, check_folder
 if TYPE_CHECKING:
     import torch
 
-Path: TypeAlias = str | os.PathLike[str]
 #: Called with the bytes that are written so far, and with those that there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -62,7 +61,7 @@ class Saved(NamedTuple):
 
 def save(
     checkpoint: Checkpoint,
-    path: Path,
+    path: FilePath,
     *,
     force: bool = False,
     follow_links: bool = False,
@@ -195,7 +194,7 @@ def _reported(error: ReadBackError, checkpoint: Checkpoint, promise: Promise, pa
 # -- the versions in a file
 
 
-def history(path: Path) -> dict[str, Any]:
+def history(path: FilePath) -> dict[str, Any]:
     """The versions in a file that was edited in place, the oldest first.
 
     Each with its number, its ``bytes``, what was done to get there (``edit``, None for the first), the ``time`` of
@@ -211,7 +210,7 @@ def history(path: Path) -> dict[str, Any]:
     return {"schema": "ckptool.history/1", "path": name, "bytes": source.size, "versions": listed}
 
 
-def undo(path: Path, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
+def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Take the last edit in place back, or with ``everything`` all of them: the exact former bytes.
 
     ``undone`` are the edits taken back, the newest first, none where the file was never edited in place. Raises
@@ -289,7 +288,7 @@ def _iso(seconds: int) -> str | None:
 
 
 def load(
-    path: Path,
+    path: FilePath,
     map_location: MapLocation = None,
     strip_prefix: str | None = None,
     key: str | None = None,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from .next_steps import retyped
@@ -85,7 +86,7 @@ def diff(
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     try:
-        with api.open(a) as one, api.open(b) as other:
+        with ckptool.open(a) as one, ckptool.open(b) as other:
             for checkpoint in (one, other):
                 say_problems(checkpoint)
             with progress_bar(size, "comparing", not (quiet or no_progress)) as moving:

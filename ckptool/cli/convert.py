@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.convert import FOLDERS, SHARDED, TARGETS, kept_format, output_format, suffix_format
 from ..files.archives import file_name
@@ -100,7 +101,7 @@ def convert(
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         written = how["output"] or called(file_name(checkpoint.path))
         most = size or (DEFAULT_SHARD_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
-        return api.convert(
+        return ckptool.convert(
             checkpoint,
             chosen or kept_format(checkpoint, written),
             key=key,

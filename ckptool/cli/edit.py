@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
@@ -57,8 +58,8 @@ def strip_module(
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
-            return api.strip_wrappers(checkpoint, key=key, only=only)
-        return api.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
+            return ckptool.strip_wrappers(checkpoint, key=key, only=only)
+        return ckptool.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
 
     return edit_all(Job("strip-module", edit), paths, **how)
 
@@ -88,7 +89,7 @@ def add_module(
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
-    job = Job("add-module", lambda checkpoint: api.add_prefix(checkpoint, prefix, key=key, only=only))
+    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only))
     return edit_all(job, paths, **how)
 
 
@@ -130,11 +131,11 @@ def remap(
 
     Tensors on cpu stay there unless --all or --map moves them: optimizer steps and random states belong there.
     """
-    devices = api.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
+    devices = ckptool.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return api.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
+        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
 
     return edit_all(Job("remap", edit), paths, **how)
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.text import human_bytes, join_limited, pluralize, undo_step
 from ..checkpoint.changes import Change
@@ -42,7 +43,7 @@ class Job(NamedTuple):
 
     command: str
     edit: Callable[[Checkpoint], Checkpoint]
-    opener: Callable[[str], Checkpoint] = api.open
+    opener: Callable[[str], Checkpoint] = ckptool.open
     more: Callable[[Checkpoint], dict[str, Any]] | None = None
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None

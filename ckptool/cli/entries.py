@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.entries import as_scalar
@@ -30,7 +31,7 @@ def extract(path: str, key: str, **how: Any) -> int:
 
     KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
     """
-    return edit_all(Job("extract", lambda checkpoint: api.extract(checkpoint, key)), (path,), **how)
+    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, key)), (path,), **how)
 
 
 WRAP_EPILOG = """\b
@@ -46,7 +47,7 @@ Examples:
 @writing
 def wrap(path: str, key: str, **how: Any) -> int:
     """Nest the whole checkpoint under the KEY of a new dict: the reverse of extract."""
-    return edit_all(Job("wrap", lambda checkpoint: api.wrap(checkpoint, key)), (path,), **how)
+    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, key)), (path,), **how)
 
 
 DROP_EPILOG = """\b
@@ -83,7 +84,7 @@ def drop(
     A pattern matches top-level entries, and keys of state dicts by name or by full path; with --key, only keys of that
     state dict. Bytes that nothing else uses are dropped. A pattern without a match is refused.
     """
-    job = Job("drop", lambda checkpoint: api.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
+    job = Job("drop", lambda checkpoint: ckptool.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job, (path,), **how)
 
 
@@ -115,7 +116,7 @@ def keep(
     A pattern that matches top-level entries removes the others; one that matches keys of a state dict removes its other
     keys. With --key, only keys of that state dict are removed; --include and --exclude select among these.
     """
-    job = Job("keep", lambda checkpoint: api.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
+    job = Job("keep", lambda checkpoint: ckptool.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job, (path,), **how)
 
 
@@ -140,13 +141,13 @@ def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         for key, value in values:
-            checkpoint = api.set_entry(checkpoint, key, value)
+            checkpoint = ckptool.set_entry(checkpoint, key, value)
         return checkpoint
 
     return edit_all(Job("set", edit), (path,), **how)
 
 
-def _pair(text: str) -> tuple[str, api.Scalar]:
+def _pair(text: str) -> tuple[str, ckptool.Scalar]:
     key, equals, told = text.partition("=")
     if not equals or not key.strip():
         raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as epoch=0", param_hint="KEY=VALUE")
@@ -169,7 +170,7 @@ def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         for key in keys:
-            checkpoint = api.unset(checkpoint, key)
+            checkpoint = ckptool.unset(checkpoint, key)
         return checkpoint
 
     return edit_all(Job("unset", edit), (path,), **how)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.text import human_bytes
 from ..checkpoint.checkpoint import file_mode
 from ..files.write.output import check_output, write_plan
@@ -49,7 +50,7 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
         raise click.UsageError("--json and --npy exclude each other.")
     if force and npy is None:
         raise click.UsageError("--force is for --npy.")
-    with api.open(path) as opened:
+    with ckptool.open(path) as opened:
         say_problems(opened)
         checkpoint, found = find_value(opened, key)
         if npy is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import CkptoolError
 from .compare import label
 from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
@@ -44,11 +45,11 @@ def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool,
 
     with _bar(path, content and not (quiet or no_progress)) as progress:
         if output is not None and output != "-":
-            written = api.write_lock(path, output, content=content, force=force, progress=progress)
+            written = ckptool.write_lock(path, output, content=content, force=force, progress=progress)
             if not quiet:
                 emit(clean(f"{path} -> {written.path}: {written.size:,} bytes"))
             return
-        text = lock_text(api.lock(path, content=content, progress=progress))
+        text = lock_text(ckptool.lock(path, content=content, progress=progress))
     if not quiet or output == "-":
         emit(text.rstrip("\n"))
 
@@ -92,7 +93,7 @@ def hash_command(
     codes = []
     for path in paths:
         try:
-            with api.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
+            with ckptool.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
                 say_problems(checkpoint)
                 report = hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
         except CkptoolError as error:

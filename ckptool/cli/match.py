@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import RefusedError
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
@@ -107,7 +108,7 @@ def match(
         how: dict[str, Any] = {"output": output, "out_dir": None, "force": force, "dry_run": False}
         job = _job(matched, wanted, target)
         return edit_all(job, (path,), **how, style=style, quiet=quiet, no_progress=no_progress)
-    with api.open(path) as checkpoint:
+    with ckptool.open(path) as checkpoint:
         report = matched(checkpoint).report
         say_problems(checkpoint)
     if not quiet:

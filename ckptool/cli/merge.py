@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, edit_all
@@ -48,10 +49,10 @@ def merge(
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
     if entries and only:
         raise click.UsageError("--entry takes whole entries: --include and --exclude do not go with it.")
-    with api.open(other) as foreign:
+    with ckptool.open(other) as foreign:
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
-            return api.merge(
+            return ckptool.merge(
                 checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, add=not no_new
             )
 
@@ -87,10 +88,10 @@ def average(
     everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
     """
     factors = _numbers(weights)
-    others = [api.open(path) for path in paths[1:]]
+    others = [ckptool.open(path) for path in paths[1:]]
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return api.average([checkpoint, *others], weights=factors, dtype=dtype, key=key, only=only)
+        return ckptool.average([checkpoint, *others], weights=factors, dtype=dtype, key=key, only=only)
 
     return edit_all(Job("average", run), paths[:1], **how)
 

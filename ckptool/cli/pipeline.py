@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import MODIFIERS, STEPS
@@ -83,7 +84,7 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
     writing = _writing(how)
-    job = Job("rename", lambda checkpoint: api.edit(checkpoint, steps), inputs=_inputs(steps))
+    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
     return edit_all(job, paths, **writing)
 
 
@@ -129,7 +130,7 @@ def slim(
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return api.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
+        return ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
 
     return edit_all(Job("slim", run), paths, **how)
 
@@ -169,7 +170,7 @@ def cast(
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return api.cast(checkpoint, dtype, key=key, only=only, strict=strict, everything=everything)
+        return ckptool.cast(checkpoint, dtype, key=key, only=only, strict=strict, everything=everything)
 
     return edit_all(Job("cast", run), paths, **how)
 
@@ -221,5 +222,5 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
         raise click.UsageError(
             f"--{steps[-1][0]} holds for the edits behind it, and none follows: name it before them."
         )
-    job = Job("edit", lambda checkpoint: api.edit(checkpoint, steps), inputs=_inputs(steps))
+    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
     return edit_all(job, paths, **_writing(how))

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.globs import Globs
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
@@ -43,7 +44,9 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         pickled[checkpoint.path] = checkpoint.pickled
-        return api.sanitize(checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts)
+        return ckptool.sanitize(
+            checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts
+        )
 
     def words(report: dict[str, Any]) -> list[str]:
         if report["changed"]:
@@ -93,16 +96,16 @@ def redact(
         if how["output"] is not None or how["out_dir"] is not None:
             raise click.UsageError("Say what to take out: --all, or --paths, --users, --sources, --args.")
         return _list(paths, only, how["style"], how["quiet"])
-    return edit_all(Job("redact", lambda checkpoint: api.redact(checkpoint, kinds, only=only)), paths, **how)
+    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, only=only)), paths, **how)
 
 
 def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
     reports, code = [], 0
     for path in paths:
         try:
-            with api.open(path) as checkpoint:
+            with ckptool.open(path) as checkpoint:
                 found = find_private(checkpoint, only=only)
-        except api.CkptoolError as error:
+        except ckptool.CkptoolError as error:
             say_error(error)
             reports.append(failure("redact", path, error))
             code = max(code, error.exit_code)

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
@@ -118,7 +119,7 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
 
     code = 0
     try:
-        with api.open(path) as checkpoint:
+        with ckptool.open(path) as checkpoint:
             report = inspection(checkpoint, location)
             if depth:
                 from ..reports.tree import tree_of
@@ -291,7 +292,7 @@ def _read(
     """What ``keys`` has to tell of a file; the tables are still to be drawn, with the number of tensors not in them."""
     text, rows = "", []
     parts, rest = None, 0
-    with api.open(path) as checkpoint:
+    with ckptool.open(path) as checkpoint:
         survey = checkpoint.survey
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.text import join_limited, pluralize, salvage_step
@@ -101,7 +102,7 @@ def _report(
     sort: str,
 ) -> StatsReport:
     globs = Globs(include, exclude)
-    with api.open(path) as checkpoint:
+    with ckptool.open(path) as checkpoint:
         say_problems(checkpoint)
         total = bytes_to_read(select_entries(checkpoint, key, everything, globs)) if bar else 0
         with progress_bar(total, "measuring", bar) as moving:

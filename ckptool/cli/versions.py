@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .. import api
+import ckptool
+
 from ..base.errors import CkptoolError
 from ..base.text import human_bytes, pluralize, undo_step
 from ..files.archives import is_address
@@ -37,7 +38,7 @@ def undo(paths: tuple[str, ...], everything: bool, dry_run: bool, style: str, qu
     codes = []
     for path in paths:
         try:
-            report = api.undo(path, everything=everything, dry_run=dry_run)
+            report = ckptool.undo(path, everything=everything, dry_run=dry_run)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
@@ -83,7 +84,7 @@ def history(paths: tuple[str, ...], style: str) -> int:
     codes = []
     for path in paths:
         try:
-            report = api.history(path)
+            report = ckptool.history(path)
         except CkptoolError as error:
             say_error(error)
             codes.append(error.exit_code)
@@ -136,4 +137,4 @@ def repack(paths: tuple[str, ...], **how: Any) -> int:
     Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
     whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
     """
-    return edit_all(Job("repack", api.repack), paths, **how)
+    return edit_all(Job("repack", ckptool.repack), paths, **how)

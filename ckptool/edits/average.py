@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from shlex import quote
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError
@@ -21,6 +21,8 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
 from ..values.elements import loaded_bytes, reblocked, swapped, swapped_width
+from ..values.torch import compute
+from ..values.torch.loads import need_torch
 from .storages import has_bits, storage_uses, with_plain_ids
 
 #: Dtypes that have a mean: floating point, one number per element.
@@ -29,13 +31,9 @@ _DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.n
 #: Bytes of each checkpoint that are averaged at once.
 _STEP = 1 << 20
 
-#: Returns the weighted mean of little-endian elements of one dtype: (parts, weights, dtype, dtype to sum in).
-Averager: TypeAlias = "Callable[[Sequence[bytes], Sequence[float], str, str], bytes]"
-
 
 def average(
     originals: Sequence[Checkpoint],
-    averager: Averager,
     *,
     weights: Sequence[float] | None = None,
     dtype: Literal["float64", "float32"] = "float64",
@@ -48,6 +46,7 @@ def average(
     ``dtype``, with ``weights`` one for each checkpoint (default: equal). Integer tensors are those of the first, and so
     is everything else. Raise TargetError for invalid weights, RefusedError if the checkpoints do not go together.
     """
+    need_torch("averaging values", originals[0].path if originals else "")
     factors = _factors(originals, weights)
     checkpoints = [with_plain_ids(checkpoint) for checkpoint in originals]
     first, *others = checkpoints
@@ -98,7 +97,7 @@ def average(
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "ckptool slim each of them")
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        chunks = _mean_chunks(checkpoints, keys, source, nbytes, averager, factors, dtype)
+        chunks = _mean_chunks(checkpoints, keys, source, nbytes, factors, dtype)
         added[name] = Body(Computed(nbytes, chunks), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
@@ -167,7 +166,6 @@ def _mean_chunks(
     keys: Sequence[str],
     dtype: Dtype,
     nbytes: int,
-    averager: Averager,
     factors: Sequence[float],
     sum_dtype: str,
 ) -> Callable[[], Iterator[bytes]]:
@@ -181,6 +179,6 @@ def _mean_chunks(
         while any(parts := [next(stream, b"") for stream in streams]):
             if len({len(part) for part in parts}) > 1:
                 raise MalformedError("a storage ends too early", path=checkpoints[0].path)
-            yield swapped(averager(parts, factors, dtype.name, sum_dtype), width)
+            yield swapped(compute.mean_elements(parts, factors, dtype.name, sum_dtype), width)
 
     return chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
 from ..base.errors import CkptoolError, RefusedError, TargetError
@@ -21,6 +21,7 @@ from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import loaded_bytes, number_width, swapped, whole_chunks
+from ..values.torch import compute
 from .optimizers import optimizers
 from .sharded import recast_spread
 from .storages import Use, chosen_tensors, copied_call, has_bits, no_hooks, repointed, storage_uses, with_plain_ids
@@ -29,11 +30,8 @@ from .storages import Use, chosen_tensors, copied_call, has_bits, no_hooks, repo
 _WHOLE: Final = ("dense", "meta")
 _IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
 
+
 #: Converts little-endian elements of one dtype to another as torch does: (elements, dtype, target) to (elements, how
-#: many finite values are no longer finite).
-Caster: TypeAlias = "Callable[[bytes, str, str], tuple[bytes, int]]"
-
-
 def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError for one that is unknown, or that values cannot be cast to."""
     dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
@@ -57,7 +55,6 @@ def _has_values(dtype: Dtype) -> bool:
 def cast(
     original: Checkpoint,
     dtype: str,
-    caster: Caster,
     *,
     key: str | None = None,
     only: Globs = MATCH_ALL,
@@ -69,7 +66,7 @@ def cast(
     ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
     survive a narrower dtype: second moments become 0; ``everything`` casts them as well. Storages that tensors share
     stay shared, so whatever shares one with a chosen tensor is cast too. Quantized tensors stay. The values are
-    computed by ``caster`` while the output is written; ``strict`` refuses finite values that would become infinite or
+    computed while the output is written; ``strict`` refuses finite values that would become infinite or
     NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
     """
     target = check_dtype(dtype)
@@ -108,7 +105,7 @@ def cast(
         numel = storage.nbytes // source.itemsize
         size = numel * target.itemsize
         if storage.location != "meta":
-            chunks = _cast_chunks(checkpoint, name, numel, source, target, caster, overflows)
+            chunks = _cast_chunks(checkpoint, name, numel, source, target, overflows)
             added[name] = Body(Computed(size, chunks), size)
         for use in users:
             _recast(editor, use, name, numel, target)
@@ -223,7 +220,6 @@ def _cast_chunks(
     numel: int,
     source: Dtype,
     target: Dtype,
-    caster: Caster,
     overflows: _OverflowCounts,
 ) -> Callable[[], Iterator[bytes]]:
     width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
@@ -232,7 +228,7 @@ def _cast_chunks(
         overflows.counts[key] = 0
         for data in whole_chunks(loaded_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
             try:
-                elements, overflowed = caster(data, source.name, target.name)
+                elements, overflowed = compute.cast_elements(data, source.name, target.name)
             except CkptoolError as error:
                 error.path = error.path or checkpoint.path
                 raise

@@ -28,6 +28,7 @@ def merge(
     original: Checkpoint,
     other: Checkpoint,
     *,
+    entries: Sequence[tuple[str, str]] = (),
     key: str | None = None,
     other_key: str | None = None,
     only: Globs = MATCH_ALL,
@@ -35,11 +36,16 @@ def merge(
 ) -> Checkpoint:
     """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
 
+    With ``entries``, each (path there, path here), whole entries are merged instead. ``other`` must stay open until the
+    result is saved.
+
     ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
     or the only one of each. ``only`` chooses keys of the other. Without ``add`` no new keys are added.
     Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
     meant.
     """
+    if entries:
+        return _merge_entries(original, other, entries)
     pairs = _pairs(original, other, key, other_key)
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, add)) is not None]
@@ -118,7 +124,7 @@ def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[
     return (f"no longer tied to what shared their storage: {join_limited(untied, most=3)}",) if untied else ()
 
 
-def merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
+def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
     """Merge whole entries of another checkpoint, each (path there, path here); existing entries are replaced.
 
     Raise TargetError if there is nothing at a path there, or no mapping to hold it here.

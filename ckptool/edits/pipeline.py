@@ -13,7 +13,6 @@ from ..base.errors import TargetError, UnreadableError
 from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint
-from ..values.torch.compute import cast_elements
 from .cast import cast
 from .devices import device_pairs, remap_devices
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
@@ -30,8 +29,8 @@ from .keys import (
 )
 from .like.names import Shape
 from .like.search import FROM_TARGET, FixStep
-from .like.targets import match_target, rename_like
-from .merge import merge, merge_entries
+from .like.targets import match_target, rename_like, target_in_checkpoint
+from .merge import merge
 from .redact import KINDS, redact
 from .sanitize.sanitizer import sanitize
 from .slim import drop_for, merged_doubles, slim
@@ -99,6 +98,35 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     return checkpoint
 
 
+def rename(
+    checkpoint: Checkpoint,
+    table: Mapping[str, str] | None = None,
+    *,
+    glob: tuple[str, str] | None = None,
+    regex: tuple[str, str] | None = None,
+    like: Checkpoint | None = None,
+    by_order: bool = False,
+    key: str | None = None,
+    only: Globs = MATCH_ALL,
+) -> Checkpoint:
+    """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
+    (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
+
+    ``_metadata`` and the names of parameters in optimizers follow. Raises RefusedError where nothing matches or two
+    keys would become one, TargetError for patterns that make no sense.
+    """
+    if sum(way is not None for way in (table, glob, regex, like)) != 1:
+        raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")
+    if glob is not None:
+        return by_glob(checkpoint, *glob, key=key, only=only)
+    if regex is not None:
+        return by_regex(checkpoint, *regex, key=key, only=only)
+    if like is not None:
+        shapes = target_in_checkpoint(like, preferred=key).shapes
+        return rename_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
+    return by_table(checkpoint, table or {}, key=key, only=only)
+
+
 def apply_fix(
     checkpoint: Checkpoint, steps: Iterable[FixStep], wanted: Mapping[str, Shape], *, key: str | None = None
 ) -> Checkpoint:
@@ -155,7 +183,7 @@ def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
 
 def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
     strict, everything = "strict" in scope.flags, "all" in scope.flags
-    return cast(checkpoint, dtype, cast_elements, strict=strict, everything=everything, **scope.names)
+    return cast(checkpoint, dtype, strict=strict, everything=everything, **scope.names)
 
 
 def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
@@ -168,7 +196,7 @@ def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
     if not path or not entry:
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
     origin, _, target = entry.partition("=")
-    return merge_entries(checkpoint, open_checkpoint(path), [(origin, target or origin)])
+    return merge(checkpoint, open_checkpoint(path), entries=[(origin, target or origin)])
 
 
 def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:

@@ -86,13 +86,15 @@ class PrivateItem(NamedTuple):
     new: str | None
 
 
-def redact(checkpoint: Checkpoint, kinds: Sequence[Kind] = KINDS, *, only: Globs = MATCH_ALL) -> Checkpoint:
+def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only: Globs = MATCH_ALL) -> Checkpoint:
     """Redact what ``find_private`` finds of these kinds.
 
     Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
     training arguments are dropped. ``only`` chooses by path. No old byte stays in the output. Raise TargetError for an
     unknown kind.
     """
+    # A string is one kind, not one per letter.
+    kinds = [kinds] if isinstance(kinds, str) else kinds
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from ..checkpoint.container import UNEDITABLE, Body, Container
 from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
-from ..files.sources import Source
+from ..files.sources import FilePath, Source
 from ..files.zips.reader import read_archive
 from ..formats import read_container
 from ..formats.foreign.identification import explain, explain_zip
@@ -49,7 +48,7 @@ class Salvaged(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-def salvage(path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Salvaged:
+def salvage(path: FilePath, progress: Callable[[int], None] | None = None) -> Salvaged:
     """Return everything intact in a cut or damaged file: every tensor whose bytes are complete and agree with their
     checksum if there is one, and all other objects.
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import human_bytes, join_limited, quoted
-from .sources import BytesSource, ContainedSource, FileSource, SliceSource, Source, open_source
+from .sources import BytesSource, ContainedSource, FilePath, FileSource, SliceSource, Source, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
 
@@ -68,7 +68,7 @@ def file_name(path: str) -> str:
     )
 
 
-def open_any(path: str | os.PathLike[str]) -> FileSource | ContainedSource:
+def open_any(path: FilePath) -> FileSource | ContainedSource:
     """Open a file, or a member of an archive by its address.
 
     Raises UnreadableError as ``open_source`` does, if there is no archive or no such member, and for members too large

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ..base.errors import ChangedError, UnreadableError
 
+#: Where a file or folder is.
+FilePath: TypeAlias = str | os.PathLike[str]
 #: Bytes of a block, the unit that filesystems share between files: a page on most systems.
 BLOCK: Final = 4096
 
@@ -238,7 +240,7 @@ _KINDS = (
 )
 
 
-def open_source(path: str | os.PathLike[str]) -> FileSource:
+def open_source(path: FilePath) -> FileSource:
     """Open a regular file for reading; raises UnreadableError for anything else, and never blocks."""
     name = os.fspath(path)
     return FileSource(name, *open_file(name))

@@ -9,11 +9,11 @@ from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, Pic
 from ..base.text import argument, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
-from ..files.sources import ContainedSource, FileSource
+from ..files.sources import ContainedSource, FilePath, FileSource
 from . import folder_format, read_container, read_folder
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: FilePath) -> Checkpoint:
     """Open a checkpoint: its metadata only, whatever its size.
 
     ``path`` may be a folder that is one checkpoint, the index of one, or an address within a zip or tar archive:

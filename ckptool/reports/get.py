@@ -11,6 +11,8 @@ from ..checkpoint.paths import joined
 from ..checkpoint.tensors import Tensor
 from ..edits.lookup import Located, lookup
 from ..edits.sanitize.numpy_values import with_plain_numpy
+from ..files.sources import FilePath
+from ..formats.opening import open_checkpoint
 from ..pickles.nodes import Ref
 from ..values.elements import elements
 from ..values.interpretation import numbers_in
@@ -214,3 +216,16 @@ def _nested(values: Iterator[Number], shape: tuple[int, ...]) -> Any:
     if len(shape) == 1:
         return [next(values) for _ in range(shape[0])]
     return [_nested(values, shape[1:]) for _ in range(shape[0])]
+
+
+def get(source: FilePath | Checkpoint, key: str) -> Any:
+    """Return the value at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
+
+    Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
+    location, and ``tolist()``, ``tobytes()``, ``numbers()``, ``numpy.asarray(value)``, which read from the file. An
+    object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
+    needed. Raises TargetError where there is nothing at ``key``.
+    """
+    # Tensors read from the file later: it is closed when the last of them goes.
+    checkpoint, place = find_value(source if isinstance(source, Checkpoint) else open_checkpoint(source), key)
+    return value_of(checkpoint, place.ref, place.path)

@@ -13,6 +13,8 @@ from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import program_of
 from ..checkpoint.sharding import ShardingSummary, sharding_summary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..files.sources import FilePath
+from ..formats.opening import open_checkpoint
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
@@ -346,3 +348,9 @@ def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
             for blocker in verdict.blockers
         ],
     }
+
+
+def inspect(path: FilePath, *, map_location: MapLocation = None) -> InspectReport:
+    """Return the JSON of ``ckptool inspect``, schema ``ckptool.inspect/1``."""
+    with open_checkpoint(path) as checkpoint:
+        return inspection(checkpoint, map_location)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from shlex import quote
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ..base.errors import TargetError
 from ..base.globs import Globs
@@ -12,6 +12,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import resolve, selected
 from ..checkpoint.sharding import Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
+from ..files.sources import FilePath
+from ..formats.opening import open_checkpoint
 
 
 class PartReport(TypedDict):
@@ -176,3 +178,17 @@ def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list
         return survey.tensors
     numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
     return [entry for entry in survey.tensors if entry.state_dict in numbers]
+
+
+def keys(
+    path: FilePath,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: Literal["file", "name", "bytes"] = "file",
+) -> KeysReport:
+    """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``."""
+    with open_checkpoint(path) as checkpoint:
+        return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, prod
 from typing import Any, Final, TypedDict, cast
 
-from ..base.errors import MalformedError
+from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
+from ..files.sources import FilePath
+from ..formats.opening import open_checkpoint
 from ..values.elements import elements, in_storage_order, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
@@ -247,3 +250,26 @@ def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
     """Estimate the sum of the calls of ``progress``: large tensors are read twice."""
     tensors = {entry.ref: entry.tensor for entry in entries}.values()
     return sum(tensor.own_bytes * (1 if tensor.numel <= STEP else 2) for tensor in tensors)
+
+
+def stats(
+    path: FilePath,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sort: str = "file",
+    progress: Callable[[int], None] | None = None,
+) -> StatsReport:
+    """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
+
+    ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
+    "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
+    missing are named in ``summary.missing``.
+    """
+    if sort not in SORTS:
+        raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
+    globs = Globs(include, exclude)
+    with open_checkpoint(path) as checkpoint:
+        return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)

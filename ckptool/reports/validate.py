@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Final, TypedDict, cast
+from typing import Any, Final, TypedDict, cast
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
@@ -16,7 +16,7 @@ from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
 from ..checkpoint.tensors import Tensor
 from ..files.archives import open_any
-from ..files.sources import ContainedSource, FileSource, FolderSource
+from ..files.sources import ContainedSource, FilePath, FileSource, FolderSource
 from ..formats import folder_format
 from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
@@ -36,7 +36,7 @@ from .checks import (
     check_pickles,
 )
 from .companions import CompanionReport, check_companion, check_companions, companion_names
-from .expectations import Policy, expectations
+from .expectations import Policy, expectations, policy_of
 from .findings import command, rescue_step, sanitize_step
 from .loading import load_report
 
@@ -377,3 +377,19 @@ def _check_report(check: Check) -> CheckReport:
         "notes": [cast("NoteReport", note._asdict()) for note in check.notes[: LIMITS.listed]],
         "notes_in_all": len(check.notes),
     }
+
+
+def validate(
+    path: FilePath,
+    policy: Policy | Mapping[str, Any] | None = None,
+    *,
+    quick: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> ValidateReport:
+    """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
+
+    ``policy`` says what is expected, as a Policy or with the keys of a policy file. ``quick`` leaves out the
+    checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
+    """
+    expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
+    return validation_report(os.fspath(path), expected, quick=quick, progress=progress)

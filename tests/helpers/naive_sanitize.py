@@ -24,7 +24,7 @@ import oracle
 import torch
 
 import ckptool
-from ckptool.api import sanitize
+from ckptool import sanitize
 from ckptool.reports.validate import validation_report
 
 #: Objects that become a dict of their attributes.

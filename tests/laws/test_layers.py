@@ -24,7 +24,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"edits"}),
     frozenset({"reports"}),
     frozenset({"saving"}),
-    frozenset({"api"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
@@ -106,7 +105,7 @@ def _targets(module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
         package = parts if module.name in PACKAGES else parts[:-1]
         package = package[: len(package) - node.level + 1]
         base = ".".join([*package, *([base] if base else [])])
-    # ``from .. import api`` imports the module api, not a name of the package.
+    # ``from . import batches`` imports a module, not a name of the package.
     return [full if (full := f"{base}.{alias.name}") in NAMES else base for alias in node.names]
 
 

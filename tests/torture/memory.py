@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ckptool import api
+import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.base.globs import Globs
 from ckptool.checkpoint.checkpoint import Checkpoint
@@ -23,9 +23,9 @@ __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 
 #: The edits, as the commands make them.
 EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "strip-module": lambda checkpoint: api.strip_prefix(checkpoint),
-    "add-module": lambda checkpoint: api.add_prefix(checkpoint),
-    "remap": lambda checkpoint: api.remap_devices(checkpoint, {"cpu": "cuda:3", "cuda:*": "cpu"}),
+    "strip-module": lambda checkpoint: ckptool.strip_prefix(checkpoint),
+    "add-module": lambda checkpoint: ckptool.add_prefix(checkpoint),
+    "remap": lambda checkpoint: ckptool.remap_devices(checkpoint, {"cpu": "cuda:3", "cuda:*": "cpu"}),
 }
 _BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 

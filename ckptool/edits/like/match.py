@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
@@ -16,9 +16,14 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
+from ...files.sources import FilePath
+from ...formats.opening import open_checkpoint
 from .names import Comparison, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, command_words, cost, edit_options, search
-from .targets import MatchTarget, candidate_dicts, specs_of
+from .targets import MatchTarget, candidate_dicts, match_target, specs_of
+
+if TYPE_CHECKING:
+    import torch
 
 #: State dicts for which a fix is searched; the others are judged by their shapes.
 _TRIED: Final = 4
@@ -383,3 +388,25 @@ def _notes(
     if _string_keys(target.path) is None and path != target.path:
         notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes
+
+
+def match(
+    path: FilePath,
+    target: FilePath | Mapping[str, Any] | torch.nn.Module | None = None,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    target_key: str | None = None,
+    anywhere: bool = False,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
+
+    ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
+    callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several
+    state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
+    neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
+    """
+    wanted = match_target(target, model, target_key)
+    with open_checkpoint(path) as checkpoint:
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report

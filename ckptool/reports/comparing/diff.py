@@ -12,7 +12,8 @@ from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.tensors import Tensor
-from ...files.sources import FileSource
+from ...files.sources import FilePath, FileSource
+from ...formats.opening import open_checkpoint
 from ...values.elements import dtype_of
 from ...values.interpretation import Reading, lazy_bits
 from ..json_values import json_value
@@ -516,3 +517,37 @@ def _stat_line(report: DiffReport) -> str:
 
 def _differ(items: Sequence[object]) -> str:
     return "differs" if len(items) == 1 else "differ"
+
+
+def diff(
+    a: FilePath,
+    b: FilePath,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Collection[str] = (),
+    key: str | None = None,
+    other_key: str | None = None,
+    count: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> DiffReport:
+    """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
+
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
+    are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
+    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count``
+    differing elements are not counted. Raises UnreadableError for a file that is not a checkpoint, TargetError for an
+    unknown key or word.
+    """
+    with open_checkpoint(a) as one, open_checkpoint(b) as other:
+        return diff_report(
+            one,
+            other,
+            rtol=rtol,
+            atol=atol,
+            ignore=ignore,
+            key=key,
+            other_key=other_key,
+            count=count,
+            progress=progress,
+        )

@@ -33,8 +33,9 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor
-from ...files.sources import Span
+from ...files.sources import FilePath, Span
 from ...files.threads import read_blocks, run_in_threads
+from ...formats.opening import open_checkpoint
 from ...pickles.nodes import Ref
 from ...values.elements import elements, tensor_size
 from .places import Place, Side, side_of
@@ -201,3 +202,21 @@ def _quantizer(side: Side, ref: Ref) -> list[object]:
         if leaf is not None and isinstance(leaf.value, bool | int | float | str):
             facts.append(leaf.value.rpartition(".")[2] if leaf.type == "global" else leaf.value)  # type: ignore[union-attr]
     return facts
+
+
+def hash(
+    path: FilePath,
+    *,
+    key: str | None = None,
+    structure: bool = False,
+    each: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> HashReport:
+    """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
+
+    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
+    ``comparing.fingerprint`` says what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
+    tensor.
+    """
+    with open_checkpoint(path) as checkpoint:
+        return hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)

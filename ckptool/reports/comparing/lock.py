@@ -20,6 +20,9 @@ from ...base.text import argument, pluralize
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
+from ...files.sources import FilePath, Plan
+from ...files.write.output import Written, check_output, write_plan
+from ...formats.opening import open_checkpoint
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
@@ -299,3 +302,28 @@ def _value_text(value: LockedValue) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
+
+
+def lock(path: FilePath, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+    """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+
+    ``content`` adds a hash of each tensor's values. ``validate(path, {"lock": FILE})`` compares with it.
+    """
+    with open_checkpoint(path) as checkpoint:
+        return lock_of(checkpoint, content=content, progress=progress)
+
+
+def write_lock(
+    path: FilePath,
+    output: FilePath,
+    *,
+    content: bool = False,
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write the lock of a checkpoint to a file, atomically; parameters and errors are those of lock and save."""
+    name = os.fspath(output)
+    with open_checkpoint(path) as checkpoint:
+        check_output(name, checkpoint.sources, force=force)
+        text = lock_text(lock_of(checkpoint, content=content, progress=progress))
+        return write_plan(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)

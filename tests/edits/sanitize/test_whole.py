@@ -22,7 +22,7 @@ from conftest import CHECKPOINTS, FIXTURES, LOADABLE, ROOT, Fixture, by_name, co
 from naive_sanitize import agrees, sanitized, saved
 
 import ckptool
-from ckptool.api import sanitize
+from ckptool import sanitize
 from ckptool.base.errors import CkptoolError, MalformedError
 from ckptool.pickles import opcodes as op
 
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_not_called_loadable(name: str) -> None:
 WATCHED = """
     import importlib, pkgutil, sys
     import ckptool
-    from ckptool.api import sanitize
+    from ckptool import sanitize
     from ckptool.base.errors import CkptoolError
 
     warm, out, *paths = sys.argv[1:]
