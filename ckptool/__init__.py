@@ -10,9 +10,10 @@ Nothing in a checkpoint is ever executed; torch is imported by what computes wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from .base import errors, lazy
+from .base import errors
+from .base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .base.errors import CkptoolError
@@ -112,7 +113,7 @@ __all__ = [
 ]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
-_NAMES: Final = {
+_NAMES = {
     "base.errors": ("CkptoolError",),
     "base.globs": ("Globs",),
     "checkpoint.changes": ("Change",),
@@ -145,14 +146,14 @@ _NAMES: Final = {
     "reports.validate": ("validate",),
     "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
 }
-_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names} | {"open": "formats.opening"}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names} | {"open": "formats.opening"}
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(lazy.module(_MODULES[name]), "open_checkpoint" if name == "open" else name)
+        value = getattr(_lazy.module(_MODULES[name]), "open_checkpoint" if name == "open" else name)
         globals()[name] = value
         return value
 

@@ -457,7 +457,7 @@ def test_the_library_has_what_it_says() -> None:
     assert all(hasattr(ckptool, name) for name in ckptool.__all__)
     assert sorted(ckptool.__all__) == ckptool.__all__
     public = {name for name, value in vars(ckptool).items() if not name.startswith("_") and name not in sys.modules}
-    assert public - set(ckptool.__all__) <= {"annotations", "api", "TYPE_CHECKING"} | {
+    assert public - set(ckptool.__all__) <= {"annotations", "TYPE_CHECKING"} | {
         module.partition(".")[2].partition(".")[0] for module in sys.modules if module.startswith("ckptool.")
     }
 
