@@ -150,11 +150,11 @@ def test_what_is_not_there(outer: Path, tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=r"there is no 'policy\.pth'") as caught:
         ckptool.open(f"{outer}!policy.pth")
     assert caught.value.next == f"ckptool inspect '{outer}!run/policy.pth'"
-    with pytest.raises(UnreadableError, match="is no zip or tar archive"):
+    with pytest.raises(UnreadableError, match="is not a zip or tar archive"):
         ckptool.open(f"{outer}!config.json!x")
     with pytest.raises(UnreadableError, match="no such file"):
         ckptool.open(tmp_path / "nowhere.zip!x.pth")
-    with pytest.raises(UnreadableError, match="no zip or tar archive"):
+    with pytest.raises(UnreadableError, match="not a zip or tar archive"):
         ckptool.open(f"{FIXTURES / 'legacy_bare.pth'}!x")
 
 
@@ -170,7 +170,7 @@ def test_a_thousand_marks(tmp_path: Path) -> None:
             file.writestr("a", data)
         data = buffer.getvalue()
     path.write_bytes(data)
-    with pytest.raises(UnreadableError, match="archives in each other"):
+    with pytest.raises(UnreadableError, match=f"more than {LIMITS.nesting} nested archives are not followed"):
         ckptool.open(f"{path}{'!a' * 20}")
     with ckptool.open(_chained(tmp_path / "few.zip", LIMITS.nesting)) as checkpoint:
         assert checkpoint.source.size == len(INNER)
@@ -189,7 +189,7 @@ def _chained(path: Path, count: int) -> str:
 
 def test_bombs(tmp_path: Path) -> None:
     bomb = zipped(tmp_path / "bomb.zip", {"a.pth": bytes(100 << 20)}, zipfile.ZIP_DEFLATED)
-    with pytest.raises(MalformedError, match="no pickle, but a bomb"):
+    with pytest.raises(MalformedError, match="a decompression bomb, not a pickle"):
         ckptool.open(f"{bomb}!a.pth")
     with pytest.raises(NotACheckpointError, match="a zip archive that holds"):
         ckptool.open(bomb)
@@ -252,7 +252,7 @@ def test_folders_links_and_sparse_members_are_no_files(tmp_path: Path) -> None:
             info.type, info.linkname = kind, "elsewhere"
             file.addfile(info)
     for name in ("link.pth", "s.pth"):
-        with pytest.raises(UnreadableError, match="is no file, or one with holes"):
+        with pytest.raises(UnreadableError, match="is not a regular file, or is a sparse one"):
             ckptool.open(f"{path}!{name}")
     assert checkpoints_in(BytesSource(path.read_bytes())) == []
 

@@ -203,7 +203,7 @@ def test_what_is_behind_the_archive_is_audited(tmp_path: Path) -> None:
         path.write_bytes(_tar(_FILES) + rest)
         report = ckptool.validate(path)
         assert "print" in [item["name"] for item in report["globals"]]
-        assert "behind the end" in str(report["checks"])
+        assert "after the end of the archive" in str(report["checks"])
 
 
 @pytest.mark.parametrize("change", ["signed sum", "size below zero", "pax size", "damaged", "prefix"])

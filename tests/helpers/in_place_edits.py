@@ -189,7 +189,7 @@ def check_edit(edit: Edit, path: Path, out: Path) -> bool:
     try:
         appended = in_place(path, edit.make)
     except RefusedError as error:
-        assert "bytes stand behind the archive" in error.what and path.read_bytes() == before.read_bytes()
+        assert "bytes follow the archive" in error.what and path.read_bytes() == before.read_bytes()
         return False
     data, old = path.read_bytes(), before.read_bytes()
     assert data[: len(old)] == old and len(data) - len(old) == appended

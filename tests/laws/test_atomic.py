@@ -151,7 +151,7 @@ def test_force_replaces_and_keeps_the_mode_of_what_it_replaces(
     out.write_bytes(b"old")
     out.chmod(mode)
     before = state(out)
-    assert strip_to(source, out, force=True) == (str(out), len(expected))
+    assert strip_to(source, out, force=True)[:2] == (str(out), len(expected))
     after = state(out)
     assert (after.data, after.mode) == (expected, mode)
     # A new file took the name: whoever has the old one open still reads the old bytes.
@@ -524,7 +524,7 @@ def test_two_savers_of_one_process_do_not_break_each_other(
     def progress(_: int) -> None:
         if not inner:
             inner.append(None)
-            inner[0] = strip_to(source, out)
+            inner[0] = strip_to(source, out)[:2]
 
     with pytest.raises(RefusedError, match="exists"):
         strip_to(source, out, progress=progress)

@@ -355,8 +355,8 @@ def decoded(script_pickle: bytes) -> Any:
 
 def word_by_word(script_pickle: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_decode, "_PHRASE", lambda *_: None)
-        patch.setattr(fast_decode, "_NATIVE", lambda *_: None)
+        patch.setattr(fast_decode, "_TORCH_SAVE", lambda *_: None)
+        patch.setattr(fast_decode, "_TORCHSCRIPT", lambda *_: None)
         return decoded(script_pickle)
 
 
@@ -375,14 +375,14 @@ def test_damaged_torchscript_read_by_phrases_is_the_same(script_pickle: bytes) -
 
 
 def test_phrases_of_torchscript_are_met(script_pickle: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, met = fast_decode._NATIVE, [0]
+    real, met = fast_decode._TORCHSCRIPT, [0]
 
     def counting(*arguments: Any) -> Any:
         found = real(*arguments)
         met[0] += found is not None
         return found
 
-    monkeypatch.setattr(fast_decode, "_NATIVE", counting)
+    monkeypatch.setattr(fast_decode, "_TORCHSCRIPT", counting)
     graph = decode(script_pickle).graph
     # The first ones have small memo numbers.
     assert met[0] > 100

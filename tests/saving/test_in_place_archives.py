@@ -94,7 +94,7 @@ def test_what_stands_behind_the_archive_refuses(more: str, tmp_path: Path) -> No
     if more == "trailing":
         path.write_bytes(path.read_bytes() + b"more")
     whole = path.read_bytes()
-    with pytest.raises(RefusedError, match="bytes stand behind the archive"):
+    with pytest.raises(RefusedError, match="bytes follow the archive"):
         in_place(path, wrapped)
     assert path.read_bytes() == whole
 
@@ -111,15 +111,15 @@ def test_bytes_behind_an_edit(more: bytes, tmp_path: Path, capsys: pytest.Captur
     assert listed["bytes"] == len(whole + more) and [v["bytes"] for v in listed["versions"]] == [3740, len(whole)]
     with pytest.raises(RefusedError, match="stand behind the last edit in place, and would be cut off"):
         ckptool.undo(path)
-    with pytest.raises(RefusedError, match="bytes stand behind the archive") as caught:
+    with pytest.raises(RefusedError, match="bytes follow the archive") as caught:
         in_place(path, wrapped)
     notes = [note for check in ckptool.validate(path)["checks"] for note in check["notes"]]
     assert {note["code"] for note in notes if note["level"] != "note"} == {"trailing-bytes"}
     assert path.read_bytes() == whole + more
     step = caught.value.next or ""
-    assert ("as a loss of power leaves them" in step) is (not more.strip(b"\0"))
+    assert ("as left by a power loss" in step) is (not more.strip(b"\0"))
     if "truncate" in step:
-        subprocess.run(["sh", "-c", step.partition(": ")[2].removesuffix(" takes them off")], check=True)
+        subprocess.run(["sh", "-c", step.partition(": ")[2].removesuffix(" removes them")], check=True)
         assert ckptool.undo(path)["output_bytes"] == 3740
         assert path.read_bytes() == (FIXTURES / "bare.pth").read_bytes()
 

@@ -341,7 +341,7 @@ def test_a_refused_edit_releases_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     shutil.copyfile(FIXTURES / "zip_trailing.pth", path)
     with ckptool.open(path) as checkpoint, path.open("rb+") as other:
-        with pytest.raises(RefusedError, match="behind the archive"):
+        with pytest.raises(RefusedError, match="bytes follow the archive"):
             ckptool.save_in_place(ckptool.wrap(checkpoint, "a"))
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

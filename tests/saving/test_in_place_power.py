@@ -121,7 +121,7 @@ def test_a_loss_of_power_at_every_instant(
                 assert lost.read_bytes() == whole
             elif found == former and state != whole:
                 seen.add("behind")  # it grew, and nothing in there tells of an edit: nothing leads there either
-                with pytest.raises(RefusedError, match="bytes stand behind the archive"):
+                with pytest.raises(RefusedError, match="bytes follow the archive"):
                     in_place(lost, to_one)
     assert tried >= (1000 if size == "large" else 250 if grain == 512 else 8) and "unfinished" in seen
 

@@ -104,7 +104,7 @@ def test_a_deflated_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest
     torch.save({f"k{number}": base[number * 4 : number * 4 + 2] for number in range(500)}, plain)
     path = deflated(plain)
     times = 0
-    inflate = elements_module.contents
+    inflate = elements_module.content_chunks
 
     def counted(*how: object) -> object:
         nonlocal times
