@@ -111,7 +111,7 @@ def test_a_folder_of_shards_is_looked_at_too(tmp_path: Path) -> None:
     last.write_bytes(data)
     with ckptool.open(tmp_path / "shards") as checkpoint:
         converted = ckptool.convert(checkpoint, "safetensors")
-        with pytest.raises(MalformedError, match="storage of c does not agree"):
+        with pytest.raises(MalformedError, match="storage of c does not match its checksum"):
             ckptool.save(converted, tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()
 

@@ -361,7 +361,7 @@ def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "noise.dat").write_bytes(bytes(range(128, 256)))
     found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
     assert isinstance(found["good.safetensors"], Candidate)
-    assert "text" in found["notes.txt"].why and "no format" in found["noise.dat"].why  # type: ignore[union-attr]
+    assert "text" in found["notes.txt"].why and "neither its name nor its content" in found["noise.dat"].why  # type: ignore[union-attr]
 
 
 # -- a part of a folder is recognized as one -------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _sizes_swapped(contents: Any) -> list[RecordContent]:
 def test_a_layout_with_the_wrong_records(
     name: str, what: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = zip_writer.fresh
+    real = zip_writer.plan_archive
 
     def broken(contents: Any) -> Plan:
         found = list(contents)
@@ -218,7 +218,7 @@ def test_a_layout_with_the_wrong_records(
             return real(_sizes_swapped(found))
         return real([*found, last] if what == "doubled" else [one for one in found if one is not last])
 
-    monkeypatch.setattr(zip_writer, "fresh", broken)
+    monkeypatch.setattr(zip_writer, "plan_archive", broken)
     (job,) = (job for job in JOBS if job.name == name)
     error = attempt(job, inputs, tmp_path)
     assert error.exit_code == 70 and any("promised" in line for line in error.report)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import CORPUS, FIXTURES, needs_corpus
-from torch_tar_files import Pickler, archive, dump, members, placeholder, typical
+from torch_tar_files import Pickler as TarPickler
+from torch_tar_files import archive, dump, members, placeholder, typical
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
@@ -95,7 +96,7 @@ def test_storages_in_the_object(tmp_path: Path) -> None:
 def test_container_ids_become_classes(tmp_path: Path) -> None:
     """torch 0.1 noted the source of classes: (class, file, source); torch takes the class."""
 
-    class Pickler(Pickler):
+    class Pickler(TarPickler):
         def persistent_id(self, obj: object) -> object:
             return (OrderedDict, "net.py", "class Net: ...") if obj == "class" else super().persistent_id(obj)
 
@@ -166,7 +167,7 @@ def test_calls_in_the_small_pickles_are_not_let_in(tmp_path: Path, capsys: pytes
     hostile = dump(1) + pickle.dumps(((_Runs(), "cpu", torch.FloatStorage)), 2)
     for name in ("storages", "tensors"):
         members(path, {**parts, name: hostile})
-        with pytest.raises(MalformedError, match="something else than numbers"):
+        with pytest.raises(MalformedError, match="something other than numbers"):
             ckptool.open(path)
         report = ckptool.validate(path)
         assert not report["valid"]
@@ -177,7 +178,7 @@ def test_calls_in_the_small_pickles_are_not_let_in(tmp_path: Path, capsys: pytes
     ("tensors", "views", "words"),
     [
         ([(11, 1, (5, 6), (6, 1), 0)], [], "reaches beyond its storage"),
-        ([(11, 9, (1,), (1,), 0)], [], "on no storage"),
+        ([(11, 9, (1,), (1,), 0)], [], "has no storage in the file"),
         ([(11, 1, (-1,), (1,), 0)], [], "negative"),
         ([(11, 1, (1 << 62,), (1,), 0)], [], "reaches beyond"),
         ([(11, 2, (1,), (1,), 0)], [(2, 1, 20, 6)], "view 2 reaches beyond"),

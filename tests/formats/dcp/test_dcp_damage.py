@@ -549,7 +549,7 @@ def test_metadata_that_cannot_be_opened_is_named(folder: Path) -> None:
 
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(MalformedError, match=r"model\.safetensors\.index\.json is no valid index of shards"):
+    with pytest.raises(MalformedError, match=r"model\.safetensors\.index\.json is not a valid index of shards"):
         ckptool.open(tmp_path)
 
 

@@ -550,4 +550,4 @@ def test_every_file_of_code_is_read(script: Path, tmp_path: Path) -> None:
                 target.writestr(name, source.read(name))
     with ckptool.open(out) as checkpoint:
         assert isinstance(checkpoint.container, TorchScript)
-        assert not checkpoint.container.code.unread and not checkpoint.container.held.guessed
+        assert not checkpoint.container.code.unread and not checkpoint.container.modules.guessed
