@@ -221,7 +221,7 @@ def test_names_that_no_header_can_hold_are_refused(shards: int, tmp_path: Path) 
 
 
 def test_a_header_too_large_to_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptool.formats.safetensors.writer.MOST_HEADER", 1000)
+    monkeypatch.setattr("ckptool.formats.safetensors.writer.MAX_HEADER", 1000)
     with pytest.raises(RefusedError, match="reads none of more than 1,000"):
         converted({"a" * 1000: torch.ones(1)}, "safetensors", tmp_path)
 

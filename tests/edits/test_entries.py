@@ -148,5 +148,5 @@ def test_real_checkpoints(path: Path, out: Path) -> None:
 def test_only_scalars_are_set() -> None:
     with ckptool.open(FIXTURES / "wrapped.pth") as checkpoint:
         for value in ((1, 2), [1], {}, object()):
-            with pytest.raises(TargetError, match="no scalar"):
+            with pytest.raises(TargetError, match="is not a scalar"):
                 ckptool.set_entry(checkpoint, "epoch", value)  # type: ignore[arg-type]

@@ -298,18 +298,18 @@ def test_salvage_passes_over_the_records_a_fixed_number_of_times() -> None:
     file = io.BytesIO()
     torch.save({f"w{number}": torch.ones(3) for number in range(50)}, file)
     cut = file.getvalue()[: len(file.getvalue()) // 2]
-    walks = []
+    scans = []
 
-    class Watched(rescue._Walk):
+    class Watched(rescue._ZipScan):
         def __init__(self, source: BytesSource) -> None:
             super().__init__(source)
             self.records = Counted(self.records)
-            walks.append(self.records)
+            scans.append(self.records)
 
-    keep, rescue._Walk = rescue._Walk, Watched  # type: ignore[misc]
+    keep, rescue._ZipScan = rescue._ZipScan, Watched  # type: ignore[misc]
     try:
         rescued = rescue_zip(BytesSource(cut))
     finally:
-        rescue._Walk = keep  # type: ignore[misc]
+        rescue._ZipScan = keep  # type: ignore[misc]
     assert 0 < len(rescued.lost) < 50
-    assert [records.passes for records in walks] and max(records.passes for records in walks) <= 4
+    assert [records.passes for records in scans] and max(records.passes for records in scans) <= 4

@@ -70,7 +70,7 @@ def folder_of(kind: str, path: Path) -> Path:
     return path
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_file_that_runs_something_is_found_wherever_it_stands(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -247,6 +247,6 @@ def rename_like(
         step = f"ckptool match {quote(checkpoint.path)} {quote(source)}"
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
     if not table:
-        what = "no key has a certain partner by its name and shape"
+        what = "no key can be matched by its name and shape"
         raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
     return by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
