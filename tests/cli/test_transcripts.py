@@ -254,8 +254,8 @@ def test_every_error_class_has_a_transcript() -> None:
     classes = {
         value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
     }
-    # ChangedError needs somebody who writes to the input at the right moment: see test_write.py.
-    # ReadBackError needs a bug: see test_readback.py.
+    # ChangedError needs somebody who writes to the input at the right moment: see laws/test_atomic.py.
+    # ReadBackError needs a bug: see formats/test_readback.py.
     assert classes - said == {errors.CkptoolError, errors.ChangedError, errors.ReadBackError}
 
 

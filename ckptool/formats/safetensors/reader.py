@@ -1,6 +1,6 @@
 """safetensors files: a header in JSON, and the bytes of contiguous tensors. Nothing in them can be run.
 
-Source: the format as huggingface/safetensors describes it; see ``safetensors_header`` for its rules.
+Source: the format as huggingface/safetensors describes it; see ``header`` for its rules.
 """
 
 from __future__ import annotations
