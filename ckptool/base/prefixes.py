@@ -17,6 +17,8 @@ WRAPPERS: Final = {
     "_fpw_module": "FullyShardedDataParallel before torch 1.13",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
+#: A part of each of them.
+_IN_ALL: Final = "mod"
 #: Wrapper segments looked at in one name: nobody nests deeper, and a name of a million segments is not followed.
 _MAX_WRAPPERS: Final = 32
 
@@ -54,11 +56,28 @@ def wrapper_prefix(names: Sequence[str]) -> Prefix:
     return Prefix(prefix, len(wrapped) if prefix else 0, total)
 
 
+class Naming(NamedTuple):
+    """The keys of a state dict in order, and what wrappers added to them; ``wrappers`` as ``wrapper_counts`` has it."""
+
+    names: list[str]
+    prefix: Prefix
+    wrappers: dict[str, int]
+
+
+def naming_of(names: list[str]) -> Naming:
+    """Look for wrappers in the keys of a state dict."""
+    return Naming(names, wrapper_prefix(names), wrapper_counts(names))
+
+
 def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     """Count the names that contain each wrapper segment, anywhere before the last segment."""
     keys = list(names)
-    tree = _NameTree(keys)
-    return dict(Counter(segment for key in keys for segment in dict.fromkeys(tree.wrappers(key))))
+    if not any(_IN_ALL in key for key in keys):
+        return {}
+    spans_in = _NameTree(keys).spans
+    return dict(
+        Counter(segment for key in keys for segment in dict.fromkeys([key[start:end] for start, end in spans_in(key)]))
+    )
 
 
 def unwrapper(names: Iterable[str]) -> Callable[[str], str]:
@@ -91,29 +110,41 @@ class _NameTree:
             known = self._wrapped[prefix] = at >= end
         return known
 
-    def _segments(self, name: str) -> list[tuple[str, bool]]:
-        """Split a name into (segment, whether it is a wrapper); the last segment is the parameter itself."""
-        segments = name.split(".")
-        flags = [False] * len(segments)
-        candidates = [number for number, segment in enumerate(segments[:-1]) if segment in WRAPPERS][:_MAX_WRAPPERS]
-        for number in candidates:
-            flags[number] = self._is_wrapped("".join([f"{segment}." for segment in segments[:number]]))
-        for number in candidates:
-            if segments[number] == "module" and flags[number] and not all(flags[:number]):
-                flags[number] = flags[number - 1] or (flags[number + 1] and segments[number + 1] != "module")
-        return list(zip(segments, flags))
-
-    def wrappers(self, name: str) -> list[str]:
-        """Return the wrapper segments of a name."""
-        if "module" not in name and "_orig_mod" not in name:
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """Return where the wrappers of a name start and end; the last segment is the parameter itself."""
+        if _IN_ALL not in name:
             return []
-        return [segment for segment, is_wrapper in self._segments(name) if is_wrapper]
+        # For tens of thousands of names: a regular expression takes three times as long.
+        candidates: list[tuple[int, int]] = []
+        end = 0
+        for _ in range(_MAX_WRAPPERS):
+            at = name.find(_IN_ALL, end)
+            end = name.find(".", at) if at >= 0 else -1
+            if end < 0:
+                break
+            start = name.rfind(".", 0, at) + 1
+            if name[start:end] in WRAPPERS and self._is_wrapped(name[:start]):
+                candidates.append((start, end))
+        spans: list[tuple[int, int]] = []
+        front = 0
+        for number, (start, end) in enumerate(candidates):
+            if start == front:
+                front = end + 1
+            elif name[start:end] == "module":
+                follows = bool(spans) and spans[-1][1] + 1 == start
+                after = candidates[number + 1] if number + 1 < len(candidates) else (-1, -1)
+                if not follows and (after[0] != end + 1 or name[after[0] : after[1]] == "module"):
+                    continue
+            spans.append((start, end))
+        return spans
 
     def unwrap(self, name: str) -> str:
         """Return the name without its wrapper segments."""
-        if "module" not in name and "_orig_mod" not in name:
-            return name
-        return ".".join(segment for segment, is_wrapper in self._segments(name) if not is_wrapper)
+        kept, at = "", 0
+        for start, end in self.spans(name):
+            kept += name[at:start]
+            at = end + 1
+        return kept + name[at:]
 
 
 def common_prefix(names: Sequence[str]) -> str:

@@ -50,9 +50,10 @@ def strip_prefix(
     strip = stripping(prefix, repeat)
 
     def remark(names: Sequence[str]) -> tuple[str, ...]:
-        still = sum(strip(name).startswith(head) for name in names)
+        stripped = [strip(name) for name in names]
+        still = sum(name.startswith(head) for name in stripped)
         notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
-        inside = [repr(name) for name in wrapper_counts(map(strip, names)) if name + "." != head]
+        inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
         return (*notes, f"{join_limited(inside)} still inside: --wrappers") if inside else notes
 
     words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"

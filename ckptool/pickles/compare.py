@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from . import opcodes as op
 from .nodes import (
@@ -51,6 +51,8 @@ _UNPAIRED: Final = [-1] * _BEFORE
 _u32 = struct.Struct("<I").unpack_from
 #: Bytes of a BINUNICODE before its text: the opcode and the length.
 _TEXT_HEAD: Final = 5
+#: Where the last answer of ``redecoded`` is kept.
+_LAST: Final = ("redecoded", -1)
 
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids: CompareIds | None = None) -> str:
@@ -264,8 +266,12 @@ def _pattern(nodes: Sequence[Node], begin: Ref, end: Ref) -> tuple[Refs, Refs, R
 def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than strings differs.
 
-    It saves a second run of ``decode``. Nodes that do not differ are the same in both.
+    It saves a second run of ``decode``. Nodes that do not differ are the same in both. The last answer is kept with
+    the graph: what was planned is read back once more.
     """
+    last = graph.cache.get(_LAST)
+    if last is not None and last[0] == data:
+        return cast(Graph, last[1])
     if op.STACK_GLOBAL in graph.refused:
         return None  # there a string decides what is named
     nodes: list[Node] = list(graph.nodes)
@@ -288,7 +294,7 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
         return None
     if original[at:] != data[begin:]:
         return None
-    return Graph(
+    made = Graph(
         nodes,
         graph.root,
         graph.style,
@@ -299,3 +305,5 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
         base=graph,
         changed=frozenset(changed),
     )
+    graph.cache[_LAST] = data, made
+    return made

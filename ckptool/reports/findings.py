@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ..base.errors import CkptoolError
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
-from ..base.prefixes import Prefix, wrapper_counts, wrapper_prefix
+from ..base.prefixes import Naming, Prefix
 from ..base.text import (
     argument,
     human_bytes,
@@ -84,11 +84,15 @@ def findings(
     account: Account,
     verdict: LoadPrediction,
     flaws: Sequence[Flaw],
+    namings: Sequence[Naming],
     map_location: MapLocation = None,
 ) -> list[Finding]:
-    """Return the findings, errors first. Devices that ``map_location`` takes care of are none."""
+    """Return the findings, errors first. Devices that ``map_location`` takes care of are none.
+
+    ``namings`` are those of the state dicts, in order.
+    """
     problems = checkpoint.container.problems
-    edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
+    edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
     edits += [*_combined(checkpoint.path, edits)]
     refused = any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
@@ -247,15 +251,11 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("process-group", "warning", message, step)
 
 
-def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
-    nodes = checkpoint.graph.nodes
-    for state_dict in checkpoint.state_dicts:
+def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:
+    for state_dict, (names, prefix, inner) in zip(checkpoint.state_dicts, namings):
         if state_dict.confidence != "high":
             continue
-        names = [str(nodes[key]) for key, _ in state_dict.items]
-        prefix = wrapper_prefix(names)
         where = f" in {state_dict.path!r}" if state_dict.path else ""
-        inner = wrapper_counts(names)
         bare = set(names)
         twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
         if prefix.keys and twins:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.map_location import MapLocation, restored_location
-from ..base.prefixes import common_prefix, wrapper_counts, wrapper_prefix
+from ..base.prefixes import Naming, common_prefix, naming_of
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import class_name, mapping, scalar
@@ -184,6 +184,8 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
     layout, container = layout_of(checkpoint)
     program = program_of(checkpoint)
     shards = sharding_summary(survey.reader, survey.tensors)
+    nodes = checkpoint.graph.nodes
+    namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     optional: _Optional = {}
     if program is not None:
         optional["program"] = dict(program.described)
@@ -201,7 +203,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "metadata": dict(checkpoint.container.metadata),
         "layout": {"kind": layout, "container": container},
         **optional,
-        "state_dicts": _state_dicts(checkpoint),
+        "state_dicts": _state_dicts(checkpoint, namings),
         "entries": _entries(checkpoint, sums),
         "devices": _devices(survey, sums, map_location),
         "dtypes": [{"dtype": share.name, "tensors": share.tensors, "bytes": share.nbytes} for share in sums.dtypes],
@@ -218,7 +220,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "weights_only": _weights_only(verdict),
         "findings": [
             cast("FindingReport", finding._asdict())
-            for finding in findings(checkpoint, sums, verdict, flaws, map_location)
+            for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)
         ],
     }
 
@@ -265,17 +267,16 @@ def _parameters(entries: Sequence[TensorEntry]) -> int:
     return sum(views.values()) + sum(entry.tensor.numel for entry in entries if not entry.tensor.storage)
 
 
-def _state_dicts(checkpoint: Checkpoint) -> list[StateDictReport]:
+def _state_dicts(checkpoint: Checkpoint, namings: Sequence[Naming]) -> list[StateDictReport]:
     entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
     for entry in checkpoint.survey.tensors:
         if entry.state_dict >= 0:
             entries[entry.state_dict].append(entry)
-    return [_state_dict(checkpoint, *pair) for pair in zip(checkpoint.state_dicts, entries)]
+    return [_state_dict(*found) for found in zip(checkpoint.state_dicts, entries, namings)]
 
 
-def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[TensorEntry]) -> StateDictReport:
-    names = [str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items]
-    prefix = wrapper_prefix(names)
+def _state_dict(state_dict: StateDict, entries: list[TensorEntry], naming: Naming) -> StateDictReport:
+    names, prefix, wrappers = naming
     distinct = {_view(entry): entry.tensor for entry in reversed(entries)}.values()
     return {
         "key": state_dict.path,
@@ -286,7 +287,7 @@ def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[Ten
         "parameters": _parameters(entries),
         "bytes": sum(tensor.own_bytes for tensor in distinct),
         "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
-        "wrappers": wrapper_counts(names),
+        "wrappers": wrappers,
         "common_prefix": common_prefix(names),
         "metadata": state_dict.metadata >= 0,
     }

@@ -84,7 +84,7 @@ class _CallChecker:
                 # Nothing is known of other globals: a class may accept it.
                 if node.filling is not None and self.name(ref) in names:
                     refusal = Refusal(f"{self.name(ref)} itself is changed, not an object made by it")
-            elif isinstance(node, Dict | Set | FrozenSet):
+            elif type(node) is Dict or type(node) is Set or type(node) is FrozenSet:
                 refusal = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
             if refusal is not None:
                 refused[ref] = refusal

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeAlias
 
-from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError
+from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
 from ..sources import Files, FileSource, Piece, Plan, Source, Span, size_of
 from ..threads import Background
 from .copying import Progress, Verifier, produce, writing
@@ -92,7 +92,13 @@ def as_planned(plan: Plan) -> Check:
             raise ReadBackError("it has another size than planned", promised=promised, read=read)
         at = 0
         for piece in plan.pieces:
-            if not _stands(piece, staged, at):
+            try:
+                stands = _stands(piece, staged, at)
+            except UnreadableError as error:
+                if error.path == staged.name and isinstance(error.__cause__, OSError):
+                    raise error.__cause__ from None  # writing failed, and the disk reports it late
+                raise
+            if not stands:
                 promised = f"{size_of(piece):,} bytes from byte {at:,} on"
                 raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
             at += size_of(piece)
