@@ -43,6 +43,9 @@ class InflatedBytes:
         self.piece: object = None
         self.data = b""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return InflatedBytes, ()  # another process inflates on its own
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:

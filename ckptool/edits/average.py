@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from shlex import quote
 from typing import Literal
@@ -20,7 +20,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
-from ..values.elements import loaded_bytes, reblocked, swapped, swapped_width
+from ..values.elements import StorageReader, reblocked, storage_reader, swapped
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
 from .storages import has_bits, storage_uses, with_plain_ids
@@ -97,8 +97,8 @@ def average(
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "ckptool slim each of them")
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        chunks = _mean_chunks(checkpoints, keys, source, nbytes, factors, dtype)
-        added[name] = Body(Computed(nbytes, chunks), nbytes)
+        readers = tuple(map(storage_reader, checkpoints, keys))
+        added[name] = Body(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"
@@ -161,24 +161,12 @@ def _layout(tensor: Tensor) -> object:
     return tensor.offset, tensor.shape, tensor.stride
 
 
-def _mean_chunks(
-    checkpoints: Sequence[Checkpoint],
-    keys: Sequence[str],
-    dtype: Dtype,
-    nbytes: int,
-    factors: Sequence[float],
-    sum_dtype: str,
-) -> Callable[[], Iterator[bytes]]:
-    width = swapped_width(checkpoints[0], keys[0])
-
-    def chunks() -> Iterator[bytes]:
-        streams = [
-            reblocked(loaded_bytes(checkpoint, key, 0, nbytes), _STEP - _STEP % dtype.itemsize)
-            for checkpoint, key in zip(checkpoints, keys)
-        ]
-        while any(parts := [next(stream, b"") for stream in streams]):
-            if len({len(part) for part in parts}) > 1:
-                raise MalformedError("a storage ends too early", path=checkpoints[0].path)
-            yield swapped(compute.mean_elements(parts, factors, dtype.name, sum_dtype), width)
-
-    return chunks
+def _means(
+    storages: Sequence[StorageReader], dtype: Dtype, nbytes: int, factors: Sequence[float], sum_dtype: str
+) -> Iterator[bytes]:
+    step = _STEP - _STEP % dtype.itemsize
+    streams = [reblocked(storage.loaded(0, nbytes), step) for storage in storages]
+    while any(parts := [next(stream, b"") for stream in streams]):
+        if len({len(part) for part in parts}) > 1:
+            raise MalformedError("a storage ends too early", path=storages[0].path)
+        yield swapped(compute.mean_elements(parts, factors, dtype.name, sum_dtype), storages[0].width)

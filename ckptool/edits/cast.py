@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
@@ -20,7 +20,7 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
-from ..values.elements import loaded_bytes, number_width, swapped, whole_chunks
+from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from ..values.torch import compute
 from .optimizers import optimizers
 from .sharded import recast_spread
@@ -86,6 +86,7 @@ def cast(
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     overflows = _OverflowCounts(checkpoint, strict)
+    width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
     before = after = tensors = tied = 0
     for name, users in uses.tensors.items():
         if name not in wanted:
@@ -105,8 +106,8 @@ def cast(
         numel = storage.nbytes // source.itemsize
         size = numel * target.itemsize
         if storage.location != "meta":
-            chunks = _cast_chunks(checkpoint, name, numel, source, target, overflows)
-            added[name] = Body(Computed(size, chunks), size)
+            parameters = storage_reader(checkpoint, name), numel, source, target, width, overflows
+            added[name] = Body(Computed(size, _cast_elements, parameters), size)
         for use in users:
             _recast(editor, use, name, numel, target)
         tensors += len(users)
@@ -183,27 +184,30 @@ def _is_in(entry: TensorEntry, paths: Sequence[str]) -> bool:
 
 
 class _OverflowCounts:
-    """Counts finite values that become infinite or NaN while values are computed, by storage."""
+    """Counts finite values that become infinite or NaN while values are computed, by storage.
+
+    ``users`` are the tensors of ``checkpoint``: their paths and storages.
+    """
 
     def __init__(self, checkpoint: Checkpoint, strict: bool) -> None:
-        self.checkpoint = checkpoint
+        survey = checkpoint.survey
+        self.path = checkpoint.path
         self.strict = strict
+        self.users = [
+            (entry.path, {part.storage for part in survey.reader.parts(entry.tensor)}) for entry in survey.tensors
+        ]
         self.counts: dict[str, int] = {}
 
     def add(self, key: str, target: Dtype, count: int) -> None:
         """Count the overflows in one piece of a storage; raise RefusedError if they are not allowed."""
         self.counts[key] = self.counts.get(key, 0) + count
         if self.strict and count:
-            what = (
-                f"{self._paths({key})[0]}: {pluralize(count, 'finite value')} would be infinite or NaN in {target.name}"
-            )
+            values = f"{pluralize(count, 'finite value')} would be infinite or NaN in {target.name}"
             step = "leave it out with --exclude, or leave out --strict"
-            raise RefusedError(what, path=self.checkpoint.path, next=step)
+            raise RefusedError(f"{self._paths({key})[0]}: {values}", path=self.path, next=step)
 
     def _paths(self, keys: set[str]) -> list[str]:
-        survey = self.checkpoint.survey
-        users = [entry for entry in survey.tensors if keys & {p.storage for p in survey.reader.parts(entry.tensor)}]
-        return [entry.path or "the tensor" for entry in users] or ["a tensor"]
+        return [path or "the tensor" for path, storages in self.users if keys & storages] or ["a tensor"]
 
     def changes(self) -> list[Change]:
         """Return the change to report once everything is computed."""
@@ -214,29 +218,20 @@ class _OverflowCounts:
         return [Change("overflow", "", len(keys), 0, f"{what}: in {join_limited(self._paths(keys), most=3)}")]
 
 
-def _cast_chunks(
-    checkpoint: Checkpoint,
-    key: str,
-    numel: int,
-    source: Dtype,
-    target: Dtype,
-    overflows: _OverflowCounts,
-) -> Callable[[], Iterator[bytes]]:
-    width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
-
-    def chunks() -> Iterator[bytes]:
-        overflows.counts[key] = 0
-        for data in whole_chunks(loaded_bytes(checkpoint, key, 0, numel * source.itemsize), source.itemsize):
-            try:
-                elements, overflowed = compute.cast_elements(data, source.name, target.name)
-            except CkptoolError as error:
-                error.path = error.path or checkpoint.path
-                raise
-            if overflowed:
-                overflows.add(key, target, overflowed)
-            yield swapped(elements, width)
-
-    return chunks
+def _cast_elements(
+    storage: StorageReader, numel: int, source: Dtype, target: Dtype, width: int, overflows: _OverflowCounts
+) -> Iterator[bytes]:
+    """Yield the elements of a storage in another dtype, in numbers of ``width`` bytes in the other byte order."""
+    overflows.counts[storage.key] = 0
+    for data in whole_chunks(storage.loaded(0, numel * source.itemsize), source.itemsize):
+        try:
+            elements, overflowed = compute.cast_elements(data, source.name, target.name)
+        except CkptoolError as error:
+            error.path = error.path or storage.path
+            raise
+        if overflowed:
+            overflows.add(storage.key, target, overflowed)
+        yield swapped(elements, width)
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:

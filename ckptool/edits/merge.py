@@ -19,7 +19,7 @@ from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
 from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children, relocated
-from ..values.elements import number_width, stored_bytes, swapped, whole_chunks
+from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from .lookup import lookup
 from .storages import with_plain_ids
 
@@ -248,9 +248,9 @@ class _Graft:
         if dtype.name == "unknown":
             what = f"storage {key!r} has another byte order, and an unknown dtype"
             raise RefusedError(what, path=self.foreign.path)
-        foreign, width = self.foreign, number_width(dtype)
+        parameters = storage_reader(self.foreign, key), number_width(dtype)
+        return Body(Computed(body.size, _swapped_storage, parameters), body.size)
 
-        def chunks() -> Iterator[bytes]:
-            return (swapped(data, width) for data in whole_chunks(stored_bytes(foreign, key), width))
 
-        return Body(Computed(body.size, chunks), body.size)
+def _swapped_storage(storage: StorageReader, width: int) -> Iterator[bytes]:
+    return (swapped(data, width) for data in whole_chunks(storage.stored(), width))

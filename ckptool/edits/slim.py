@@ -20,11 +20,11 @@ from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is
 from ..files.sources import Computed, Span
 from ..files.threads import run_in_threads
 from ..values.elements import (
+    StorageReader,
     dtype_of,
     elements,
-    stored_bytes,
+    storage_reader,
     swapped,
-    swapped_width,
     tensor_size,
     whole_chunks,
 )
@@ -158,17 +158,19 @@ def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
     assert body is not None
     if isinstance(body.piece, Span) and not body.compressed:
         return Body(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
-    return Body(Computed(size, lambda: stored_bytes(checkpoint, key, cluster.begin, size)), size)
+    part = storage_reader(checkpoint, key), cluster.begin, size
+    return Body(Computed(size, StorageReader.stored, part), size)
 
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
-    size, width = tensor_size(tensor), swapped_width(checkpoint, tensor.storage)
+    size = tensor_size(tensor)
+    return Body(Computed(size, _as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
 
-    def chunks() -> Iterator[bytes]:
-        for data in whole_chunks(elements(checkpoint, tensor), width):
-            yield swapped(data, width)
 
-    return Body(Computed(size, chunks), size)
+def _as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
+    """Yield the elements of a tensor in the byte order of the file."""
+    for data in whole_chunks(elements(storage, tensor), storage.width):
+        yield swapped(data, storage.width)
 
 
 def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
@@ -240,7 +242,7 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
 
     def digest(key: str) -> None:
         state = sha256()
-        for data in stored_bytes(checkpoint, key):
+        for data in storage_reader(checkpoint, key).stored():
             state.update(data)
         digests[key] = state.digest()
 

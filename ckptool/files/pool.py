@@ -16,7 +16,7 @@ from weakref import ref
 
 from ..base.errors import ChangedError, UnreadableError
 from ..base.limits import LIMITS
-from .sources import FileSource, open_file
+from .sources import FileSource, open_file, signature
 
 _CHANGED: Final = "the file changed while the folder was read"
 
@@ -28,7 +28,6 @@ class PooledFile(FileSource):
         super().__init__(name, fd, status)
         #: Reopened by this path, whatever the working directory is by then.
         self._path = os.path.realpath(name)
-        self._signature = _signature(status)
         self._readers = 0
         self._closed = False
         with _LOCK:
@@ -59,7 +58,7 @@ class PooledFile(FileSource):
         except UnreadableError as error:
             what = f"it was read before and cannot be reopened: {error.what}"
             raise ChangedError(what, path=self.name, next="try again when nobody changes the folder") from error
-        if _signature(status) != self._signature:
+        if signature(status) != self.signature:
             os.close(fd)
             raise self._changed(_CHANGED)
         self.fd = fd
@@ -89,7 +88,7 @@ class PooledFile(FileSource):
             status = os.stat(self._path)
         except OSError as error:
             raise self._changed(_CHANGED) from error
-        if _signature(status) != self._signature or not stat.S_ISREG(status.st_mode):
+        if signature(status) != self.signature or not stat.S_ISREG(status.st_mode):
             raise self._changed(_CHANGED)
 
     def close(self) -> None:
@@ -97,10 +96,6 @@ class PooledFile(FileSource):
             self._closed = True
             _OPEN.pop(id(self), None)
             super().close()
-
-
-def _signature(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 #: The open files, least recently used first. The lock is reentrant: garbage collection may close a file at any point.

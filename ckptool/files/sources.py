@@ -41,7 +41,8 @@ class FileSource:
         self.identity = (status.st_dev, status.st_ino)
         #: The number of its hard links.
         self.links = status.st_nlink
-        self._mtime = status.st_mtime_ns
+        #: What stays the same while nobody writes to it: (device, inode, size, time of modification in ns).
+        self.signature = signature(status)
         #: Whether it may have holes: its blocks (of 512 bytes) are fewer than its bytes, as for compressed files, too.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
 
@@ -99,7 +100,7 @@ class FileSource:
     def check_unchanged(self) -> None:
         """Raise ChangedError if somebody wrote to the file since it was opened."""
         status = os.fstat(self.fd)
-        if (status.st_size, status.st_mtime_ns) != (self.size, self._mtime):
+        if signature(status) != self.signature:
             raise self._changed("the file changed while it was read")
 
     def _changed(self, what: str) -> ChangedError:
@@ -113,6 +114,24 @@ class FileSource:
 
     def __del__(self) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A descriptor means nothing to another process: it opens the file itself, and refuses another one.
+        return _reopened, (type(self), self.name, os.path.realpath(self.name), self.signature)
+
+
+def signature(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what tells a file from a changed one: (device, inode, size, time of modification in ns)."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _reopened(kind: type[FileSource], name: str, path: str, marks: tuple[int, int, int, int]) -> FileSource:
+    """Open the file of a pickled source again; raises ChangedError if it is not the same."""
+    fd, status = open_file(path)
+    if signature(status) != marks:
+        os.close(fd)
+        raise ChangedError("the file changed since the plan was made", path=name, next="plan again")
+    return kind(name, fd, status)
 
 
 def leads_out(path: str) -> bool:
@@ -290,13 +309,19 @@ class Span(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """``size`` bytes that are computed while the output is written.
+    """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 
-    ``chunks`` yields them in order, the same ones on every call: a checksum that it keeps starts again.
+    Plain data: the operation is a function of a module, which a pickle holds by name. It yields the same bytes on
+    every call; a checksum that it keeps starts again.
     """
 
     size: int
-    chunks: Callable[[], Iterable[bytes]]
+    operation: Callable[..., Iterable[bytes]]
+    parameters: tuple[object, ...]
+
+    def chunks(self) -> Iterable[bytes]:
+        """Return the bytes, in pieces."""
+        return self.operation(*self.parameters)
 
 
 Piece: TypeAlias = "bytes | Span | Computed"

@@ -215,13 +215,13 @@ def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
         yield text
         return
     if not shape:
-        yield _text(json_number(next(numbers_in(checkpoint, how))[0]))
+        yield _text(json_number(next(numbers_in(how))[0]))
         return
     width = shape[-1]
     # The rows in a list of each outer dimension: brackets open where it begins, and close where it ends.
     rows = [prod(shape[axis:-1]) for axis in range(len(shape) - 1)]
     row = at = 0
-    for numbers in numbers_in(checkpoint, how):
+    for numbers in numbers_in(how):
         done = 0
         while done < len(numbers):
             part = numbers[done : done + width - at]

@@ -120,7 +120,7 @@ def _tensor(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> str:
     if isinstance(how, str):
         return f"{tensor_summary(tensor)} ({how})"
     try:
-        (value,) = next(numbers_in(checkpoint, how))
+        (value,) = next(numbers_in(how))
     except MalformedError:
         return f"{tensor_summary(tensor)} (its bytes are missing)"
     return f"{tensor_summary(tensor)} = {f'{value:.7g}' if isinstance(value, float) else value}"

@@ -14,7 +14,7 @@ from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.sources import FilePath
 from ..formats.opening import open_checkpoint
 from ..pickles.nodes import Ref
-from ..values.elements import elements
+from ..values.elements import elements, storage_reader
 from ..values.interpretation import numbers_in
 from ..values.npy import array_of
 from ..values.numeric import Number
@@ -58,7 +58,7 @@ class TensorValue:
             raise RefusedError(f"{name}: {how}", path=self._checkpoint.path)
         if how.of in ("values", "part"):
             raise RefusedError(f"{name} is made of other tensors ({self.tensor.kind})", path=self._checkpoint.path)
-        for piece in numbers_in(self._checkpoint, how):
+        for piece in numbers_in(how):
             yield from piece
 
     def tolist(self) -> Any:
@@ -67,12 +67,12 @@ class TensorValue:
 
     def tobytes(self) -> bytes:
         """Return its elements as they are stored, but in row-major order and little-endian."""
-        return b"".join(elements(self._checkpoint, self.tensor))
+        return b"".join(elements(storage_reader(self._checkpoint, self.tensor.storage), self.tensor))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         array = array_of(self._checkpoint, self._ref, self.path)
-        data = bytearray().join(array.chunks())
+        data = bytearray().join(array.elements.chunks())
         return {"version": 3, "shape": array.shape, "typestr": array.descr, "data": data}
 
 

@@ -14,7 +14,7 @@ from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..files.sources import FilePath
 from ..formats.opening import open_checkpoint
-from ..values.elements import elements, in_storage_order, tensor_size
+from ..values.elements import elements, in_storage_order, storage_reader, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
@@ -190,7 +190,7 @@ def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -
     rule = ElementRule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
 
     def pieces() -> Iterator[bytes]:
-        for data in elements(checkpoint, stored):
+        for data in elements(storage_reader(checkpoint, stored.storage), stored):
             yield data
             if progress:
                 progress(len(data))

@@ -21,7 +21,7 @@ from ..formats import folder_format
 from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
-from ..values.elements import dtype_of, elements, in_storage_order
+from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (
     FAIL,
@@ -287,7 +287,7 @@ def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, counts: list[int], 
 
     stored, times = in_storage_order(tensor)
     try:
-        for data in elements(checkpoint, stored):
+        for data in elements(storage_reader(checkpoint, stored.storage), stored):
             nans, infs = count_nonfinite(data, stored.dtype)
             counts[0] += nans * times
             counts[1] += infs * times

@@ -10,14 +10,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.text import salvage_step
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, InflatedBytes
 from ..checkpoint.container import Body
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
@@ -60,50 +60,80 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor._replace(shape=shape, stride=stride), times
 
 
-def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-    """Yield the bytes of a storage in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
+class StorageReader(NamedTuple):
+    """The bytes of a storage as data: all that it takes to read them, here or in another process.
 
-    Raises MalformedError where they are missing.
+    ``body`` is None where they are missing. ``width`` is that of the numbers that torch swaps, as of
+    ``swapped_width``. ``path`` is that of the checkpoint, for errors.
     """
-    body = checkpoint.body(key)
-    if body is None or begin + (size or 0) > body.size:
-        message = f"the bytes of storage {key!r} are not all in the file"
-        raise MalformedError(message, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    left = body.size - begin if size is None else size
-    if isinstance(body.piece, Span) and not body.compressed:
-        while left:
-            data = body.piece.source.read(body.piece.offset + begin, min(_CHUNK, left))
-            if not data:
-                raise MalformedError(f"storage {key!r} ends too early", path=checkpoint.path)
-            yield data
-            begin, left = begin + len(data), left - len(data)
-        return
-    for data in _cached_bytes(checkpoint, body, key) if left < body.size else _sequential(body, key):
-        if begin < len(data) and left:
-            part = data[begin : begin + left]
+
+    key: str
+    body: Body | None
+    width: int
+    path: str
+    inflated: InflatedBytes
+
+    def stored(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
+
+        Raises MalformedError where they are missing.
+        """
+        body = self.body
+        if body is None or begin + (size or 0) > body.size:
+            message = f"the bytes of storage {self.key!r} are not all in the file"
+            raise MalformedError(message, path=self.path, next=salvage_step(self.path))
+        left = body.size - begin if size is None else size
+        if isinstance(body.piece, Span) and not body.compressed:
+            while left:
+                data = body.piece.source.read(body.piece.offset + begin, min(_CHUNK, left))
+                if not data:
+                    raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
+                yield data
+                begin, left = begin + len(data), left - len(data)
+            return
+        for data in self._cached(body) if left < body.size else self._sequential(body):
+            if begin < len(data) and left:
+                part = data[begin : begin + left]
+                yield part
+                left -= len(part)
+            begin = max(begin - len(data), 0)
+        if left:
+            raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
+
+    def loaded(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes as torch has them in memory on a little-endian machine; else like ``stored``."""
+        width = self.width
+        if width == 1:
+            yield from self.stored(begin, size)
+            return
+        left = (0 if self.body is None else self.body.size - begin) if size is None else size
+        first, end = begin - begin % width, begin + left
+        for data in whole_chunks(self.stored(first, end + -end % width - first), width):
+            part = swapped(data, width)[begin - first :][:left]
             yield part
             left -= len(part)
-        begin = max(begin - len(data), 0)
-    if left:
-        raise MalformedError(f"storage {key!r} ends too early", path=checkpoint.path)
+            first = begin
+
+    def _cached(self, body: Body) -> Iterable[bytes]:
+        """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
+        if body.size > _CACHED:
+            return self._sequential(body)
+        if self.inflated.piece != body.piece:
+            self.inflated.piece, self.inflated.data = body.piece, b"".join(self._sequential(body))
+        return (self.inflated.data,)
+
+    def _sequential(self, body: Body) -> Iterable[bytes]:
+        if isinstance(body.piece, Computed):
+            return body.piece.chunks()
+        if isinstance(body.piece, bytes):
+            return (body.piece,)
+        return content_chunks(body.piece, body.size, body.compressed, f"storage {self.key}")
 
 
-def _cached_bytes(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
-    """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
-    if body.size > _CACHED:
-        return _sequential(body, key)
-    inflated = checkpoint.inflated
-    if inflated.piece != body.piece:
-        inflated.piece, inflated.data = body.piece, b"".join(_sequential(body, key))
-    return (inflated.data,)
-
-
-def _sequential(body: Body, key: str) -> Iterable[bytes]:
-    if isinstance(body.piece, Computed):
-        return body.piece.chunks()
-    if isinstance(body.piece, bytes):
-        return (body.piece,)
-    return content_chunks(body.piece, body.size, body.compressed, f"storage {key}")
+def storage_reader(checkpoint: Checkpoint, key: str) -> StorageReader:
+    """Return what reads the storage ``key``, whether an edit made its bytes or the file holds them."""
+    width = swapped_width(checkpoint, key)
+    return StorageReader(key, checkpoint.body(key), width, checkpoint.path, checkpoint.inflated)
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
@@ -160,23 +190,6 @@ def swapped_width(checkpoint: Checkpoint, key: str) -> int:
     return 1 if storage is None else number_width(storage.dtype)
 
 
-def loaded_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-    """Yield bytes of a storage as torch has them in memory on a little-endian machine; else like ``stored_bytes``."""
-    width = swapped_width(checkpoint, key)
-    if width == 1:
-        yield from stored_bytes(checkpoint, key, begin, size)
-        return
-    body = checkpoint.body(key)
-    left = (0 if body is None else body.size - begin) if size is None else size
-    first, end = begin - begin % width, begin + left
-    stored = stored_bytes(checkpoint, key, first, end + -end % width - first)
-    for data in whole_chunks(stored, width):
-        part = swapped(data, width)[begin - first :][:left]
-        yield part
-        left -= len(part)
-        first = begin
-
-
 def added_storages(
     checkpoint: Checkpoint, contents_of: Mapping[str, bytes], storages: Mapping[str, Storage]
 ) -> dict[str, Body]:
@@ -190,7 +203,7 @@ def added_storages(
     return bodies
 
 
-def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
+def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
     """Yield a tensor's elements in row-major order, little-endian, in pieces of whole elements.
 
     Memory: a few pieces; for a strided view that cannot be read in stretches (transposed and large, or in a deflated
@@ -202,29 +215,29 @@ def elements(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return
     if dtype is None:
-        raise MalformedError(f"the dtype {tensor.dtype!r} is not known", path=checkpoint.path)
+        raise MalformedError(f"the dtype {tensor.dtype!r} is not known", path=storage.path)
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
-        raise MalformedError("a tensor whose shape, strides and offset make no sense", path=checkpoint.path)
+        raise MalformedError("a tensor whose shape, strides and offset make no sense", path=storage.path)
     width = dtype.itemsize
     if dtype.packed > 1 or is_contiguous(tensor):
         begin = tensor.offset // dtype.packed * width
-        yield from whole_chunks(loaded_bytes(checkpoint, tensor.storage, begin, tensor_size(tensor)), width)
+        yield from whole_chunks(storage.loaded(begin, tensor_size(tensor)), width)
     else:
-        yield from _strided_elements(checkpoint, tensor, width)
+        yield from _strided_elements(storage, tensor, width)
 
 
-def _strided_elements(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Iterator[bytes]:
+def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Iterator[bytes]:
     stride = tensor.stride
     origin, size = tensor.offset * width, extent(tensor.shape, stride) * width
     if tensor_size(tensor) > max(LIMITS.inflated_bytes, LIMITS.inflation * size):
         message = f"a tensor of {tensor.numel:,} elements over {size:,} bytes is too large to be read"
-        raise MalformedError(message, path=checkpoint.path)
+        raise MalformedError(message, path=storage.path)
     first_block = next(_blocks(tensor.shape, stride, _CHUNK // width))[1]
-    body = checkpoint.body(tensor.storage)
+    body = storage.body
     in_stretches = body is not None and isinstance(body.piece, Span) and not body.compressed
     at_once = size <= _WINDOW or extent(first_block, stride) * width > _WINDOW or not in_stretches
     whole = bytearray()
-    for data in loaded_bytes(checkpoint, tensor.storage, origin, size) if at_once else ():
+    for data in storage.loaded(origin, size) if at_once else ():
         whole += data  # it grows with the bytes that exist: the strides may promise far more
     view = memoryview(whole)
     for offset, shape in _blocks(tensor.shape, stride, _CHUNK // width):
@@ -232,7 +245,7 @@ def _strided_elements(checkpoint: Checkpoint, tensor: Tensor, width: int) -> Ite
         if at_once:
             yield _gather(view[begin : begin + length], shape, stride, width)
         else:
-            stretch = b"".join(loaded_bytes(checkpoint, tensor.storage, origin + begin, length))
+            stretch = b"".join(storage.loaded(origin + begin, length))
             yield _gather(stretch, shape, stride, width)
 
 

@@ -16,7 +16,7 @@ from ..checkpoint.objects import callable_name, mapped_name, mapping
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.tensors import Tensor, extent
 from ..pickles.nodes import Call, Global, Graph, Ref
-from .elements import elements
+from .elements import StorageReader, elements, storage_reader
 from .numeric import Number, to_numbers
 
 #: Nested calls that are followed; torch never writes them deeper.
@@ -51,6 +51,7 @@ class Reading(NamedTuple):
     """
 
     tensor: Tensor
+    storage: StorageReader
     of: str
     negated: bool = False
     conjugated: bool = False
@@ -66,13 +67,14 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
     tensor = checkpoint.survey.reader.tensor(inner)
     if tensor is None or not tensor.storage:
         return "it is made of tensors that are made of tensors"
+    storage = storage_reader(checkpoint, tensor.storage)
     if tensor.kind == "quantized" or tensor.dtype.startswith(("qint", "quint")):
         affine = _affine(checkpoint, inner, tensor)
         if affine is None:
             return f"{tensor.dtype} without a scale that can be read"
-        reading = Reading(tensor, "dequantized", affine=affine)
+        reading = Reading(tensor, storage, "dequantized", affine=affine)
     else:
-        reading = Reading(tensor, of, *lazy_bits(checkpoint, inner))
+        reading = Reading(tensor, storage, of, *lazy_bits(checkpoint, inner))
     if tensor.dtype in _BITS:
         return "bits without a value"
     if tensor.dtype not in BY_NAME:
@@ -90,13 +92,13 @@ def excessive_repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
     return f"its {count:,} elements are {stored:,} stored ones" if count > max(_LARGE, stored * _REPEATS) else ""
 
 
-def numbers_in(checkpoint: Checkpoint, reading: Reading) -> Iterator[list[Number]]:
+def numbers_in(reading: Reading) -> Iterator[list[Number]]:
     """Yield the numbers of a tensor in row-major order, in pieces; a quantized one gives its integers.
 
     Raises MalformedError where bytes are missing.
     """
     left = reading.tensor.numel
-    for data in elements(checkpoint, reading.tensor):
+    for data in elements(reading.storage, reading.tensor):
         for at in range(0, len(data), _PIECE):
             # The last byte of a packed dtype may hold fewer numbers than it could.
             numbers = to_numbers(data[at : at + _PIECE], reading.tensor.dtype)[:left]
@@ -106,14 +108,14 @@ def numbers_in(checkpoint: Checkpoint, reading: Reading) -> Iterator[list[Number
             yield [-value for value in numbers] if reading.negated else numbers
 
 
-def resolved_bytes(checkpoint: Checkpoint, reading: Reading) -> Iterator[bytes]:
+def resolved_bytes(reading: Reading) -> Iterator[bytes]:
     """Yield the elements as torch's ``resolve_neg`` and ``resolve_conj`` give them, little-endian, in whole ones.
 
     Raises MalformedError where bytes are missing.
     """
     dtype = BY_NAME[reading.tensor.dtype]
     signs = _flipped_signs(reading, dtype)
-    for data in elements(checkpoint, reading.tensor):
+    for data in elements(reading.storage, reading.tensor):
         if signs:
             yield from (_flip(data[at : at + (1 << 20)], signs) for at in range(0, len(data), 1 << 20))
         elif reading.negated:
@@ -229,7 +231,11 @@ def _affine(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> Affine | None:
         if inner is None or inner.numel != tensor.shape[axis] or inner.numel > _SCALES:
             return None
         try:
-            values = [value for data in elements(checkpoint, inner) for value in to_numbers(data, inner.dtype)]
+            values = [
+                value
+                for data in elements(storage_reader(checkpoint, inner.storage), inner)
+                for value in to_numbers(data, inner.dtype)
+            ]
         except MalformedError:
             return None
         row = tuple(float(value) for value in values if isinstance(value, int | float))

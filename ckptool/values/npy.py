@@ -5,7 +5,7 @@ Source: ``numpy/lib/format.py``, which describes the format. Versions 1.0 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from shlex import quote
 from struct import pack
@@ -34,7 +34,7 @@ _DIMENSIONS: Final = 64
 
 
 class Array(NamedTuple):
-    """A tensor as NumPy has it: ``descr`` its type, ``size`` its bytes, ``chunks`` its elements in row-major order.
+    """A tensor as NumPy has it: ``descr`` its type, ``elements`` its bytes in row-major order.
 
     ``dtype`` is that of torch, ``widened`` the name of the type that takes its place where NumPy does not have it, ""
     otherwise.
@@ -42,8 +42,7 @@ class Array(NamedTuple):
 
     descr: str
     shape: tuple[int, ...]
-    size: int
-    chunks: Callable[[], Iterable[bytes]]
+    elements: Computed
     dtype: str
     widened: str
 
@@ -75,12 +74,12 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
         raise RefusedError(f"{label}: {repeats}", path=checkpoint.path)
     descr = _DESCRIPTIONS[widened or dtype]
     size = reading.tensor.numel * int(descr[2:])
-    return Array(descr, shape, size, lambda: _chunks(checkpoint, reading), dtype, widened)
+    return Array(descr, shape, Computed(size, _chunks, (reading,)), dtype, widened)
 
 
 def npy_plan(array: Array) -> Plan:
     """Return the file: header and elements."""
-    return Plan((_header(array.descr, array.shape), Computed(array.size, array.chunks)))
+    return Plan((_header(array.descr, array.shape), array.elements))
 
 
 def _header(descr: str, shape: tuple[int, ...]) -> bytes:
@@ -92,8 +91,8 @@ def _header(descr: str, shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY" + (pack("<BBH", 1, 0, len(text)) if short else pack("<BBI", 2, 0, len(text))) + text.encode()
 
 
-def _chunks(checkpoint: Checkpoint, reading: Reading) -> Iterator[bytes]:
-    for data in resolved_bytes(checkpoint, reading):
+def _chunks(reading: Reading) -> Iterator[bytes]:
+    for data in resolved_bytes(reading):
         for at in range(0, len(data), 1 << 20):
             yield _numpy_bytes(data[at : at + (1 << 20)], reading.tensor.dtype)
 

@@ -17,6 +17,7 @@ from ..checkpoint.sharding import Sharding, sharding
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..files.sources import Span
 from ..pickles.nodes import Ref
+from .elements import storage_reader
 from .interpretation import Affine, Reading, excessive_repeats, interpret, numbers_in
 from .numeric import Number
 
@@ -105,7 +106,8 @@ def interpret_for_display(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
     reading = interpret(checkpoint, ref)
     tensor = checkpoint.survey.reader.tensor(ref)
     if isinstance(reading, str) and tensor is not None and tensor.storage and tensor.dtype in BY_NAME:
-        return Reading(tensor, "elements") if tensor.dtype.startswith(("bits", "q")) else reading
+        bare = tensor.dtype.startswith(("bits", "q"))
+        return Reading(tensor, storage_reader(checkpoint, tensor.storage), "elements") if bare else reading
     return reading
 
 
@@ -135,7 +137,7 @@ def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> N
     if len(shape) > _NESTED or not edge:  # even the edges are too many: as if it had one dimension
         edge, shape = 0, (tensor.numel,)
     if tensor.numel <= _WHOLE:
-        values = [value for part in numbers_in(checkpoint, reading) for value in part]
+        values = [value for part in numbers_in(reading) for value in part]
         return _nested(iter(values), [list(range(size)) for size in shape])
     axes = [_edges(size, edge or _EDGE) for size in shape]
     # One tuple of indices for each number to show.
@@ -145,11 +147,11 @@ def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> N
         for place in places:
             offset = tensor.offset + sum(index * step for index, step in zip(place, strides))
             element = tensor._replace(shape=(), stride=(), offset=offset)
-            values += next(numbers_in(checkpoint, reading._replace(tensor=element)))
+            values += next(numbers_in(reading._replace(tensor=element)))
     else:
         steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         numbers = (sum(index * step for index, step in zip(place, steps)) for place in places)
-        values = list(_at(numbers_in(checkpoint, reading), numbers))
+        values = list(_at(numbers_in(reading), numbers))
     return _nested(iter(values), axes)
 
 

@@ -40,7 +40,7 @@ from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import key_listing
 from ckptool.reports.tree import tree_of
 from ckptool.safety.calls import suspicious_calls
-from ckptool.values.elements import elements
+from ckptool.values.elements import elements, storage_reader
 
 sys.path.append(str(GENERATORS))
 
@@ -111,7 +111,7 @@ def test_a_part_has_the_values_of_the_whole_at_its_indices(path: Path) -> None:
                 assert part.ranges is not None
                 tensor = checkpoint.survey.reader.tensor(part.ref)
                 assert tensor is not None
-                data = b"".join(elements(checkpoint, tensor))
+                data = b"".join(elements(storage_reader(checkpoint, tensor.storage), tensor))
                 expected = full
                 for dim, ranges in enumerate(part.ranges):
                     index = torch.tensor([at for begin, end in ranges for at in range(begin, end)], dtype=torch.int64)

@@ -21,7 +21,7 @@ import ckptool
 from ckptool import Checkpoint
 from ckptool.edits.pipeline import Step
 from ckptool.reports.validate import validation_report
-from ckptool.values.elements import elements
+from ckptool.values.elements import elements, storage_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -154,7 +154,7 @@ def test_elements_are_torchs_contiguous_bytes(state: dict[str, torch.Tensor], le
         for entry in checkpoint.survey.tensors:
             flat = rows(state[entry.key]).flatten()
             expected = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
-            assert b"".join(elements(checkpoint, entry.tensor)) == expected
+            assert b"".join(elements(storage_reader(checkpoint, entry.tensor.storage), entry.tensor)) == expected
 
 
 @laws

@@ -37,7 +37,7 @@ from crafted_files import (
 )
 
 import ckptool
-from ckptool.values.elements import stored_bytes
+from ckptool.values.elements import storage_reader
 
 
 def takes(path: Path) -> bool:
@@ -243,4 +243,4 @@ def test_every_writer_knows_what_is_deflated(edit: str, called: str, method: int
     assert (done.code, say("validate", out).code) == (0, 0), done.err
     with ckptool.open(out) as checkpoint:
         (key,) = [key for key, storage in checkpoint.survey.reader.storages.items() if storage.nbytes == len(floats)]
-        assert b"".join(stored_bytes(checkpoint, key)) == floats
+        assert b"".join(storage_reader(checkpoint, key).stored()) == floats

@@ -16,7 +16,7 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.tensors import is_contiguous
 from ckptool.values import elements as elements_module
-from ckptool.values.elements import elements, in_storage_order, tensor_size
+from ckptool.values.elements import elements, in_storage_order, storage_reader, tensor_size
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
 
@@ -57,14 +57,14 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
     width = tensor.element_size()
     with ckptool.open(deflated(path) if compressed else path) as checkpoint:
         (entry,) = checkpoint.survey.tensors
-        found = list(elements(checkpoint, entry.tensor))
+        found = list(elements(storage_reader(checkpoint, entry.tensor.storage), entry.tensor))
         assert b"".join(found) == tensor.contiguous().numpy().tobytes()
         assert all(piece and len(piece) % width == 0 for piece in found)
         if not is_contiguous(entry.tensor):
             assert all(len(piece) <= max(pieces, width) for piece in found)
         assert tensor_size(entry.tensor) == tensor.numel() * width
         stored, times = in_storage_order(entry.tensor)
-        again = b"".join(elements(checkpoint, stored)) * times
+        again = b"".join(elements(storage_reader(checkpoint, stored.storage), stored)) * times
     one, other = (
         torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else None for data in (again, b"".join(found))
     )
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_malformed(change: dict[str, object], tmp_path: Path) 
     with ckptool.open(tmp_path / "a.pth") as checkpoint:
         tensor = checkpoint.survey.tensors[0].tensor._replace(**change)  # type: ignore[arg-type]
         with pytest.raises(MalformedError):
-            list(elements(checkpoint, tensor))
+            list(elements(storage_reader(checkpoint, tensor.storage), tensor))
 
 
 # -- linear time -----------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -54,7 +53,7 @@ def stored_content(name: str, piece: Piece, size: int, crc: int | None, compress
     """
     if compressed:
         assert isinstance(piece, Span)
-        piece = Computed(size, partial(content_chunks, piece, size, True, name))
+        piece = Computed(size, content_chunks, (piece, size, True, name))
     if size and (crc is None or (compressed and not crc)):
         return checksummed(name, piece)
     return RecordContent(name, piece, crc or 0, size)
@@ -63,14 +62,14 @@ def stored_content(name: str, piece: Piece, size: int, crc: int | None, compress
 def checksummed(name: str, piece: Piece) -> RecordContent:
     """Return a record whose checksum is computed while its bytes are written."""
     crc = DeferredCrc()
+    return RecordContent(name, Computed(size_of(piece), _summed, (piece, crc)), crc, size_of(piece))
 
-    def chunks() -> Iterator[bytes]:
-        crc.value = 0
-        for data in _chunks(piece):
-            crc.value = zlib.crc32(data, crc.value)
-            yield data
 
-    return RecordContent(name, Computed(size_of(piece), chunks), crc, size_of(piece))
+def _summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
+    crc.value = 0
+    for data in _chunks(piece):
+        crc.value = zlib.crc32(data, crc.value)
+        yield data
 
 
 def _chunks(piece: Piece) -> Iterable[bytes]:
@@ -92,18 +91,22 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
         directory.append((content, at))
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
-
-    def directory_bytes() -> bytes:
-        return b"".join([directory_entry(content, place) for content, place in directory])
-
     deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
-    pieces.append(_deferred(directory_bytes) if deferred else directory_bytes())
+    pieces.append(_deferred(_directory, *directory) if deferred else _directory(*directory))
     return Plan(merged([*pieces, _end_records(len(directory), at, size_of(pieces[-1]))]))
 
 
-def _deferred(build: Callable[[], bytes]) -> Computed:
+def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose number is known now, but whose content only when they are written."""
-    return Computed(len(build()), lambda: (build(),))
+    return Computed(len(build(*parameters)), _built, (build, *parameters))
+
+
+def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:
+    return (build(*parameters),)
+
+
+def _directory(*entries: tuple[RecordContent, int]) -> bytes:
+    return b"".join([directory_entry(content, at) for content, at in entries])
 
 
 def _crc_bytes(content: RecordContent) -> int:
@@ -128,14 +131,15 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
     flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
     header = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
-    pack = _u64 if wide else _u32
-
-    def descriptor() -> bytes:
-        return b"PK\x07\x08" + _u32(_crc_bytes(content)) + pack(stored) + pack(content.size)
-
     if not stored:
         return header, b""
-    return header, _deferred(descriptor) if isinstance(content.crc, DeferredCrc) else descriptor()
+    parts = content, bool(wide)
+    return header, _deferred(_descriptor, *parts) if isinstance(content.crc, DeferredCrc) else _descriptor(*parts)
+
+
+def _descriptor(content: RecordContent, wide: bool) -> bytes:
+    pack = _u64 if wide else _u32
+    return b"PK\x07\x08" + _u32(_crc_bytes(content)) + pack(size_of(content.body)) + pack(content.size)
 
 
 def padding_field(archive: Archive, record: Record) -> bytes | None:

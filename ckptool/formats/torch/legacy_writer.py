@@ -8,7 +8,6 @@ keys of storages: torch takes addresses in memory for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Final
 
 from ...base.errors import RefusedError
@@ -20,7 +19,7 @@ from ...checkpoint.tensors import Storage, TensorReader
 from ...files.sources import Computed, Piece, Plan, merged
 from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
-from ...values.elements import loaded_bytes, swapped_width
+from ...values.elements import StorageReader, storage_reader
 from .. import repickled
 from ..losses import Loss
 from ..promises import Promise, storage_facts
@@ -152,7 +151,8 @@ def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
     if body is None or body.size != storage.nbytes or storage.location == "meta":
         what = f"the bytes of storage {quoted(storage.key)} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    if body.compressed or swapped_width(checkpoint, storage.key) > 1:
-        yield Computed(body.size, partial(loaded_bytes, checkpoint, storage.key))
+    reader = storage_reader(checkpoint, storage.key)
+    if body.compressed or reader.width > 1:
+        yield Computed(body.size, StorageReader.loaded, (reader,))
     else:
         yield body.piece

@@ -58,7 +58,7 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
         return plan_archive([*contents, RecordContent(name, kept, zlib.crc32(kept), len(kept))])
-    identity = Computed(_ID_DIGITS, lambda: (_identity(contents),))
+    identity = Computed(_ID_DIGITS, _identity, tuple(contents))
     return plan_archive([*contents, checksummed(name, identity)])
 
 
@@ -112,7 +112,7 @@ def _record(root: str, name: str, data: bytes) -> RecordContent:
     return RecordContent(f"{root}/{name}", data, zlib.crc32(data), len(data))
 
 
-def _identity(contents: list[RecordContent]) -> bytes:
+def _identity(*contents: RecordContent) -> tuple[bytes]:
     """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
     from hashlib import sha256  # OpenSSL takes milliseconds to load
 
@@ -120,7 +120,7 @@ def _identity(contents: list[RecordContent]) -> bytes:
     for content in contents:
         crc = content.crc.value if isinstance(content.crc, DeferredCrc) else content.crc
         digest.update(f"{content.name}:{crc:08x}:{content.size};".encode())
-    return b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS)
+    return (b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS),)
 
 
 def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:

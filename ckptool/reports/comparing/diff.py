@@ -14,7 +14,7 @@ from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.tensors import Tensor
 from ...files.sources import FilePath, FileSource
 from ...formats.opening import open_checkpoint
-from ...values.elements import dtype_of
+from ...values.elements import dtype_of, storage_reader
 from ...values.interpretation import Reading, lazy_bits
 from ..json_values import json_value
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
@@ -418,7 +418,7 @@ class _ValueComparison:
             # One may hold resolved what the other negates or conjugates lazily.
             lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
             readings = tuple(
-                Reading(tensor, "elements", *lazy_bits(side, ref))
+                Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
                 for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
             )
             marks: tuple[object, ...] = (mark_of(a), mark_of(b), *readings)

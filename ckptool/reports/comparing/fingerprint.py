@@ -37,7 +37,7 @@ from ...files.sources import FilePath, Span
 from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import open_checkpoint
 from ...pickles.nodes import Ref
-from ...values.elements import elements, tensor_size
+from ...values.elements import elements, storage_reader, tensor_size
 from .places import Place, Side, side_of
 from .tensors import Mark, has_values, mark_of, raw_elements, tensor_attributes
 
@@ -153,7 +153,8 @@ class Digests:
         checkpoint = self.side.checkpoint
         digest = sha256()
         raw = raw_elements(checkpoint, tensor)
-        for data in elements(checkpoint, tensor) if raw is None else read_blocks(Span(*raw)):
+        storage = storage_reader(checkpoint, tensor.storage)
+        for data in elements(storage, tensor) if raw is None else read_blocks(Span(*raw)):
             digest.update(data)
             if self.progress:
                 with self.lock:

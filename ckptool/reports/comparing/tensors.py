@@ -21,7 +21,7 @@ from ...checkpoint.tensors import Tensor, is_contiguous
 from ...files.sources import FileSource, Span
 from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Global, Instance, Node, Ref
-from ...values.elements import dtype_of, elements, reblocked, swapped_width, tensor_size
+from ...values.elements import dtype_of, elements, reblocked, storage_reader, swapped_width, tensor_size
 from ...values.interpretation import Reading, resolved_bytes
 from .places import Side
 
@@ -163,7 +163,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> Iterator[bytes]:
-    return reblocked(elements(checkpoint, tensor), size)
+    return reblocked(elements(storage_reader(checkpoint, tensor.storage), tensor), size)
 
 
 # -- bit for bit
@@ -280,8 +280,7 @@ class _BitComparison:
         left, right = self.pairs[number]
         at = 0
         if number in self.readings:
-            both = zip((self.a, self.b), self.readings[number])
-            blocks = [reblocked(resolved_bytes(side, how), READ_SIZE) for side, how in both]
+            blocks = [reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number]]
         else:
             blocks = [_blocks(self.a, left), _blocks(self.b, right)]
         for ours, theirs in zip_longest(*blocks, fillvalue=b""):
