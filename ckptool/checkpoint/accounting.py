@@ -13,7 +13,7 @@ from .tensors import Tensor, extent, view_id
 class Share(NamedTuple):
     """The tensors (at every path) and bytes (once) of one device or dtype.
 
-    ``others`` are those of its bytes that are in storages without a tensor here, such as the constants of a program.
+    ``others`` are the bytes among them in storages without a tensor here, such as the constants of a program.
     """
 
     name: str

@@ -7,7 +7,7 @@ In a checkpoint of 200,000 tensors nine tenths of the pickle are one pattern of 
 
 with a LONG_BINPUT after everything that can be shared. One regular expression reads it, where the loop would turn once
 for each instruction. The pattern has no meaning here: ``read_pattern`` adds the nodes that the loop of ``decode`` would
-have added, number for number, or declines, and the loop goes on as if it had not been asked. So whatever is in any way
+have added, number for number, or declines, and the loop goes on as if nothing had been tried. So whatever is in any way
 unusual (the first tensors, small memo indices, scalars, other protocols, hostile files) is left to the loop.
 ``fast_encode`` is the other direction.
 
@@ -117,14 +117,14 @@ def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
 
 
 def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Do the same for the pickler of TorchScript."""
+    """Read the pattern as the pickler of TorchScript writes it; see ``read_pattern``."""
     match = _TORCHSCRIPT(machine.data, pos)
     if match is None or match.end() > stop:
         return -1
     start, key, put, key_get, device, put2, get, size, put3, offset, shape, strides, end = match.groups()
     nodes, memo = machine.nodes, machine.memo
     count = len(memo)
-    puts = [one for one in (put, put2, put3) if one is not None]
+    puts = [number for number in (put, put2, put3) if number is not None]
     if b"".join(puts) != _u32s[len(puts) - 1](*range(count, count + len(puts))):
         return -1
     parts = (start, get, size, offset, shape, strides, end)
@@ -160,11 +160,7 @@ def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> i
         if len(steps) < 4:
             forms[second] = 0x74
     hook = len(nodes)
-    nodes += (
-        Call(0x52, hooks, no_args),
-        (storage, begin, first, second, flag, hook),
-        Call(0x52, function, hook + 1),
-    )
+    nodes += (Call(0x52, hooks, no_args), (storage, begin, first, second, flag, hook), Call(0x52, function, hook + 1))
     return match.end()
 
 
@@ -175,7 +171,7 @@ def _device(machine: Machine, code: bytes) -> str:
 
 
 def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
-    """Look up what the instructions push; None where one of them pushes something new or unusual."""
+    """Look up what the instructions push; return None if one of them pushes something new or unusual."""
     refs = [
         [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
     ]

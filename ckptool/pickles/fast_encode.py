@@ -25,7 +25,7 @@ _long_binput = Struct("<BI").pack
 
 
 class _Template(NamedTuple):
-    """What many tensors have in common, and the packer that key, device and memo indices go into.
+    """The bytes that many tensors have in common, and the packer that inserts key, device and memo indices.
 
     ``start`` comes before the key, ``middle`` before the device, each of the others before a memo index.
     """
@@ -40,7 +40,7 @@ class _Template(NamedTuple):
 
 
 class PatternWriter:
-    """Writes the patterns of one run of ``encode``, whose ``nodes``, ``memo`` and ``codes`` it shares."""
+    """Writer of the patterns of one run of ``encode``, whose ``nodes``, ``memo`` and ``codes`` it shares."""
 
     def __init__(self, nodes: Sequence[Node], memo: array[int], codes: list[bytes | None]) -> None:
         self.nodes = nodes

@@ -14,20 +14,7 @@ from typing import Final
 
 from . import opcodes as op
 from .machine import Machine
-from .nodes import (
-    Buffer,
-    ByteArray,
-    Call,
-    Dict,
-    Extension,
-    FrozenSet,
-    Global,
-    Instance,
-    List,
-    Node,
-    Persistent,
-    Set,
-)
+from .nodes import Buffer, ByteArray, Call, Dict, Extension, FrozenSet, Global, Instance, List, Node, Persistent, Set
 
 _i32 = Struct("<i").unpack
 _u64 = Struct("<Q").unpack
