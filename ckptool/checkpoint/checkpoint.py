@@ -53,7 +53,7 @@ class Checkpoint:
     come before those of the container. ``needs_relayout``: the file must get a new layout, because storages were
     added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
     ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
-    when the file is laid out anew, ``target`` the format to write it in, None for that of its file.
+    in a new layout, ``target`` the format to write it in, None for that of its file.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Checkpoint:
     root: str = ""
     target: Target | None = None
     tolerant: bool = False
-    #: What torch makes of the storages that the file describes in two ways; known after the first edit.
+    #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
     first_descriptions: Mapping[str, Storage] = field(default_factory=dict)
     inflated: InflatedBytes = field(default_factory=InflatedBytes)
 
@@ -122,9 +122,9 @@ class Checkpoint:
         ``tolerating``.
         """
         if self._survey.unfollowed and not self.tolerant:
-            what = next(iter(self._survey.unfollowed.values()))
+            text = next(iter(self._survey.unfollowed.values()))
             step = f"ckptool validate {argument(self.path)} says more"
-            raise UnreadableError(f"{what}, which ckptool does not follow", path=self.path, next=step)
+            raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 
     @property
@@ -150,7 +150,7 @@ class Checkpoint:
         """
         first = self.first_descriptions
         if self.graph is self.container.graph:
-            # This raises for what is not followed: nothing is known to be unused there.
+            # This raises for what is not followed, because then no storage is known to be unused.
             reader = self.survey.reader
             first = {key: reader.storages[key] for key in reader.disagreeing}
         if first:
@@ -222,8 +222,8 @@ def _check_first(first: Mapping[str, Storage], graph: Graph, path: str) -> None:
         left.discard(used.key)
         was, now = first[used.key], storage_mention(graph, ref)
         if now != (was.cls, was.numel):
-            what = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
-            raise RefusedError(what, path=path)
+            message = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
+            raise RefusedError(message, path=path)
 
 
 def _with_files(source: Source) -> tuple[Source, ...]:

@@ -115,12 +115,13 @@ class FoundPickle(NamedTuple):
 class Traits(NamedTuple):
     """The facts about a format, as data, so that no code asks for its name.
 
-    ``pickled``: there is a pickle, that is, torch.load may run something. ``unsummed``: what has no checksums, in
-    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a folder, or what it
-    is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with another
-    pickle. ``former``: its name in messages if an edit turns it into a zip. ``in_a_row``: the storages follow the
-    pickles one after the other, in an order of their own. ``sharded``: a folder of weights, which an edit may put into
-    one file, by its name. ``named``: the root is a mapping of tensors by name, and the names may be any text.
+    ``pickled``: there is a pickle, so torch.load may run something. ``unsummed``: the files without checksums, in
+    words, "" if there are checksums. ``loads``: the argument of torch.load: the "file", "each file" of a folder, or the
+    result if the file must be "converted". ``written``: how an edit writes it, by the name of a ``Target``; "same" is
+    the file with another pickle. ``former``: its name in messages if an edit turns it into a zip. ``in_a_row``: the
+    storages follow the pickles one after the other, in an order of their own. ``sharded``: a folder of weights, which
+    an edit may put into one file, by its name. ``named``: the root is a mapping of tensors by name, and the names may
+    be any text.
     """
 
     pickled: bool = True
@@ -163,7 +164,7 @@ class Container:
     #: The texts beside the tensors: ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
-    #: Why storages that should be there are not, by key: of what was rescued from a damaged file.
+    #: The reasons why storages are missing, by key, in an object rescued from a damaged file.
     lost: Mapping[str, str] = MappingProxyType({})
 
     #: Defects and oddities of the container; the code that opens it may add more.
@@ -171,7 +172,7 @@ class Container:
 
     @property
     def pickle(self) -> bytes:
-        """The bytes of the object, up to its STOP at least; what ``torch.save`` would write where there are none."""
+        """The pickle of the object, up to its STOP at least; without one, what ``torch.save`` would write."""
         return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:

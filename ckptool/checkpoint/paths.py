@@ -339,12 +339,16 @@ class _PathParser:
         self.at += len(text)
         return True
 
+    def expect(self, text: str) -> None:
+        """Skip this text; raise TargetError if the rest does not begin with it."""
+        if not self.skip(text):
+            raise self.error()
+
     def step(self, first: bool) -> PathStep:
         if self.skip("["):
             number = self.take(_CHILD_NUMBER)
             text, value = (number, NO_VALUE) if number else self.key(_MAX_DEPTH)
-            if not self.skip("]"):
-                raise self.error()
+            self.expect("]")
             plain = isinstance(value, str) and _PLAIN_KEY.match(value)
             return PathStep(f".{value}" if plain else f"[{text}]", value)
         text = self.take(_IN_PARENTHESES) or ""
@@ -403,11 +407,9 @@ class _PathParser:
     def frozenset(self, depth: int) -> tuple[str, Any]:
         if self.skip(")"):
             return "frozenset()", frozenset()
-        if not self.skip("{"):
-            raise self.error()
+        self.expect("{")
         texts, values = self.parts("}", depth)
-        if not self.skip(")"):
-            raise self.error()
+        self.expect(")")
         return _frozenset_text(texts), NO_VALUE if NO_VALUE in values else frozenset(values)
 
     def parts(self, end: str, depth: int) -> tuple[list[str], list[Any]]:
@@ -418,8 +420,7 @@ class _PathParser:
             texts.append(text)
             values.append(value)
             if not self.skip(","):
-                if not self.skip(end):
-                    raise self.error()
+                self.expect(end)
                 break
             self.skip(" ")
         return texts, values

@@ -70,7 +70,7 @@ def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | 
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
-    """Return where the entry at a path is or would be; None if there is no mapping to hold it."""
+    """Return the slot of the entry at a path, existing or not; None without a mapping to hold it."""
     steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")

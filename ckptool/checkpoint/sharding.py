@@ -191,7 +191,7 @@ class Sharding(NamedTuple):
 
 
 class ShardingSummary(NamedTuple):
-    """The sharded tensors of a file: how many, how many of them not whole, their kinds, ranks and meshes."""
+    """The sharded tensors of a file: their number, the number that is not whole, their kinds, ranks and meshes."""
 
     tensors: int
     partial: int

@@ -43,8 +43,8 @@ class Tensor(NamedTuple):
 
     ``kind``: dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged,
     meta, wrapper (a subclass that holds other tensors) or opaque.
-    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () where there
-    are no strides. ``storage`` is the key of its storage, "" without one of its own.
+    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () without
+    strides. ``storage`` is the key of its storage, "" without one of its own.
     ``cls`` is the subclass or "Parameter", "" for a plain tensor. ``parts`` are the tensors inside.
     """
 

@@ -8,7 +8,7 @@ torch.load gives. Code that relies on them gets an error (``Checkpoint.survey``)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
@@ -62,7 +62,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             else:
                 usual = args == ()
             if not usual or node.filling is not None:
-                text = _call_text(graph, reader, ref, node, name, copies, changed)
+                text = _call_text(graph, reader, ref, node, name, copies)
                 if text:
                     texts[ref] = text
         elif type(node) is Persistent:
@@ -70,16 +70,16 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
                 parts.add(node.pid)
             if storage(ref) is None:
                 if _is_unread(graph, node):
-                    texts[ref] = "a storage is named in a way that no torch writes"
+                    texts[ref] = "a storage is described in a way that no version of torch writes"
             elif node.filling is not None and (node.items or node.pairs or node.states):
-                texts[ref] = "a storage is changed after it was made"
+                texts[ref] = "a storage is changed after it is created"
     if graph.refused.get(op.NEXT_BUFFER):
         text = "the pickle takes bytes from outside of the file"
         texts.update((ref, text) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
     if copies:
         texts.update(_shared_or_changed(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
-    text = "the id of a storage, or what a tensor is made of, is a value as well"
+    text = "the id of a storage, or an argument of a tensor, is used as a value, too"
     if parts:
         texts.update((ref, text) for ref in _values(nodes, parts) if nodes[ref] != ())
     return texts
@@ -125,13 +125,7 @@ def _is_watched(name: str) -> bool:
 
 
 def _call_text(
-    graph: Graph,
-    reader: TensorReader,
-    ref: Ref,
-    node: Call,
-    name: str,
-    copies: list[tuple[Ref, Call]],
-    changed: KeysView[Ref],
+    graph: Graph, reader: TensorReader, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]]
 ) -> str:
     """Describe what is not followed in a call, or return ""; add a call that copies its argument to ``copies``."""
     args = graph.nodes[node.args]
@@ -139,35 +133,36 @@ def _call_text(
         return "a tensor becomes one of another dtype when it is read"
     if name in _COPYING:
         if _takes_apart(graph, reader, node):
-            return "a container is made of the elements of a tensor"
+            return "a container is made from the elements of a tensor"
         if args and type(args) is tuple:
             copies.append((ref, node))
         return _mapping_text(graph, node, name, args) if name in MAPPING_CLASSES else ""
     if name in _PARAMETERS and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
-        return "a parameter is made without a tensor"
+        return "a parameter is created without a tensor"
     if name in OLD_PARAMETERS:
         if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
-            return "a parameter is changed after it was made"
+            return "a parameter is changed after it is created"
         return ""
     if node.filling is not None and (node.items or node.pairs or node.states):
-        return "a tensor is changed after it was made"
+        return "a tensor is changed after it is created"
     if name.endswith("Tensor"):
-        return f"a tensor is made by {name}"
+        return f"a tensor is created by {name}"
     if type(args) is not tuple:
         return ""
     if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, args[3]):
-        return "an attribute of a tensor is set that is more than a name"
-    is_late = not changed.isdisjoint(args) and any(graph.filled_at.get(arg, 0) > ref for arg in args)
-    return "what a tensor is made of is changed afterwards" if is_late else ""
+        return "a special attribute of a tensor is set"
+    changed = graph.filled_at
+    is_late = not changed.keys().isdisjoint(args) and any(changed.get(arg, 0) > ref for arg in args)
+    return "an argument of a tensor is changed after the call" if is_late else ""
 
 
 def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     short = name.rpartition(".")[2]
     is_empty = args == () or (short == "defaultdict" and type(args) is tuple and len(args) == 1)
     if not is_empty and initial_pairs(graph, node) is None:
-        return f"a mapping is made of something other than pairs: {short}(...)"
+        return f"a mapping is made from something other than pairs: {short}(...)"
     if node.items:
-        return f"a mapping is filled as a list: {short}"
+        return f"a mapping is filled like a list: {short}"
     if node.states and short == "OrderedDict":
         if len(node.states) > 1:
             return "a mapping is built twice"
@@ -217,5 +212,5 @@ def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict
     uses: Counter[Ref] = Counter()
     for other in nodes if wanted else ():
         uses.update(wanted.intersection(children(other)))
-    text = "a mapping is made of one that is used elsewhere too"
+    text = "a mapping is made from one that is used elsewhere, too"
     return {ref: text for ref, content in contents.items() if uses[content] > 1} | changed

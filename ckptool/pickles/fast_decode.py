@@ -176,16 +176,13 @@ def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template
         [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
     ]
     (word, cls), get, (size,), (offset,), shape, strides, (flag, hooks, no_args) = refs
-    if not (_takes_all(parts[4], shape) and _takes_all(parts[5], strides)) or any(
-        ref < 0 for row in refs for ref in row
-    ):
-        return None
-    if type(machine.nodes[hooks]) is not Global:
+    known = all(ref >= 0 for row in refs for ref in row) and type(machine.nodes[hooks]) is Global
+    if not (known and _takes_all(parts[4], shape) and _takes_all(parts[5], strides)):
         return None
     if len(machine.templates) >= _MAX_TEMPLATES:
         machine.templates.clear()
     device = get[0] if get else -1
-    template = Template(word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args)
+    template = word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args
     machine.templates[parts] = template
     return template
 
@@ -196,7 +193,7 @@ def _takes_all(code: bytes | None, refs: list[Ref]) -> bool:
 
 
 def _pushed(machine: Machine, instruction: bytes) -> Ref:
-    """Return what an instruction pushes; -1 if there is no such node yet."""
+    """Return the node that an instruction pushes, -1 if it is not there yet."""
     code, value = instruction[0], int.from_bytes(instruction[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
         return machine.get(value) if value < len(machine.memo) and machine.memo[value] >= 0 else -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ..base.errors import PickleError, TruncatedPickleError
 from ..base.limits import Limits
@@ -27,22 +27,10 @@ _AFTER_EVERY_CALL: Final = 1 << 62
 _NUMBERS: Final = array("Q")
 
 
-class Template(NamedTuple):
-    """The references that many repetitions of the pattern of ``fast_decode`` have in common.
-
-    ``device`` is -1 where each of them has a string of its own.
-    """
-
-    word: Ref
-    cls: Ref
-    device: Ref
-    size: Ref
-    offset: Ref
-    shape: tuple[Ref, ...]
-    strides: tuple[Ref, ...]
-    flag: Ref
-    hooks: Ref
-    no_args: Ref
+#: The references that many repetitions of the pattern of ``fast_decode`` have in common: of "storage", the class, the
+#: device (-1 where each has a string of its own), size, offset, the numbers of the shape and of the strides,
+#: requires_grad, the class of the hooks and its arguments.
+Template: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
 
 
 class Machine:

@@ -219,11 +219,9 @@ class Style:
     ``memoize_late``  whether results of NEWOBJ are memoized after their BUILD, as TorchScript's pickler does.
     """
 
-    def __init__(
-        self, protocol: int = 2, *, header: bool = True, framed: bool = False, dialect: int | None = None
-    ) -> None:
+    def __init__(self, protocol: int = 2, *, header: bool = True, framed: bool = False, dialect: int = -1) -> None:
         self.protocol = protocol
-        self.dialect = protocol if dialect is None else dialect
+        self.dialect = protocol if dialect < 0 else dialect
         self.header = header
         self.framed = framed
         self.memo_base = 0

@@ -1,4 +1,4 @@
-"""The arguments that torch's functions and the classes on its list take, and so the calls that fail.
+"""Checks of the arguments of torch's functions and of the classes on its list, to predict the calls that fail.
 
 ``_RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
 them together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
@@ -107,7 +107,7 @@ class _CallChecker:
         return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
-        """Return whether it is a tensor like nearly all others, which needs no further check."""
+        """Return whether it is a tensor of the usual sort, which needs no further check."""
         args = self.nodes[node.args]
         if type(args) is not tuple or len(args) != 6:
             return False
@@ -185,7 +185,7 @@ class _CallChecker:
         return None
 
     def attributes(self, ref: Ref) -> Sequence[tuple[Ref, Ref]] | None:
-        """Return the items of a dict with strings as keys, nothing for an empty value; None for what is refused."""
+        """Return the items of a dict whose keys are strings, () for an empty value, None for a refused node."""
         node = self.nodes[ref]
         if node in (None, 0, "", b"", ()) or (isinstance(node, List | Set) and not node.items):
             return ()
@@ -291,7 +291,7 @@ class _CallChecker:
         return text if type(text) is str else ""
 
     def ints(self, ref: Ref) -> tuple[int, ...] | None:
-        """Return the numbers of a size: a tuple, list or torch.Size of them."""
+        """Return the numbers in a tuple, list or torch.Size; None for another node."""
         node = self.nodes[ref]
         if isinstance(node, Call) and self.name(node.func) == "torch.Size":
             args = elements(self.nodes[node.args])

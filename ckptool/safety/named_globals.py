@@ -37,7 +37,7 @@ class NamedGlobal(NamedTuple):
 
 
 def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGlobal]:
-    """Return the globals of all pickles, each once a pickle, in the order of the file."""
+    """Return the globals of all pickles, each once per pickle, in the order of the file."""
     listed = allowed(torch) | registered(torch)
     return [item for where, graph in _graphs(pickles) for item in _globals(graph.nodes, where, listed)]
 
@@ -71,7 +71,7 @@ def _spelling(node: Node) -> tuple[str, str] | None:
 
 
 def is_name(item: NamedGlobal) -> bool:
-    """Return whether Python could have such a name: not ``LongStor!ge``, nor ``OrderedDigt`` in ``collections``."""
+    """Return whether such a name can exist in Python: not ``LongStor!ge``, nor ``OrderedDigt`` in ``collections``."""
     if item.module == _EXTENSION:
         return True
     words = (*item.module.split("."), *item.name.split("."))

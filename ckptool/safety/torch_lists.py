@@ -105,7 +105,7 @@ VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
 
 
 class Rules(NamedTuple):
-    """The rules beside the lists in which versions differ; in 2.13 all but ``calls_storages`` are true.
+    """The rules, beside the lists, in which versions differ; in 2.13 all but ``calls_storages`` are true.
 
     ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
     Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
@@ -142,7 +142,7 @@ def registered(version: str) -> frozenset[str]:
 
 @cache
 def refused_opcodes(version: str) -> frozenset[int]:
-    """Return the opcodes of pickle that the restricted unpickler does not know; torch 1.13 cannot read a float."""
+    """Return the opcodes that the restricted unpickler does not know; torch 1.13 cannot read a float."""
     return frozenset(op.NAMES) - op.ACCEPTED | (frozenset() if _since(version, "2.0") else {op.BINFLOAT})
 
 

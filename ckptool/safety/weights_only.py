@@ -22,7 +22,7 @@ from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, r
 #: Modules that stay refused whatever the user lists.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
-#: The beginning of the rule that stops torch.load at safetensors under another name.
+#: The first words of the rule that stops torch.load at safetensors under another name.
 MISNAMED: Final = "safetensors under another name"
 
 #: The rule that stops torch.load in both modes: it decodes them strictly unless the caller names another encoding
@@ -89,7 +89,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
 def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
     """Return why torch.load does not pass safetensors on to its library, or "".
 
-    It does so by the name of a file alone (torch/serialization.py, ``load``).
+    It decides by the name of the file alone (torch/serialization.py, ``load``).
     """
     for problem in checkpoint.container.problems:
         if problem.refused:
