@@ -10,6 +10,11 @@ from shlex import quote
 from .limits import LIMITS
 
 
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, for long sets of names in the code."""
+    return frozenset(text.split())
+
+
 def human_bytes(size: int) -> str:
     """Format bytes as ``512 bytes``, ``26.1 kB``, ``2.00 GB``: powers of ten, three digits."""
     if size < 1000:

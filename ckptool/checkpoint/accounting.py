@@ -13,7 +13,7 @@ from .tensors import Tensor, extent, view_id
 class Share(NamedTuple):
     """The tensors (at every path) and bytes (once) of one device or dtype.
 
-    ``others`` are those of its bytes that are in storages without a tensor here, such as the constants of a program.
+    ``others`` are the bytes among them in storages without a tensor here, such as the constants of a program.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The sums. ``entry_bytes`` are the bytes of the storages that a top-level entry mentions first, by its number.
+    """The sums. ``entry_bytes`` are the bytes of the storages first mentioned by a top-level entry, by its number.
 
     ``wasteful`` are storages with unused bytes as (path, bytes used, bytes), the largest waste first.
     """
@@ -95,16 +95,10 @@ def account(survey: Survey) -> Account:
             unused += waste
             wasteful.append((first[key], nbytes - waste, nbytes))
     wasteful.sort(key=lambda item: item[1] - item[2])
-    return Account(
-        [Share(name, located.get(name, 0), size, others[name]) for name, size in devices.items()],
-        [Share(name, number, size) for name, (number, size) in typed.items()],
-        entry_bytes,
-        entry_tensors,
-        total,
-        unused,
-        sum(number > 1 for number in users.values()),
-        wasteful,
-    )
+    by_device = [Share(name, located.get(name, 0), size, others[name]) for name, size in devices.items()]
+    by_dtype = [Share(name, number, size) for name, (number, size) in typed.items()]
+    shared = sum(number > 1 for number in users.values())
+    return Account(by_device, by_dtype, entry_bytes, entry_tensors, total, unused, shared, wasteful)
 
 
 def distinct_elements(tensor: Tensor) -> int:

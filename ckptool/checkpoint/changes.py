@@ -1,4 +1,4 @@
-"""What an edit did, for reports."""
+"""The record of what an edit did, for reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 
 class Change(NamedTuple):
-    """What an edit did at one path.
+    """One change by an edit at one path.
 
     ``edit`` is its name ("strip-prefix", "add-prefix", "remap"); ``number`` how many things changed and ``kept`` how
     many of the same sort did not; ``what`` is the description, ``notes`` are remarks.

@@ -1,4 +1,4 @@
-"""The domain record: a checkpoint is a graph, the container it came from, and what a walk finds in it."""
+"""The domain record: a checkpoint is a graph, the container it came from, and the survey of a walk over it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
 
 
 class Target(NamedTuple):
-    """The format of the output: its name, the state dict that goes in where it holds one, what becomes of tensors that
-    share memory ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` are the most bytes of a shard
-    of a folder, 0 for a single file; ``stem`` and ``variant`` are what its files are called, "" for the usual."""
+    """The format of the output: its name, the state dict that goes in where it holds one, how tensors that share memory
+    are written ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` is the maximum size of a shard
+    in bytes, 0 for a single file; ``stem`` and ``variant`` are parts of its file names, "" for the usual ones."""
 
     format: str
     key: str = ""
@@ -49,14 +49,14 @@ class InflatedBytes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
-    """One checkpoint, metadata only. An edit gives another record over the same bytes.
+    """One checkpoint, metadata only. An edit returns another record over the same bytes.
 
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it; ``changes`` what the
-    edits did since it was opened, in their order. ``added`` are the storages that an edit made, by their keys: they
-    come before those of the container. ``needs_relayout``: the file must be laid out anew, because storages came or
-    went or the container cannot be carried over. ``extra_sources`` are the other files that bytes come from;
-    ``deferred_changes`` give what is known only once the bytes were computed. ``root`` is the folder of the records
-    when the file is laid out anew, ``target`` the format to write it in, None for that of its file.
+    edits have done since it was opened, in order. ``added`` are the storages that an edit made, by their keys: they
+    come before those of the container. ``needs_relayout``: the file must get a new layout, because storages were
+    added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
+    ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
+    in a new layout, ``target`` the format to write it in, None for that of its file.
     """
 
     path: str
@@ -71,7 +71,7 @@ class Checkpoint:
     root: str = ""
     target: Target | None = None
     tolerant: bool = False
-    #: What torch makes of the storages that the file describes in two ways; known after the first edit.
+    #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
     first_descriptions: Mapping[str, Storage] = field(default_factory=dict)
     inflated: InflatedBytes = field(default_factory=InflatedBytes)
 
@@ -90,22 +90,22 @@ class Checkpoint:
 
     @property
     def traits(self) -> Traits:
-        """What there is to know of its format."""
+        """The facts about its format."""
         return self.container.traits
 
     @property
     def pickled(self) -> bool:
-        """Is there a pickle behind it? Where there is none, nothing can be run."""
+        """Whether it was read from a pickle; without one, loading cannot run anything."""
         return self.traits.pickled
 
     @property
     def edited(self) -> bool:
-        """Does it differ from its file?"""
+        """Whether it differs from its file."""
         return self.needs_relayout or self.target is not None or self.graph is not self.container.graph
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The files that the output is made of."""
+        """The files that the bytes of the output come from."""
         return tuple(part for source in (self.source, *self.extra_sources) for part in _with_files(source))
 
     @cached_property
@@ -119,20 +119,20 @@ class Checkpoint:
 
     @property
     def survey(self) -> Survey:
-        """Tensors, state dicts, entries and devices; made at the first use.
+        """Tensors, state dicts, entries and devices; built at the first use.
 
         Raises UnreadableError where the pickle means something to torch that is not followed (``unfollowed``); see
         ``tolerating``.
         """
         if self._survey.unfollowed and not self.tolerant:
-            what = next(iter(self._survey.unfollowed.values()))
+            text = next(iter(self._survey.unfollowed.values()))
             step = f"ckptool validate {argument(self.path)} says more"
-            raise UnreadableError(f"{what}, which ckptool does not follow", path=self.path, next=step)
+            raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 
     @property
     def state_dicts(self) -> list[StateDict]:
-        """Every state dict found, those of low confidence included."""
+        """All state dicts, those of low confidence included."""
         return self.survey.state_dicts
 
     def changed(
@@ -147,19 +147,19 @@ class Checkpoint:
         root: str = "",
         target: Target | None = None,
     ) -> Checkpoint:
-        """The checkpoint after an edit: another object, and the account of what was done to it.
+        """Return the checkpoint after an edit: another graph, and the record of the changes.
 
         Raises RefusedError where a storage is described in two ways, and the edit leaves out the first, which counts.
         """
         first = self.first_descriptions
         if self.graph is self.container.graph:
-            # This raises for what is not followed: nothing is known to be unused there.
+            # This raises for what is not followed, because then no storage is known to be unused.
             reader = self.survey.reader
             first = {key: reader.storages[key] for key in reader.disagreeing}
         if first:
             _check_first(first, graph, self.path)
         former = self.traits.former
-        # A format that nobody writes any more becomes a zip with every edit.
+        # A format that is no longer written becomes a zip with every edit.
         needs_relayout = needs_relayout or (self.traits.written == "torch" and graph is not self.graph)
         if (needs_relayout or added) and not self.needs_relayout and former and target is None:
             changes = (*changes, Change("container", "", 1, 0, f"{former} format -> zip"))
@@ -168,7 +168,7 @@ class Checkpoint:
             changes=(*self.changes, *changes),
             added={**self.added, **(added or {})},
             needs_relayout=self.needs_relayout or needs_relayout or bool(self.added or added),
-            extra_sources=(*self.extra_sources, *(one for one in extra_sources if one not in self.sources)),
+            extra_sources=(*self.extra_sources, *(source for source in extra_sources if source not in self.sources)),
             deferred_changes=(*self.deferred_changes, *deferred_changes),
             root=root or self.root,
             target=target or self.target,
@@ -185,23 +185,23 @@ class Checkpoint:
         return other
 
     def body(self, key: str) -> Body | None:
-        """The bytes of a storage, whether an edit made them or the file holds them; None where there are none."""
+        """Return the bytes of a storage, from an edit or from the file; None if they are missing."""
         if key in self.added:
             return self.added[key]
         stored = self.container.stored(key)
         return None if stored.span is None else Body(stored.span, stored.size, stored.crc, stored.compressed)
 
     def stored_size(self, key: str) -> int | None:
-        """Return the bytes of a storage, inflated; None where there are none."""
+        """Return the size of a storage in bytes, inflated; None if its bytes are missing."""
         body = self.body(key)
         return None if body is None else body.size
 
     def tolerating(self) -> Checkpoint:
-        """Return the same checkpoint, whose survey lists what is not followed where this one's raises."""
+        """Return the same checkpoint, but its survey lists what is not followed instead of raising."""
         return self.replace(tolerant=True)
 
     def regraphed(self, graph: Graph) -> Checkpoint:
-        """Return the same checkpoint with an equal graph: that of the pickle that will be written. It is tolerating."""
+        """Return the same checkpoint, tolerating, with an equal graph: that of the pickle to be written."""
         return self.replace(graph=graph, tolerant=True)
 
     def close(self) -> None:
@@ -225,35 +225,35 @@ def _check_first(first: Mapping[str, Storage], graph: Graph, path: str) -> None:
         left.discard(used.key)
         was, now = first[used.key], storage_mention(graph, ref)
         if now != (was.cls, was.numel):
-            what = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
-            raise RefusedError(what, path=path)
+            message = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
+            raise RefusedError(message, path=path)
 
 
 def _with_files(source: Source) -> tuple[Source, ...]:
-    """A source, and the files behind one that is none itself."""
+    """Return a source and, unless it is a file itself, the files that it reads from."""
     if isinstance(source, FolderSource):
         return (source, *source.files)
     return (source, source.file) if isinstance(source, ContainedSource) else (source,)
 
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
-    """(kind, container) of the root: bare, wrapped, module, tensor or other, and the type of the root."""
-    found, graph = checkpoint.survey, checkpoint.graph
+    """Return what the root is (bare, wrapped, module, tensor or other) and its type."""
+    survey, graph = checkpoint.survey, checkpoint.graph
     container = class_name(graph, graph.root)
-    if any(state_dict.path == "" for state_dict in found.state_dicts):
+    if any(state_dict.path == "" for state_dict in survey.state_dicts):
         return "bare", container
-    if found.tensors and found.tensors[0].path == "" and found.tensors[0].ref == graph.root:
+    if survey.tensors and survey.tensors[0].path == "" and survey.tensors[0].ref == graph.root:
         return "tensor", "Tensor"
-    if "" in found.modules:
+    if "" in survey.modules:
         return "module", container
-    sure = any(item.confidence == "high" for item in found.state_dicts)
+    sure = any(item.confidence == "high" for item in survey.state_dicts)
     if sure and mapping(graph, graph.root) is not None:
         return "wrapped", container
     return "other", container
 
 
 def file_mode(source: Source) -> int:
-    """The permission bits of the input, of its first file for a folder; 0o644 for what is not a file."""
+    """Return the permission bits of the input, for a folder those of its first file; 0o644 for anything else."""
     if isinstance(source, ContainedSource):
         source = source.file
     if isinstance(source, FolderSource) and source.files:

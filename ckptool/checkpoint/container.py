@@ -1,4 +1,4 @@
-"""What a format module makes of a file: a ``Container``, and the data that it gives of its storages and problems."""
+"""``Container``, the interface of the formats, and the records that it returns of storages and problems."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..base.text import words
 from ..files.sources import Appending, Piece, Plan, Span
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
 from .tensors import TensorReader
 
-#: Problems on whose account no edit is written: it would carry the damage over under a good name.
+#: Problems that prevent every edit: its output would carry the damage over as if it were sound.
 DAMAGED = "damaged"
 CUT = "cut"
-#: Its values are not what stands in the file: readers that map it take a deflate stream for them.
+#: Its values are compressed: readers that map the file take the deflate stream for values.
 DEFLATED = "deflated"
-#: Of a file that holds former versions of itself.
+#: The file holds former versions of itself.
 EDITED = "edited-in-place"
-#: Of a checkpoint in several files something is missing.
+#: Parts of a checkpoint in several files are missing.
 INCOMPLETE = "incomplete"
-#: Shards without an index that transformers takes: all is there, and an output has one.
+#: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
-UNEDITABLE = frozenset(
-    (
-        *(DAMAGED, CUT, INCOMPLETE, "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"),
-        *("item-overlap", "odd-metadata"),
-    )
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE)) | words(
+    "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
 
-#: What would have taken too long to find out.
+#: A check was skipped because it would take too long.
 UNCHECKED = "not-checked"
-#: Codes of the problems on whose account nobody knows what torch reads.
-_UNCLEAR = (
-    *("duplicate-record", "case-twin", "second-archive", "encrypted", "special-flags", "folder-attribute"),
-    *("directory-gap", "directory-rest", "end-records", "zip64-twice", "entry-fields", "name-twice", "name-long"),
-    *("name-nul", "stored-size", "two-versions", "other-disk", "end-count"),
-)
-#: What is a checkpoint of two formats at once, and members of a tar archive that programs read differently.
+#: Codes of the problems that leave it unclear what torch reads.
+_UNCLEAR = words("""
+    duplicate-record case-twin second-archive encrypted special-flags folder-attribute directory-gap directory-rest
+    end-records zip64-twice entry-fields name-twice name-long name-nul stored-size two-versions other-disk end-count
+""")
+#: A file that is valid in two formats; members of a tar archive that programs read differently.
 TWO_FORMATS = "two-formats"
 ODD_MEMBER = "odd-member"
 AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", "tensor-twice", UNCHECKED))
@@ -99,14 +96,14 @@ class StoredRecord(NamedTuple):
     part_of: str = ""
 
 
-#: What is stored by its name, with all that the metadata say of it: two files that hold the same have equal ones.
+#: The metadata of each stored record by name: two files with the same content have equal manifests.
 Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 class FoundPickle(NamedTuple):
     """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
-    ``error`` says why. ``rest`` are bytes behind its STOP. ``unchecked`` ones stand for what would have taken too long
-    to find."""
+    ``error`` says why. ``rest`` counts the bytes after its STOP. ``unchecked``: a stand-in for pickles that would take
+    too long to find."""
 
     where: str
     graph: Graph | None
@@ -116,14 +113,15 @@ class FoundPickle(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What there is to know of a format, as data: nobody asks for its name.
+    """The facts about a format, as data, so that no code asks for its name.
 
-    ``pickled``: there is a pickle, that is, torch.load may run something. ``unsummed``: what has no checksums, in
-    words, "" where there are some. ``loads``: what torch.load is given: the "file", "each file" of a folder, or what it
-    is "converted" to. ``written``: how an edit writes it, by the name of a ``Target``; "same" is the file with another
-    pickle. ``former``: what it is called where an edit makes a zip of it. ``in_a_row``: storages stand one behind the
-    other after the pickles, in an order of their own. ``sharded``: a folder of weights, which an edit may put into one
-    file, by its name. ``named``: the root is tensors by their names and nothing else, whatever these are.
+    ``pickled``: there is a pickle, so torch.load may run something. ``unsummed``: the files without checksums, in
+    words, "" if there are checksums. ``loads``: the argument of torch.load: the "file", "each file" of a folder, or the
+    result if the file must be "converted". ``written``: how an edit writes it, by the name of a ``Target``; "same" is
+    the file with another pickle. ``former``: its name in messages if an edit turns it into a zip. ``in_a_row``: the
+    storages follow the pickles one after the other, in an order of their own. ``sharded``: a folder of weights, which
+    an edit may put into one file, by its name. ``named``: the root is a mapping of tensors by name, and the names may
+    be any text.
     """
 
     pickled: bool = True
@@ -146,7 +144,7 @@ class ShardLayout(NamedTuple):
 
 
 class Container:
-    """What a format makes of a file: all that commands see of a format. A format overrides what it has."""
+    """A file as its format describes it: all that commands see of a format. Formats override what they have."""
 
     #: "torch-zip", "torch-legacy", ...
     format: str = ""
@@ -166,19 +164,19 @@ class Container:
     #: The texts beside the tensors: ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
-    #: Why storages that should be there are not, by key: of what was rescued from a damaged file.
+    #: The reasons why storages are missing, by key, in an object rescued from a damaged file.
     lost: Mapping[str, str] = MappingProxyType({})
 
-    #: What is wrong or odd about the container; what opens it may add to that.
+    #: Defects and oddities of the container; the code that opens it may add more.
     problems: list[Problem]
 
     @property
     def pickle(self) -> bytes:
-        """The bytes of the object, up to its STOP at least; what ``torch.save`` would write where there are none."""
+        """The pickle of the object, up to its STOP at least; without one, what ``torch.save`` would write."""
         return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:
-        """Return the bytes that are there for the storage ``key``, inflated; None where there are none."""
+        """Return the size in bytes of the storage ``key``, inflated; None if its bytes are missing."""
         raise NotImplementedError
 
     def stored(self, key: str) -> StoredBytes:
@@ -190,14 +188,14 @@ class Container:
         raise NotImplementedError
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return what is stored beside the object. With ``checked`` it is looked at where it should be.
+        """Return what is stored beside the object. With ``checked`` each record is read at its place.
 
-        Raises MalformedError where it is not there.
+        Raises MalformedError if one is not there.
         """
         return {record.name: (record.size, record.crc, record.compressed) for record in self.records()}
 
     def audit(self, keys: Collection[str]) -> Sequence[Problem]:
-        """Return what a thorough look at the structure finds, beyond ``problems``; ``keys`` are the storages in use."""
+        """Return the problems that only a thorough check of the structure finds; ``keys`` are the storages in use."""
         return ()
 
     def pickles(self) -> Iterable[FoundPickle]:

@@ -1,6 +1,6 @@
 """Graphs built from scratch: the tensors of other formats, as ``torch.save`` would write them.
 
-So every command sees one kind of checkpoint, whatever the container.
+This way every command sees one kind of checkpoint, whatever the container.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from ..base.dtypes import Dtype
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children, relocated
 from ..pickles.opcodes import REDUCE
+from .tensors import contiguous_strides
 
 #: The protocol of torch.save, and the first one with FRAMEs.
 _PROTOCOL: Final = 2
@@ -36,16 +37,11 @@ class PlainTensor(NamedTuple):
 
 def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
     """Return a tensor that fills its storage, row by row."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return PlainTensor(dtype, shape, tuple(reversed(strides)), key, prod(shape) * dtype.itemsize)
+    return PlainTensor(dtype, shape, contiguous_strides(shape), key, prod(shape) * dtype.itemsize)
 
 
 class Constants:
-    """Adds constants and globals to an arena, one node for each value, as the pickler's memo would."""
+    """An arena to which constants and globals are added, one node for each value, as the pickler's memo would."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], Ref] = {}
@@ -97,7 +93,7 @@ class Builder(Constants):
         return self.group(self.constant(value) for value in values)
 
     def mapping(self, items: Iterable[tuple[str, Ref]]) -> Ref:
-        """Add a dict. Each key is a string of its own: it may be the name of something else, too."""
+        """Add a dict. Each key is a node of its own, because equal strings elsewhere may be other objects."""
         return self.add(Dict([ref for key, value in items for ref in (self.add(key), value)]))
 
     def sequence(self, refs: Iterable[Ref]) -> Ref:

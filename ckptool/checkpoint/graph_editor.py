@@ -1,8 +1,9 @@
-"""Editing a graph: collecting changed and added nodes, and removing objects from it."""
+"""Edits of a graph: the collection of changed and added nodes, and the removal of objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 
 from ..base.errors import RefusedError
@@ -14,7 +15,7 @@ from .tensors import Storage, TensorReader
 
 
 class GraphEditor(Constants):
-    """Collects changes to a graph.
+    """A collection of changes to a graph.
 
     A string may be the same object as a string of the user's (``'cpu'`` is interned, a key may also be part of a
     config), so no string is changed in place: ``text`` returns another one to hold instead, the same one each time, so
@@ -135,78 +136,65 @@ def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
     holding: set[Ref] = set()
     before = -1
     refs = range(len(nodes))
-    # What a node depends on comes before it in a pickle, and after it in what was copied from other graphs: a pass
-    # forward and one backward find nearly all of that.
+    # The dependencies of a node come before it in a pickle, and after it in nodes copied from other graphs: a pass
+    # forward and one backward find nearly all of them.
     while before < len(gone) + len(holding):
         before = len(gone) + len(holding)
         for ref in chain(refs, reversed(refs)):
             node = nodes[ref]
             if type(node) is tuple:
-                if any(part in gone or part in holding for part in node):
+                if not (gone.isdisjoint(node) and holding.isdisjoint(node)):
                     holding.add(ref)
-            elif (
-                type(node) is Call
-                and ref not in gone
-                and any(part in gone or part in holding for part in (node.func, node.args, *node.states))
-            ):
-                gone.add(ref)
+            elif type(node) is Call and ref not in gone:
+                parts = node.func, node.args, *node.states
+                if not (gone.isdisjoint(parts) and holding.isdisjoint(parts)):
+                    gone.add(ref)
     return gone
 
 
-def prune(editor: GraphEditor, gone: Collection[Ref]) -> None:
-    """Change every container so that it does not lead to what is gone; see ``removed_with``."""
+def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:
+    """Remove what is gone from every container; see ``removed_with``."""
     graph = editor.graph
-    none = -1
-
-    def placeholder() -> Ref:
-        nonlocal none
-        if none < 0:
-            none = editor.add(None)
-        return none
-
     editor.changed.update(_without_lost(graph, gone))
     for ref, old in enumerate(graph.nodes):
-        if ref in gone:
-            continue
-        new = _without(graph, editor.changed.get(ref, old), gone, placeholder)
+        new = _without(editor, editor.changed.get(ref, old), gone) if ref not in gone else None
         if new is not None:
             editor.changed[ref] = new
 
 
-def _without(graph: Graph, node: Node, gone: Collection[Ref], placeholder: Callable[[], Ref]) -> Node | None:
-    """Return the node without references to what is gone; None where it has none."""
+def _without(editor: GraphEditor, node: Node, gone: AbstractSet[Ref]) -> Node | None:
+    """Return the node without references to what is gone, None for a node that has no such references."""
     if isinstance(node, Call):
-        if not (_any(node.items, gone) or _any(node.pairs, gone)):
+        if gone.isdisjoint(node.items) and gone.isdisjoint(node.pairs):
             return None
-        items = [placeholder() if part in gone else part for part in node.items]
-        pairs = _pairs(graph, node.pairs, gone) if _any(node.pairs, gone) else node.pairs
-        return node.filled(items, pairs, node.states)
+        return node.filled(_replaced(editor, node.items, gone), _pairs(editor.graph, node.pairs, gone), node.states)
     if isinstance(node, Dict):
-        return Dict(_pairs(graph, node.pairs, gone)) if _any(node.pairs, gone) else None
-    if not isinstance(node, tuple | List | Set | FrozenSet):
-        return None
-    parts = node if isinstance(node, tuple) else node.items
-    if not _any(parts, gone):
+        return Dict(_pairs(editor.graph, node.pairs, gone)) if not gone.isdisjoint(node.pairs) else None
+    parts = node if isinstance(node, tuple) else node.items if isinstance(node, List | Set | FrozenSet) else ()
+    if gone.isdisjoint(parts):
         return None
     if isinstance(node, Set | FrozenSet):
         return type(node)([part for part in parts if part not in gone])
-    return _sequence(node, [placeholder() if part in gone else part for part in parts])
+    return _sequence(node, _replaced(editor, parts, gone))
 
 
-def _any(parts: Sequence[Ref], gone: Collection[Ref]) -> bool:
-    return any(part in gone for part in parts)
+def _replaced(editor: GraphEditor, parts: Sequence[Ref], gone: AbstractSet[Ref]) -> list[Ref]:
+    """Return the parts with None in place of what is gone."""
+    return [editor.constant(None) if part in gone else part for part in parts]
 
 
-def _pairs(graph: Graph, pairs: Sequence[Ref], gone: Collection[Ref]) -> list[Ref]:
+def _pairs(graph: Graph, pairs: Sequence[Ref], gone: AbstractSet[Ref]) -> Sequence[Ref]:
+    if gone.isdisjoint(pairs):
+        return pairs
     kept: list[Ref] = []
-    # Of a key that is written twice the first value must not come back when the last one goes.
+    # If a key is written twice, its first value must not come back when the last one is removed.
     for key, value in last_pairs(graph, pairs):
         if key not in gone and value not in gone:
             kept += (key, value)
     return kept
 
 
-def _without_lost(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
+def _without_lost(graph: Graph, gone: AbstractSet[Ref]) -> dict[Ref, Node]:
     """Return the changed lists of ``OrderedDict([[k, v], ...])`` and ``set([...])``, which hold no placeholders."""
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
@@ -215,13 +203,13 @@ def _without_lost(graph: Graph, gone: Collection[Ref]) -> dict[Ref, Node]:
         if type(node) is not Call:
             continue
         listed = pair_list(graph, node)
-        kept = [pair for pair in listed or () if not _any(elements(nodes[pair]), gone)]
+        kept = [pair for pair in listed or () if gone.isdisjoint(elements(nodes[pair]))]
         if len(kept) < len(listed or ()):
             (holder,) = elements(nodes[node.args])
             changes[holder] = _sequence(nodes[holder], kept)
         if callable_name(graph, node.func) == "builtins.set":
             for holder in elements(nodes[node.args])[:1]:
                 members = elements(nodes[holder])
-                if _any(members, gone):
+                if not gone.isdisjoint(members):
                     sets[holder] = List([member for member in members if member not in gone])
     return changes | sets

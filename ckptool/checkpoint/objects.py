@@ -1,11 +1,13 @@
-"""Python's own conventions in a pickle graph: global names, mappings, attributes, constants, keys."""
+"""Python's conventions in a pickle graph: global names, mappings, attributes, constants, keys."""
 
 from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the tables of pickle and of torch's weights_only unpickler
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
+from ..base.dtypes import BY_NAME
+from ..base.text import words
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set, children
 
@@ -18,11 +20,11 @@ _SOURCE_ARGUMENT: Final = {"collections.OrderedDict": 0, "builtins.dict": 0, _CO
 MAPPING_CLASSES: Final = frozenset(_SOURCE_ARGUMENT)
 #: Calls of ``__new__``, which takes any arguments for a dict and ignores them.
 _NEW: Final = (op.NEWOBJ, op.NEWOBJ_EX)
-#: Types of keys that are equal only to the same text or number.
+#: Types of keys that are equal only to the same string or number.
 _DISTINCT: Final = frozenset((str, int))
 #: Types of constants.
 _PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
-#: Mappings made of mappings that are followed.
+#: Levels of mappings made of other mappings that are followed.
 _MAX_NESTED: Final = 4
 
 #: Parts of one key that are compared; a larger key is equal only to itself.
@@ -30,25 +32,15 @@ _MAX_KEY_PARTS: Final = 1_000
 #: Nodes whose key identity is that of their parts.
 _COMPOUND: Final = (tuple, FrozenSet, Global, Call)
 #: Functions that return a new object with every call, whatever the arguments.
-_FRESH: Final = MAPPING_CLASSES | {
-    *("builtins.list", "builtins.set", "builtins.bytearray", "builtins.object", "collections.deque"),
-    *("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__"),
-    *("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable", "torch.storage._load_from_bytes"),
-}
+_FRESH: Final = MAPPING_CLASSES | words("""
+    builtins.list builtins.set builtins.bytearray builtins.object collections.deque torch.nn.parameter.Parameter
+    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ torch.autograd.variable.Variable
+    torch.storage._load_from_bytes
+""")
 #: Classes whose value is that of the list that they are called with.
 _OF_SEQUENCE: Final = {"torch.Size": "tuple", "builtins.tuple": "tuple", "builtins.frozenset": "frozenset"}
-#: Names of torch for one object: ``torch.float is torch.float32``.
-_ALIASES: Final = {
-    "torch.float": "torch.float32",
-    "torch.double": "torch.float64",
-    "torch.half": "torch.float16",
-    "torch.short": "torch.int16",
-    "torch.int": "torch.int32",
-    "torch.long": "torch.int64",
-    "torch.chalf": "torch.complex32",
-    "torch.cfloat": "torch.complex64",
-    "torch.cdouble": "torch.complex128",
-}
+#: Other names in torch of one object: ``torch.float is torch.float32``.
+_ALIASES: Final = {f"torch.{name}": f"torch.{dtype.name}" for name, dtype in BY_NAME.items() if name != dtype.name}
 
 
 def mapped_name(node: Global) -> str:
@@ -89,7 +81,7 @@ def class_name(graph: Graph, ref: Ref) -> str:
 
 
 def is_ordered_dict(graph: Graph, ref: Ref) -> bool:
-    """Is the node an OrderedDict?"""
+    """Return whether the node is an OrderedDict."""
     node = graph.nodes[ref]
     return isinstance(node, Call) and callable_name(graph, node.func) == "collections.OrderedDict"
 
@@ -125,7 +117,7 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
 
 
 def holds_constants(graph: Graph, ref: Ref) -> bool:
-    """Is the node a container of constants only? Memoized, because one can be at thousands of paths."""
+    """Return whether the node is a container of constants only. Memoized: it can be at thousands of paths."""
     known: bool | None = graph.cache.get(("constants", ref))
     if known is None:
         node = graph.nodes[ref]
@@ -328,8 +320,12 @@ def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
 def named_attributes(graph: Graph, ref: Ref) -> dict[str, Ref]:
     """Return the attributes of an object by name, {} for another node."""
     node = graph.nodes[ref]
-    pairs = attributes(graph, node) if isinstance(node, Call) else ()
-    return {name: value for key, value in pairs if type(name := graph.nodes[key]) is str}
+    return by_name(graph, attributes(graph, node)) if isinstance(node, Call) else {}
+
+
+def by_name(graph: Graph, items: Iterable[tuple[Ref, Ref]]) -> dict[str, Ref]:
+    """Return the values of (key, value) references whose keys are strings, by key."""
+    return {name: value for key, value in items if type(name := graph.nodes[key]) is str}
 
 
 def scalar(graph: Graph, ref: Ref) -> Scalar:
@@ -366,7 +362,7 @@ def state_items(graph: Graph, state: Ref) -> list[tuple[Ref, Ref]]:
 
 
 def state_values(graph: Graph, state: Ref) -> Iterator[Ref]:
-    """Yield what may be a tensor in the state of a wrapper: the values by name, or the local shards."""
+    """Yield the possible tensors in the state of a wrapper: the values by name, or the local shards."""
     yield from (value for _, value in state_items(graph, state))
     yield from (shard["tensor"] for shard in local_shards(graph, state) if "tensor" in shard)
 

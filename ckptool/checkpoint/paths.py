@@ -1,13 +1,13 @@
 """Paths: the names of the nodes of an object graph, how they are spelled and how they are followed.
 
-What each kind of child adds to a path::
+Each kind of child adds its own step to a path::
 
     .name  ["a.b"]         the entry of a mapping under a string, or an attribute of an object
     [3]  [True]  [1.5]     the entry under another key, as Python writes it: [b"a"], [None], [("a", 1)],
                            [frozenset({1})], [torch.float32], [torch.device("cuda:1")], [module.Color(1)]
     [3]                    an element of a list or tuple, or of a set in the order of the file
     (0)  (keywords)        an argument of the call that made an object
-    (state 0)              what BUILD gave an object if that has no attributes by name
+    (state 0)              the state that BUILD gave an object, if it has no attributes by name
     (function)  (id)       a called function without a name; the persistent id of an object outside of the pickle
     [#3]                   the child with this number, under a key that cannot be spelled or is too long
     (#120)                 at the beginning of a path: node 120 of the pickle, in place of a path that is too long
@@ -71,12 +71,12 @@ def joined(base: str, step: str) -> str:
 
 
 def bounded(path: str, ref: Ref) -> str:
-    """Return the path of a container, or the number of its node if nobody would type the path."""
+    """Return the path of a container, or the number of its node if the path is too long to type."""
     return path if len(path) <= LIMITS.path_chars else f"(#{ref})"
 
 
 def within(path: str, outer: str) -> bool:
-    """Is ``path`` the path ``outer``, or below it?"""
+    """Return whether ``path`` is the path ``outer`` or below it."""
     return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}[", f"{outer}("))
 
 
@@ -150,7 +150,7 @@ def _enclosed(spell: Callable[[list[str]], str], texts: list[str] | None) -> str
 
 
 def _texts(graph: Graph, parts: Sequence[Ref], depth: int) -> list[str] | None:
-    """Return the spelling of each part; None if one has none, or together they are too long."""
+    """Return the text of each part; None if one cannot be spelled, or together they are too long."""
     if len(parts) > LIMITS.path_chars // 3:
         return None
     texts, size = [], 0
@@ -209,7 +209,7 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
 
     A key that cannot be spelled goes by its number, and so does a second NaN or an attribute named like a key.
     """
-    taken = {one.step for one in before}
+    taken = {child.step for child in before}
     result = []
     nodes, most, plain = graph.nodes, LIMITS.path_chars, _PLAIN_KEY.match
     for number, (key, value) in enumerate(items, len(before)):
@@ -246,10 +246,10 @@ def sequence(graph: Graph, ref: Ref) -> Sequence[Ref] | None:
 def extra_children(graph: Graph, ref: Ref, items: Sequence[Child]) -> Iterator[Child]:
     """Yield the children of a node besides its entries: keys that are objects, arguments, attributes, elements."""
     node = graph.nodes[ref]
-    for number, one in enumerate(items):
+    for number, item in enumerate(items):
         # There may be a tensor in such a key.
-        if one.step[:2] == "[#" and not isinstance(graph.nodes[one.key], str | bytes | int | float):
-            yield Child(f"(key {number})", one.key)
+        if item.step[:2] == "[#" and not isinstance(graph.nodes[item.key], str | bytes | int | float):
+            yield Child(f"(key {number})", item.key)
     if isinstance(node, Persistent):
         yield Child("(id)", node.pid)
     if isinstance(node, Buffer) and node.inner >= 0:
@@ -269,10 +269,10 @@ def extra_children(graph: Graph, ref: Ref, items: Sequence[Child]) -> Iterator[C
     yield from (field._replace(key=-1) for field in fields)
     if not fields:
         yield from (Child(f"(state {number})", state) for number, state in enumerate(node.states))
-    taken = {one.step for one in (*items, *fields)} if node.items else ()
-    for place, item in enumerate(node.items):
+    taken = {child.step for child in (*items, *fields)} if node.items else ()
+    for place, element in enumerate(node.items):
         step = f"[{place}]"
-        yield Child(step if step not in taken else f"[#{len(items) + len(fields) + place}]", item)
+        yield Child(step if step not in taken else f"[#{len(items) + len(fields) + place}]", element)
 
 
 # -- Parsing and following paths
@@ -333,18 +333,22 @@ class _PathParser:
         return match.group()
 
     def skip(self, text: str) -> bool:
-        """Does the rest begin with this text? Then skip it."""
+        """Skip this text if the rest begins with it; return whether it did."""
         if not self.text.startswith(text, self.at):
             return False
         self.at += len(text)
         return True
 
+    def expect(self, text: str) -> None:
+        """Skip this text; raise TargetError if the rest does not begin with it."""
+        if not self.skip(text):
+            raise self.error()
+
     def step(self, first: bool) -> PathStep:
         if self.skip("["):
             number = self.take(_CHILD_NUMBER)
             text, value = (number, NO_VALUE) if number else self.key(_MAX_DEPTH)
-            if not self.skip("]"):
-                raise self.error()
+            self.expect("]")
             plain = isinstance(value, str) and _PLAIN_KEY.match(value)
             return PathStep(f".{value}" if plain else f"[{text}]", value)
         text = self.take(_IN_PARENTHESES) or ""
@@ -403,11 +407,9 @@ class _PathParser:
     def frozenset(self, depth: int) -> tuple[str, Any]:
         if self.skip(")"):
             return "frozenset()", frozenset()
-        if not self.skip("{"):
-            raise self.error()
+        self.expect("{")
         texts, values = self.parts("}", depth)
-        if not self.skip(")"):
-            raise self.error()
+        self.expect(")")
         return _frozenset_text(texts), NO_VALUE if NO_VALUE in values else frozenset(values)
 
     def parts(self, end: str, depth: int) -> tuple[list[str], list[Any]]:
@@ -418,8 +420,7 @@ class _PathParser:
             texts.append(text)
             values.append(value)
             if not self.skip(","):
-                if not self.skip(end):
-                    raise self.error()
+                self.expect(end)
                 break
             self.skip(" ")
         return texts, values
@@ -456,11 +457,11 @@ def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Chi
     """Return the child that is spelled like a step, else the first one under an equal key."""
     equal: Child | None = None
     wanted = literal_identity(step.value)
-    for one in candidates:
-        if one.step == step.step:
-            return one
-        if one.key >= 0 and equal is None and step.value is not NO_VALUE and key_identity(graph, one.key) == wanted:
-            equal = one
+    for item in candidates:
+        if item.step == step.step:
+            return item
+        if item.key >= 0 and equal is None and step.value is not NO_VALUE and key_identity(graph, item.key) == wanted:
+            equal = item
     return equal
 
 

@@ -1,34 +1,29 @@
-"""Programs with weights, such as TorchScript archives: what they are, and what a state dict of them would lack."""
+"""Programs with weights, such as TorchScript archives: their kind, and what a state dict of them would lack."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base.text import argument, suggested_output
+from ..base.text import argument, suggested_output, words
 from .checkpoint import Checkpoint
 from .container import Container
 from .survey import DeviceName
 
 #: The code of the problem that a file is a program, and the codes of all problems of programs.
 PROGRAM: Final = "program"
-PROGRAM_CODES: Final = frozenset(
-    (
-        *(PROGRAM, "program-parts", "code-devices", "code-unread", "code-missing", "hidden-state"),
-        "untold-buffers",
-    )
+PROGRAM_CODES: Final = words(
+    f"{PROGRAM} program-parts code-devices code-unread code-missing hidden-state untold-buffers"
 )
 #: The text for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
 #: Records about the archive itself.
-_ARCHIVE_RECORDS: Final = frozenset(
-    ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
-)
+_ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
 
 
 class NamedDevice(NamedTuple):
-    """A device that is named ``number`` times where no edit reaches it, such as a file of code; ``what`` names that."""
+    """A device named ``number`` times where no edit reaches it, such as in a file of code; ``what`` names it."""
 
     where: str
     device: str
@@ -37,7 +32,7 @@ class NamedDevice(NamedTuple):
 
 
 class Program(Container):
-    """The container of a program; its graph are the weights.
+    """The container of a program; its graph holds the weights.
 
     ``kind`` is its name ("a TorchScript archive"), ``loader`` the function of torch that reads it, ``edits`` are the
     commands that edit it as it is, ``maps`` says whether the loader takes a map_location. Names in its pickles that
@@ -58,7 +53,7 @@ class Program(Container):
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:
-    """Return the container of a checkpoint if it is that of a program."""
+    """Return the container of a checkpoint if it is a program, else None."""
     container = checkpoint.container
     return container if isinstance(container, Program) else None
 
@@ -71,13 +66,13 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
     reader = checkpoint.survey.reader
     weights = {part.storage for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)}
     root = f"{checkpoint.container.root}/"
-    records = {
-        record.name.removeprefix(root): f"{record.size:,} bytes, CRC-32 {record.crc or 0:08x}"
-        for record in checkpoint.container.records()
-        if record.key not in weights
+    records = [record for record in checkpoint.container.records() if record.key not in weights]
+    named = [(record.name.removeprefix(root), record) for record in records]
+    return {
+        name: f"{record.size:,} bytes, CRC-32 {record.crc or 0:08x}"
+        for name, record in named
+        if name not in _ARCHIVE_RECORDS and not name.endswith(".debug_pkl")
     }
-    ignored = {name for name in records if name in _ARCHIVE_RECORDS or name.endswith(".debug_pkl")}
-    return {name: text for name, text in records.items() if name not in ignored}
 
 
 def convert_step(path: str) -> str:

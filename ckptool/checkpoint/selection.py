@@ -1,4 +1,4 @@
-"""From a path on the command line to a node, an entry of a mapping, or the state dicts that an edit is about."""
+"""Resolution of paths from the command line: to a node, an entry of a mapping, or the state dicts to edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where an entry of a mapping is or would be.
+    """The place where an entry of a mapping is or would be.
 
     The mapping, its entries as (key, value), the number of the one under the key or -1, and the key as a Python value,
     NO_VALUE if it has none.
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 
 def resolve(checkpoint: Checkpoint, path: str) -> Place:
-    """Return the node at a path; raise TargetError, which says how far the path leads, if there is none."""
+    """Return the node at a path; raise TargetError, which names the part of the path that exists, if there is none."""
     place = follow(checkpoint.graph, _steps(path))
     if isinstance(place, Place):
         return place
@@ -60,17 +60,17 @@ def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | 
     """Return the node that the steps lead to from ``start`` (-1: the root), or the path up to which they lead."""
     path, ref, holder = "", graph.root if start < 0 else start, -1
     for step in steps:
-        one = find(graph, step, ref)
-        if one is None:
+        child = find(graph, step, ref)
+        if child is None:
             return path
         anchored = step.step.startswith("(#")
-        path = step.step if anchored else joined(bounded(path, ref), one.step)
-        ref, holder = one.ref, -1 if anchored else ref
+        path = step.step if anchored else joined(bounded(path, ref), child.step)
+        ref, holder = child.ref, -1 if anchored else ref
     return Place(ref, path, holder)
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
-    """Return where the entry at a path is or would be; None if there is no mapping to hold it."""
+    """Return the slot of the entry at a path, existing or not; None without a mapping to hold it."""
     steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
@@ -106,7 +106,7 @@ _BYTES: Final = 3
 def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     """Return the state dict at the path ``key``, or with None all that have high confidence.
 
-    Raises TargetError if there is no state dict at that path; the message lists those there are.
+    Raises TargetError if there is no state dict at that path; the message lists the existing ones.
     """
     state_dicts = checkpoint.state_dicts
     if key is None:

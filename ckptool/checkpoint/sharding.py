@@ -14,14 +14,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..base.limits import LIMITS
 from ..base.text import cut, join_limited, pluralize
 from ..pickles.nodes import Graph, Node, Ref
-from .objects import class_name, elements, local_shards, named_attributes, state_items
+from .objects import by_name, class_name, elements, local_shards, named_attributes, state_items
 from .survey import TensorEntry
 from .tensors import Tensor, TensorReader, rebuild_calls
 
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
 
-#: Ranges of one dimension that are followed; torch makes as many as an inner dimension of the mesh has ranks.
+#: Maximum number of ranges in one dimension; torch makes as many as an inner dimension of the mesh has ranks.
 _MAX_RANGES: Final = 256
 _MAX_MESH_DIMENSIONS: Final = 64
 #: Characters of a name that are kept: it is repeated for every tensor.
@@ -75,7 +75,7 @@ def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges with those that touch as one."""
+    """Return the ranges, with adjacent ones merged."""
     joined: list[Range] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:
@@ -132,7 +132,7 @@ class ShardPart(NamedTuple):
     ranges: tuple[tuple[Range, ...], ...] | None
 
     def offsets(self, whole: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return where it begins in the whole tensor; None if it is several blocks, or unknown.
+        """Return the index in the whole tensor at which it begins; None if it is several blocks, or unknown.
 
         As in torch, an empty range begins at the end of the dimension.
         """
@@ -172,7 +172,7 @@ class Sharding(NamedTuple):
         return self.parts[0].shape if len(self.parts) == 1 else None
 
     def is_whole(self, whole: tuple[int, ...]) -> bool:
-        """Is the whole tensor in the file, and not only a term of a sum over the ranks?"""
+        """Return whether the whole tensor is in the file, not only a term of a sum over the ranks."""
         return self.local_shape == whole and not any(text.startswith("Partial") for text in self.placements)
 
     @property
@@ -191,7 +191,7 @@ class Sharding(NamedTuple):
 
 
 class ShardingSummary(NamedTuple):
-    """The sharded tensors of a file: how many, how many of them not whole, their kinds, ranks and meshes."""
+    """The sharded tensors of a file: their number, the number that is not whole, their kinds, ranks and meshes."""
 
     tensors: int
     partial: int
@@ -220,7 +220,7 @@ class ShardingSummary(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Is it a DTensor or ShardedTensor?"""
+    """Return whether a tensor is a DTensor or ShardedTensor."""
     module, _, name = tensor.cls.rpartition(".")
     return tensor.kind == "wrapper" and module.startswith("torch.distributed.") and name in ("DTensor", "ShardedTensor")
 
@@ -262,7 +262,7 @@ _MESH_ATTRIBUTES: Final = {
 
 
 def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, Ref]:
-    """Return the parts of a sharded tensor and what places them, by name; {} for another tensor.
+    """Return the parts of a sharded tensor and their placements, by name; {} for another tensor.
 
     Other state that torch keeps, such as hashes and the names of process groups, is left out.
     """
@@ -277,7 +277,7 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
             named |= {f"{path}.offsets": placed["shard_offsets"]} if "shard_offsets" in placed else {}
             named |= {f"{path}.tensor": shard["tensor"]} if "tensor" in shard else {}
         return named
-    spec = _fields(graph, _named_state(graph, state), "_spec")
+    spec = _fields(graph, by_name(graph, state_items(graph, state)), "_spec")
     mesh = _fields(graph, spec, "mesh")
     named = {".local_tensor": how.parts[0].ref}
     named |= {".placements": spec["placements"]} if "placements" in spec else {}
@@ -289,13 +289,9 @@ def _state(graph: Graph, ref: Ref) -> Ref:
     return next((call.state for call in rebuild_calls(graph, ref) if not call.is_parameter), -1)
 
 
-def _named_state(graph: Graph, state: Ref) -> dict[str, Ref]:
-    return {name: value for key, value in state_items(graph, state) if type(name := graph.nodes[key]) is str}
-
-
 def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | None:
     graph = reader.graph
-    fields = _named_state(graph, state)
+    fields = by_name(graph, state_items(graph, state))
     local = reader.tensor(fields["_local_tensor"]) if "_local_tensor" in fields else None
     spec = _fields(graph, fields, "_spec")
     if local is None or not spec:

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
+from ..base.text import words
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
-from .objects import attributes, callable_name, class_name, device_text, mapping, plain_parts
+from .objects import attributes, by_name, callable_name, class_name, device_text, mapping, plain_parts
 from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
@@ -83,11 +84,11 @@ class Survey(NamedTuple):
     holders: dict[Ref, Ref]
     #: number of paths of tensors that are not listed, because too much is there more than once: ``limits.places``
     unlisted: int
-    #: what is not followed, as text: see ``unfollowed``
+    #: descriptions of what is not followed: see ``unfollowed``
     unfollowed: dict[Ref, str]
 
     def inside(self, ref: Ref) -> set[Ref]:
-        """Return the node ``ref`` and the containers in it; a shared container is in the one it was first found in."""
+        """Return the node ``ref`` and the containers in it; a shared container belongs to the first that holds it."""
         containers = {ref}
         for container, holder in self.holders.items():  # holders come first
             if holder in containers:
@@ -108,14 +109,11 @@ _DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuse
 _OPTIMIZER_KEY = re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")
 
 #: Values that optimizers keep for each parameter.
-_SLOTS = frozenset(
-    (
-        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"),
-        *("sum", "grad_avg", "eta", "mu", "ax", "prev", "step_size", "d", "d_numer", "h", "m", "v", "momentum"),
-        *("variance", "exp_avg_diff", "neg_pre_grad", "mu_product", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
-        *("slow_buffer", "cached_p", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "master_param"),
-    )
-)
+_SLOTS = words("""
+    step exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta sum grad_avg eta mu ax prev
+    step_size d d_numer h m v momentum variance exp_avg_diff neg_pre_grad mu_product exp_avg_sq_row exp_avg_sq_col RMS
+    slow_buffer cached_p state1 state2 qmap1 qmap2 absmax1 absmax2 master_param
+""")
 
 #: Last segments of the names of parameters and buffers in torch's own modules.
 _PARAMETER = re.compile(
@@ -204,12 +202,12 @@ class _SurveyWalk:
             work.append(self.tops(below) if ref == self.graph.root else below)
 
     def is_barren(self, ref: Ref) -> bool:
-        """Is it a dict below the root with neither containers nor devices in it?"""
+        """Return whether it is a dict below the root that holds neither containers nor devices."""
         parts = plain_parts(self.graph, ref) if ref != self.graph.root else None
         return parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2])
 
     def is_listed(self, ref: Ref, is_tensor: bool) -> bool:
-        """Is this path of a node listed? The first path of each node is, and a limited number of others."""
+        """Return whether this path of a node is listed: the first of each node is, and a limited number of others."""
         if ref not in self.seen:
             self.seen.add(ref)
         elif self.repetitions_left > 0:
@@ -220,7 +218,7 @@ class _SurveyWalk:
         return True
 
     def tops(self, below: Iterator[_Task]) -> Iterator[_Task]:
-        """Number the children of the root, each the beginning of a top-level entry."""
+        """Yield the children of the root, numbered: each begins a top-level entry."""
         # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
         self.survey.entries.extend(TopEntry(task[2], task[1], task[0]) for task in tasks)
@@ -275,14 +273,10 @@ class _SurveyWalk:
                 number, container = len(self.survey.state_dicts), class_name(graph, own)
                 state_dict = StateDict(bounded(path, own), own, container, items, metadata, confidence)
                 self.survey.state_dicts.append(state_dict)
-            eligible = eligible and not confidence and not self.is_optimizer(items)
+            # Nothing in the state dict of an optimizer is one of a model.
+            eligible = eligible and not confidence and not {"state", "param_groups"} <= by_name(graph, items).keys()
         entries = as_children(graph, items or ())
         return chain(self.entries(task, entries, eligible, number), self.others(task, entries))
-
-    def is_optimizer(self, items: list[tuple[Ref, Ref]]) -> bool:
-        """Is it the state dict of an optimizer?"""
-        nodes = self.graph.nodes
-        return {"state", "param_groups"} <= {nodes[key] for key, _ in items if type(nodes[key]) is str}
 
     def entries(self, task: _Task, entries: list[Child], eligible: bool, state_dict: int) -> Iterator[_Task]:
         """Yield the entries of a mapping; ``state_dict`` is its number if it is one, or -1."""
@@ -310,7 +304,7 @@ class _SurveyWalk:
                 yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
 
     def is_plain(self, metadata: Ref) -> bool:
-        """Are there only strings and numbers in the dicts of a ``_metadata``, as torch writes it?"""
+        """Return whether the dicts of a ``_metadata`` hold only strings and numbers, as torch writes them."""
         nodes = self.graph.nodes
         dicts = [nodes[ref] for _, ref in mapping(self.graph, metadata) or ()]
         return all(isinstance(node, Dict) and _PLAIN.issuperset(type(nodes[p]) for p in node.pairs) for node in dicts)
@@ -370,7 +364,6 @@ class _SurveyWalk:
         if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
             self.survey.objects.setdefault(name, path)
         fields = attributes(graph, node) if node.states and name != "OrderedDict" else ()
-        names = {graph.nodes[key] for key, _ in fields if type(graph.nodes[key]) is str}
-        if {"_parameters", "_buffers", "_modules"} <= names:
+        if {"_parameters", "_buffers", "_modules"} <= by_name(graph, fields).keys():
             self.survey.modules.append(path)
         return below

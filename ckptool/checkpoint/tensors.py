@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..base.dtypes import BY_NAME, Dtype, storage_dtype
 from ..base.limits import LIMITS
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
-from .objects import callable_name, device_text, mapped_name, mapping, state_values
+from .objects import by_name, callable_name, device_text, mapped_name, mapping, state_values
 
 #: Elements of a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``); ids of the
 #: legacy format have a view as well.
@@ -43,8 +43,8 @@ class Tensor(NamedTuple):
 
     ``kind``: dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged,
     meta, wrapper (a subclass that holds other tensors) or opaque.
-    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () where there
-    are no strides. ``storage`` is the key of its storage, "" without one of its own.
+    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () without
+    strides. ``storage`` is the key of its storage, "" without one of its own.
     ``cls`` is the subclass or "Parameter", "" for a plain tensor. ``parts`` are the tensors inside.
     """
 
@@ -71,7 +71,7 @@ ViewId: TypeAlias = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple
 
 
 def view_id(tensor: Tensor, lazy_bits: tuple[bool, bool] = (False, False)) -> ViewId:
-    """Return the identity of the view that a tensor is: equal ids mean the same elements in the same bytes."""
+    """Return the identity of a tensor as a view: equal ids mean the same elements in the same bytes."""
     return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride, lazy_bits
 
 
@@ -93,7 +93,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Tell whether the elements lie in row-major order without gaps; those of an empty tensor do."""
+    """Return whether the elements lie in row-major order without gaps; those of an empty tensor do."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
         if size != 1 and stride != step:
@@ -141,7 +141,7 @@ class RebuildCall(NamedTuple):
 
     @property
     def is_parameter(self) -> bool:
-        """Does it make a Parameter of its first argument?"""
+        """Whether it makes a Parameter of its first argument."""
         return self.short_name.startswith("_rebuild_parameter") or self.name in OLD_PARAMETERS
 
     @property
@@ -362,8 +362,8 @@ class TensorReader:
         if name == "torch.nested._internal.nested_tensor._rebuild_njt":
             items = mapping(self.graph, args[0]) or []
             parts = tuple(value for _, value in items if self.tensor(value))
-            values = {key: value for ref, value in items if isinstance(key := self.graph.nodes[ref], str)}
-            return self._combined("jagged", parts, values.get("_values", parts[0] if parts else -1))
+            values = by_name(self.graph, items).get("_values", parts[0] if parts else -1)
+            return self._combined("jagged", parts, values)
         return None
 
     def _dense(self, args: tuple[Ref, ...], grad: bool, dtype: str | None) -> Tensor | None:

@@ -1,43 +1,28 @@
-"""What torch would make of a pickle and ckptool does not follow: no library writes it.
+"""Constructs that torch would execute and ckptool does not follow, because no library writes them.
 
-A tensor that BUILD changes after it was made, a mapping made of something else than mappings and pairs, a container
+A tensor that BUILD changes after its creation, a mapping made of anything but mappings and pairs, a container
 that is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than
-torch.load gives. Whoever relies on them is refused (``Checkpoint.survey``); nothing is known to be unused.
+torch.load gives. Code that relies on them gets an error (``Checkpoint.survey``), because nothing is known to be unused.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
+from ..base.text import words
 from ..pickles import opcodes as op
-from ..pickles.nodes import (
-    Buffer,
-    Call,
-    Dict,
-    FrozenSet,
-    Global,
-    Graph,
-    Instance,
-    List,
-    Node,
-    Persistent,
-    Ref,
-    Set,
-    children,
-)
+from ..pickles.nodes import CONTAINERS, Buffer, Call, Dict, Global, Graph, Instance, Node, Persistent, Ref, children
 from .objects import MAPPING_CLASSES, callable_name, elements, initial_pairs, mapping, state_items
 from .tensors import OLD_PARAMETERS, TensorReader
 
 #: Classes that copy their argument when they are called.
-_COPYING: Final = MAPPING_CLASSES | {
-    *("builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "builtins.bytearray"),
-    *("torch.Size", "collections.deque"),
-}
-_CONTAINERS: Final = (List, Dict, Set, FrozenSet)
-#: What makes a dense tensor, as nearly all calls do.
+_COPYING: Final = MAPPING_CLASSES | words(
+    "builtins.set builtins.frozenset builtins.list builtins.tuple builtins.bytearray torch.Size collections.deque"
+)
+#: The function that makes a dense tensor: nearly all calls are of it.
 _USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
 #: Functions that make a Parameter of their first argument, and an empty one of None.
@@ -45,18 +30,15 @@ _PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_
 #: Functions whose fourth argument sets attributes.
 _STATEFUL: Final = ("torch._tensor._rebuild_from_type_v2", _WITH_STATE)
 #: Attributes of a tensor that are descriptors: to set one changes its values, or what it is.
-_DESCRIPTORS: Final = frozenset(
-    (
-        *("data", "grad", "requires_grad", "names", "real", "imag", "grad_dtype", "volatile", "name", "H", "T", "mH"),
-        *("mT", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
-        *("device", "dtype", "grad_fn", "is_leaf", "is_nested", "is_quantized", "is_sparse", "itemsize", "layout"),
-        *("nbytes", "ndim", "output_nr", "retains_grad", "shape"),
-    )
-)
+_DESCRIPTORS: Final = words("""
+    data grad requires_grad names real imag grad_dtype volatile name H T mH mT _backward_hooks _base _cdata _grad
+    _grad_fn _post_accumulate_grad_hooks _version device dtype grad_fn is_leaf is_nested is_quantized is_sparse itemsize
+    layout nbytes ndim output_nr retains_grad shape
+""")
 
 
 def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
-    """Return what is not followed, as text by reference; {} for a pickle that a library wrote."""
+    """Return descriptions of what is not followed, by reference; {} for a pickle that a library wrote."""
     nodes, texts = graph.nodes, dict[Ref, str]()
     names: dict[Ref, str] = {}  # of called functions, "" for one that is not watched
     copies: list[tuple[Ref, Call]] = []
@@ -80,7 +62,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             else:
                 usual = args == ()
             if not usual or node.filling is not None:
-                text = _call_text(graph, reader, ref, node, name, copies, changed)
+                text = _call_text(graph, reader, ref, node, name, copies)
                 if text:
                     texts[ref] = text
         elif type(node) is Persistent:
@@ -88,16 +70,16 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
                 parts.add(node.pid)
             if storage(ref) is None:
                 if _is_unread(graph, node):
-                    texts[ref] = "a storage is named in a way that no torch writes"
+                    texts[ref] = "a storage is described in a way that no version of torch writes"
             elif node.filling is not None and (node.items or node.pairs or node.states):
-                texts[ref] = "a storage is changed after it was made"
+                texts[ref] = "a storage is changed after it is created"
     if graph.refused.get(op.NEXT_BUFFER):
         text = "the pickle takes bytes from outside of the file"
         texts.update((ref, text) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
     if copies:
         texts.update(_shared_or_changed(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
-    text = "the id of a storage, or what a tensor is made of, is a value as well"
+    text = "the id of a storage, or an argument of a tensor, is used as a value, too"
     if parts:
         texts.update((ref, text) for ref in _values(nodes, parts) if nodes[ref] != ())
     return texts
@@ -106,7 +88,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
 def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
     """Return those of ``parts`` that a container holds as well, or an object that is filled."""
     tuples = [node for node in nodes if type(node) is tuple]
-    held = [children(node) for node in nodes if type(node) in _CONTAINERS]
+    held = [children(node) for node in nodes if type(node) in CONTAINERS]
     for node in nodes:
         if isinstance(node, Instance) and node.filling is not None:
             held += node.items, node.pairs, node.states
@@ -114,20 +96,20 @@ def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """Is it ``tuple(tensor)`` or ``set(tensor)``? Only torch can make their elements, which are tensors."""
+    """Return whether it is ``tuple(tensor)`` or ``set(tensor)``: only torch can make their elements, tensors."""
     args = elements(graph.nodes[node.args])
     return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
 
 
 def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """Does ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)`` change the dtype?"""
+    """Return whether ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)`` changes the dtype."""
     args = elements(graph.nodes[node.args])
     tensor, dtype = (reader.tensor(args[0]), graph.nodes[args[1]]) if len(args) > 1 else (None, None)
     return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
 
 
 def _is_unread(graph: Graph, node: Persistent) -> bool:
-    """May torch take a persistent id for a storage that the reader does not? What it uses is unknown."""
+    """Return whether torch may take a persistent id for a storage although the reader does not."""
     pid = graph.nodes[node.pid]
     tag = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
     return isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage"
@@ -143,49 +125,44 @@ def _is_watched(name: str) -> bool:
 
 
 def _call_text(
-    graph: Graph,
-    reader: TensorReader,
-    ref: Ref,
-    node: Call,
-    name: str,
-    copies: list[tuple[Ref, Call]],
-    changed: KeysView[Ref],
+    graph: Graph, reader: TensorReader, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]]
 ) -> str:
-    """Return what is not followed of a call, or ""; add a call that copies its argument to ``copies``."""
+    """Describe what is not followed in a call, or return ""; add a call that copies its argument to ``copies``."""
     args = graph.nodes[node.args]
     if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor" and _is_cast(graph, reader, node):
         return "a tensor becomes one of another dtype when it is read"
     if name in _COPYING:
         if _takes_apart(graph, reader, node):
-            return "a container is made of the elements of a tensor"
+            return "a container is made from the elements of a tensor"
         if args and type(args) is tuple:
             copies.append((ref, node))
         return _mapping_text(graph, node, name, args) if name in MAPPING_CLASSES else ""
     if name in _PARAMETERS and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
-        return "a parameter is made without a tensor"
+        return "a parameter is created without a tensor"
     if name in OLD_PARAMETERS:
         if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
-            return "a parameter is changed after it was made"
+            return "a parameter is changed after it is created"
         return ""
     if node.filling is not None and (node.items or node.pairs or node.states):
-        return "a tensor is changed after it was made"
+        return "a tensor is changed after it is created"
     if name.endswith("Tensor"):
-        return f"a tensor is made by {name}"
+        return f"a tensor is created by {name}"
     if type(args) is not tuple:
         return ""
     if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, args[3]):
-        return "an attribute of a tensor is set that is more than a name"
-    is_late = not changed.isdisjoint(args) and any(graph.filled_at.get(arg, 0) > ref for arg in args)
-    return "what a tensor is made of is changed afterwards" if is_late else ""
+        return "a special attribute of a tensor is set"
+    changed = graph.filled_at
+    is_late = not changed.keys().isdisjoint(args) and any(changed.get(arg, 0) > ref for arg in args)
+    return "an argument of a tensor is changed after the call" if is_late else ""
 
 
 def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     short = name.rpartition(".")[2]
     is_empty = args == () or (short == "defaultdict" and type(args) is tuple and len(args) == 1)
     if not is_empty and initial_pairs(graph, node) is None:
-        return f"a mapping is made of something other than pairs: {short}(...)"
+        return f"a mapping is made from something other than pairs: {short}(...)"
     if node.items:
-        return f"a mapping is filled as a list: {short}"
+        return f"a mapping is filled like a list: {short}"
     if node.states and short == "OrderedDict":
         if len(node.states) > 1:
             return "a mapping is built twice"
@@ -196,7 +173,7 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
 
 
 def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
-    """Is it (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it?"""
+    """Return whether it is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it."""
     if not states:
         return True
     state = graph.nodes[states[0]]
@@ -204,7 +181,7 @@ def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
 
 
 def _sets_descriptor(graph: Graph, state: Ref) -> bool:
-    """Does the state of a tensor set more than plain attributes (``_set_obj_state`` in torch/_utils.py)?"""
+    """Return whether the state of a tensor sets more than plain attributes (``_set_obj_state`` in torch/_utils.py)."""
     names = [graph.nodes[key] for key, _ in state_items(graph, state)]
     return any(type(n) is str and (n in _DESCRIPTORS or n.startswith(("__", "is_"))) for n in names)
 
@@ -229,21 +206,11 @@ def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict
                 for inner in elements(nodes[source]):
                     if type(nodes[inner]) is not tuple:
                         sources.setdefault(inner, ref)
-    changed = {
-        ref: "a container is changed after a call copied it"
-        for source, ref in sources.items()
-        if graph.filled_at.get(source, 0) > ref
-    }
-    wanted = {
-        content for content in contents.values() if isinstance(nodes[content], Dict | Call) or elements(nodes[content])
-    }
+    text = "a container is changed after a call copied it"
+    changed = {ref: text for source, ref in sources.items() if graph.filled_at.get(source, 0) > ref}
+    wanted = {ref for ref in contents.values() if isinstance(nodes[ref], Dict | Call) or elements(nodes[ref])}
     uses: Counter[Ref] = Counter()
-    if wanted:
-        for other in nodes:
-            uses.update(wanted.intersection(children(other)))
-    shared = {
-        ref: "a mapping is made of one that is used elsewhere too"
-        for ref, content in contents.items()
-        if uses[content] > 1
-    }
-    return shared | changed
+    for other in nodes if wanted else ():
+        uses.update(wanted.intersection(children(other)))
+    text = "a mapping is made from one that is used elsewhere, too"
+    return {ref: text for ref, content in contents.items() if uses[content] > 1} | changed

@@ -1,4 +1,4 @@
-"""How containers and objects are filled: in the batches of CPython's pickler, or in those that a pickle had instead.
+"""Batches in which containers and objects are filled: those of CPython's pickler, or those that a pickle had instead.
 
 A batch is one opcode that fills an object, with the number of elements that it takes. The default is what the C pickler
 writes (``batch_list_exact``, ``batch_list``, ``batch_dict_exact``, ``batch_dict``, ``save_set`` in Modules/_pickle.c).
@@ -24,7 +24,7 @@ _ATTRIBUTES.update({op.SETITEM: "pairs", op.SETITEMS: "pairs", op.BUILD: "states
 
 
 def _filling(node: Node) -> Filling:
-    """Return what an object or a container was filled with."""
+    """Return the contents of an object or container."""
     if isinstance(node, Dict):
         return Filling(pairs=node.pairs)
     if isinstance(node, List | Set):
@@ -42,9 +42,8 @@ def default_batches(node: Node, protocol: int) -> list[Batch]:
         full, rest = divmod(items, BATCH_SIZE)
         return [(op.ADDITEMS, BATCH_SIZE)] * full + [(op.ADDITEMS, rest)] if items else []
     exact = not isinstance(node, Instance)
-    batches = _split(items, protocol, op.APPEND, op.APPENDS, exact) + _split(
-        pairs, protocol, op.SETITEM, op.SETITEMS, exact
-    )
+    batches = _split(items, protocol, op.APPEND, op.APPENDS, exact)
+    batches += _split(pairs, protocol, op.SETITEM, op.SETITEMS, exact)
     return batches + [(op.BUILD, 1)] * len(filling.states)
 
 
@@ -63,18 +62,6 @@ def _split(count: int, protocol: int, single: int, many: int, exact: bool) -> li
         # The C loop over an exact dict learns that it is done only in the next, empty batch.
         batches.append((many, rest))
     return batches
-
-
-def batches_so_far(node: Node) -> list[Batch]:
-    """Return the batches of a node that was filled in one batch for each part of its filling."""
-    filling = _filling(node)
-    items, pairs = len(filling.items), len(filling.pairs) >> 1
-    batches = []
-    if items:
-        batches.append((op.APPEND if items == 1 else op.APPENDS, items))
-    if pairs:
-        batches.append((op.SETITEM if pairs == 1 else op.SETITEMS, pairs))
-    return batches + [(op.BUILD, 1)] * len(filling.states)
 
 
 def batched(node: Node, recorded: Sequence[Batch] | None, protocol: int) -> Iterator[tuple[int, Sequence[Ref]]]:

@@ -1,49 +1,20 @@
-"""Whether two pickles are the same object: structure, types, order, state and identity."""
+"""Comparison of two pickles as objects: structure, types, order, state and identity."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 from . import opcodes as op
-from .nodes import (
-    CONSTANTS,
-    Buffer,
-    ByteArray,
-    Call,
-    Dict,
-    Extension,
-    FrozenSet,
-    Global,
-    Graph,
-    Instance,
-    List,
-    Node,
-    Persistent,
-    Ref,
-    Set,
-    children,
-)
+from .nodes import CONSTANTS, CONTAINERS, Call, Global, Graph, Instance, Node, Persistent, Ref, children, own_value
 
 Refs: TypeAlias = tuple[Ref, ...]
 #: Compares two persistent ids: returns those references in both that must be equal, or raises ValueError with the
 #: difference in words.
 CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
-_CONTAINERS: Final = frozenset((List, Dict, Set, FrozenSet))
-#: What a node of each type is besides its children.
-_OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
-    bytes: bytes,
-    ByteArray: attrgetter("data"),
-    Buffer: lambda node: node.inner < 0,
-    Global: attrgetter("module", "name"),
-    Call: lambda node: (node.op, node.kwargs < 0),
-    Persistent: attrgetter("text"),
-    Extension: attrgetter("code"),
-}
 #: Nodes of the pattern before its call: see ``_pair_patterns``.
 _BEFORE: Final = 6
 _UNPAIRED: Final = [-1] * _BEFORE
@@ -118,7 +89,7 @@ def _difference(
             lefts += (node.func, node.args) if rest is None else rest[0]
             rights += (twin.func, twin.args) if rest is None else rest[1]
         else:
-            if _own_value(node) != _own_value(twin):
+            if own_value(node) != own_value(twin):
                 return f"{_name(node)} became {_name(twin)}"
             here, there = _compared(node), _compared(twin)
             if compare_ids is not None and type(node) is Persistent and type(twin) is Persistent:
@@ -138,7 +109,7 @@ def _difference(
 def _common(a: Graph, b: Graph) -> bytearray | None:
     """Mark the nodes that two graphs share with one base, except what changed and the containers that lead to it.
 
-    Return None if they have no common base, or if something else than a container holds what changed.
+    Return None if they have no common base, or if anything but a container holds a changed node.
     """
     base = a.base
     if base is None or base is not b.base or base.fetched is None or base.root in base.fetched:
@@ -159,7 +130,7 @@ def _common(a: Graph, b: Graph) -> bytearray | None:
             # Keys and tensors are most of them.
             if type(node) is str or (type(node) is Call and node.filling is None) or ref in base.fetched:
                 continue
-            if type(node) in _CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
+            if type(node) in CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
                 walked.append(ref)
                 work.append(ref)
     if left:
@@ -168,12 +139,6 @@ def _common(a: Graph, b: Graph) -> bytearray | None:
     for ref in chain(changed, walked):
         common[ref] = 0
     return common
-
-
-def _own_value(node: Node) -> object:
-    """Return what a node is besides its children, without its type."""
-    value = _OWN_VALUES[type(node)](node) if type(node) in _OWN_VALUES else None
-    return (value, len(node.items), len(node.pairs), len(node.states)) if isinstance(node, Instance) else value
 
 
 def _compared(node: Node) -> Sequence[Ref]:
@@ -234,7 +199,7 @@ def _pair_patterns(
 
 
 def _pattern(nodes: Sequence[Node], begin: Ref, end: Ref) -> tuple[Refs, Refs, Refs, Refs] | None:
-    """Return the references of the persistent id, shape, strides and the rest of a pattern; None if it is none."""
+    """Return the references of the persistent id, shape, strides and the rest of a pattern; None for other nodes."""
     pid, storage, shape, strides, hooks, args, call = nodes[begin : end + 1]
     if (
         type(pid) is tuple
@@ -294,16 +259,7 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
         return None
     if original[at:] != data[begin:]:
         return None
-    made = Graph(
-        nodes,
-        graph.root,
-        graph.style,
-        graph.refused,
-        graph.oddities,
-        graph.filled_at,
-        fetched=graph.fetched,
-        base=graph,
-        changed=frozenset(changed),
-    )
-    graph.cache[_LAST] = data, made
-    return made
+    common = graph.root, graph.style, graph.refused, graph.oddities, graph.filled_at
+    other = Graph(nodes, *common, fetched=graph.fetched, base=graph, changed=frozenset(changed))
+    graph.cache[_LAST] = data, other
+    return other

@@ -16,7 +16,7 @@ from .nodes import CONSTANTS, Graph, Ref, children, dependencies
 
 
 def shared_refs(graph: Graph) -> frozenset[Ref]:
-    """Return what has an identity and is held by several places: without a memo index it would be duplicated."""
+    """Return the nodes with an identity in several places: without a memo index they would be duplicated."""
     nodes = graph.nodes
     seen, shared = bytearray(len(nodes)), set()
     seen[graph.root] = 1
@@ -30,7 +30,7 @@ def shared_refs(graph: Graph) -> frozenset[Ref]:
 
 
 class Cycle(NamedTuple):
-    """``members`` all lead to each other; ``dependent`` are those that depend on another member."""
+    """Nodes that all lead to each other; ``dependent`` are the members that depend on another member."""
 
     members: frozenset[Ref]
     dependent: tuple[Ref, ...]

@@ -1,4 +1,4 @@
-"""From bytes to a graph: a stack machine that builds nodes and does nothing else.
+"""Decoding of bytes to a graph: a stack machine that builds nodes and does nothing else.
 
 It follows CPython's unpickler opcode by opcode (``_Unpickler`` in Lib/pickle.py), but where that one imports or calls,
 this one makes a node. Every opcode that creates an object creates a node, even if the object is popped again, so that
@@ -168,14 +168,14 @@ def _execute(machine: Machine) -> Ref:
                     ref = singletons[0x74]
                     stack.append(machine.new_singleton(0x74) if ref < 0 else ref)
             elif code == 0x85:  # TUPLE1
-                made: tuple[Ref, ...] = (stack[-1],)
+                parts: tuple[Ref, ...] = (stack[-1],)
                 stack[-1] = len(nodes)
-                nodes.append(made)
+                nodes.append(parts)
             elif code == 0x86:  # TUPLE2
                 last = stack.pop()
-                made = (stack[-1], last)
+                parts = (stack[-1], last)
                 stack[-1] = len(nodes)
-                nodes.append(made)
+                nodes.append(parts)
             elif code == 0x4D or code == 0x4A:  # BININT2, BININT
                 end = pos + 2 if code == 0x4D else pos + 4
                 key = data[at:end]
@@ -210,9 +210,9 @@ def _execute(machine: Machine) -> Ref:
             elif code == 0x87:  # TUPLE3
                 last = stack.pop()
                 middle = stack.pop()
-                made = (stack[-1], middle, last)
+                parts = (stack[-1], middle, last)
                 stack[-1] = len(nodes)
-                nodes.append(made)
+                nodes.append(parts)
             elif code == 0x7D and plain:  # EMPTY_DICT
                 stack.append(len(nodes))
                 nodes.append(Dict(()))

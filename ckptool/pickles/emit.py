@@ -1,4 +1,4 @@
-"""The bytes of single values.
+"""The encoding of single values.
 
 A ``form`` is the opcode that the decoder recorded for a node, or -1 for the default of the dialect. An edit may have
 put another value there since; a form that does not fit the value is not used.

@@ -1,8 +1,8 @@
-"""From a graph to bytes, as CPython's pickler would have written it.
+"""Encoding of a graph, to the bytes that CPython's pickler would have written.
 
 A pickle that ``torch.save`` wrote comes out byte for byte, and one by another writer as close as possible, always equal
-as a graph. When the arguments of a call were filled is no part of the graph: they are filled before the call, as every
-pickler does it.
+as a graph. The graph does not record when the arguments of a call were filled: they are filled before the call, as
+every pickler does.
 """
 
 from __future__ import annotations
@@ -404,7 +404,7 @@ def encode(graph: Graph) -> bytes:
     """
     keep, written_first = None, None
     while True:
-        # Further attempts are rare, so the first one goes without the walk that would tell whether they are needed.
+        # Further attempts are rare, so the first one goes without the walk that would show whether they are needed.
         try:
             return _Writer(graph, keep, written_first).run()
         except _ReusedError:

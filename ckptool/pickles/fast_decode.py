@@ -7,7 +7,7 @@ In a checkpoint of 200,000 tensors nine tenths of the pickle are one pattern of 
 
 with a LONG_BINPUT after everything that can be shared. One regular expression reads it, where the loop would turn once
 for each instruction. The pattern has no meaning here: ``read_pattern`` adds the nodes that the loop of ``decode`` would
-have added, number for number, or declines, and the loop goes on as if it had not been asked. So whatever is in any way
+have added, number for number, or declines, and the loop goes on as if nothing had been tried. So whatever is in any way
 unusual (the first tensors, small memo indices, scalars, other protocols, hostile files) is left to the loop.
 ``fast_encode`` is the other direction.
 
@@ -117,14 +117,14 @@ def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
 
 
 def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Do the same for the pickler of TorchScript."""
+    """Read the pattern as the pickler of TorchScript writes it; see ``read_pattern``."""
     match = _TORCHSCRIPT(machine.data, pos)
     if match is None or match.end() > stop:
         return -1
     start, key, put, key_get, device, put2, get, size, put3, offset, shape, strides, end = match.groups()
     nodes, memo = machine.nodes, machine.memo
     count = len(memo)
-    puts = [one for one in (put, put2, put3) if one is not None]
+    puts = [number for number in (put, put2, put3) if number is not None]
     if b"".join(puts) != _u32s[len(puts) - 1](*range(count, count + len(puts))):
         return -1
     parts = (start, get, size, offset, shape, strides, end)
@@ -160,11 +160,7 @@ def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> i
         if len(steps) < 4:
             forms[second] = 0x74
     hook = len(nodes)
-    nodes += (
-        Call(0x52, hooks, no_args),
-        (storage, begin, first, second, flag, hook),
-        Call(0x52, function, hook + 1),
-    )
+    nodes += (Call(0x52, hooks, no_args), (storage, begin, first, second, flag, hook), Call(0x52, function, hook + 1))
     return match.end()
 
 
@@ -175,21 +171,18 @@ def _device(machine: Machine, code: bytes) -> str:
 
 
 def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
-    """Look up what the instructions push; None where one of them pushes something new or unusual."""
+    """Look up what the instructions push; return None if one of them pushes something new or unusual."""
     refs = [
         [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
     ]
     (word, cls), get, (size,), (offset,), shape, strides, (flag, hooks, no_args) = refs
-    if not (_takes_all(parts[4], shape) and _takes_all(parts[5], strides)) or any(
-        ref < 0 for row in refs for ref in row
-    ):
-        return None
-    if type(machine.nodes[hooks]) is not Global:
+    known = all(ref >= 0 for row in refs for ref in row) and type(machine.nodes[hooks]) is Global
+    if not (known and _takes_all(parts[4], shape) and _takes_all(parts[5], strides)):
         return None
     if len(machine.templates) >= _MAX_TEMPLATES:
         machine.templates.clear()
     device = get[0] if get else -1
-    template = Template(word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args)
+    template = word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args
     machine.templates[parts] = template
     return template
 
@@ -200,7 +193,7 @@ def _takes_all(code: bytes | None, refs: list[Ref]) -> bool:
 
 
 def _pushed(machine: Machine, instruction: bytes) -> Ref:
-    """Return what an instruction pushes; -1 if there is no such node yet."""
+    """Return the node that an instruction pushes, -1 if it is not there yet."""
     code, value = instruction[0], int.from_bytes(instruction[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
         return machine.get(value) if value < len(machine.memo) and machine.memo[value] >= 0 else -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from .nodes import Call, Dict, Node, Persistent, Ref
 
@@ -24,23 +24,13 @@ _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
 
-class _Template(NamedTuple):
-    """What many tensors have in common, and the packer that key, device and memo indices go into.
-
-    ``start`` comes before the key, ``middle`` before the device, each of the others before a memo index.
-    """
-
-    pack: Callable[..., bytes]
-    start: bytes
-    middle: bytes
-    one: bytes
-    two: bytes
-    three: bytes
-    four: bytes
+#: The bytes that many tensors have in common: the packer that inserts key, device and memo indices, what comes before
+#: the key, what comes before the device, and four parts that each come before a memo index.
+_Template: TypeAlias = tuple[Callable[..., bytes], bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 class PatternWriter:
-    """Writes the patterns of one run of ``encode``, whose ``nodes``, ``memo`` and ``codes`` it shares."""
+    """Writer of the patterns of one run of ``encode``, whose ``nodes``, ``memo`` and ``codes`` it shares."""
 
     def __init__(self, nodes: Sequence[Node], memo: array[int], codes: list[bytes | None]) -> None:
         self.nodes = nodes
@@ -147,7 +137,7 @@ class PatternWriter:
             middle, one = b"X" + _u32(len(device)), size + b"tr"
             layout = f"<{len(start)}s{len(key)}scI5s{len(device)}scI"
         packer = Struct(f"{layout}{len(one)}sI{len(two)}sI{len(three)}sI{len(four)}sI2sI2sI")
-        return _Template(packer.pack, start, middle, one, two, three, four)
+        return packer.pack, start, middle, one, two, three, four
 
     def ints(self, refs: Sequence[Ref]) -> bytes:
         """Return the code of a tuple whose elements have theirs."""

@@ -10,35 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ..base.errors import PickleError, TruncatedPickleError
 from ..base.limits import Limits
 from . import opcodes as op
-from .batches import BATCH_SIZE, Batch, batches_so_far
-from .nodes import (
-    Buffer,
-    ByteArray,
-    Call,
-    Dict,
-    Extension,
-    Filling,
-    FrozenSet,
-    Global,
-    Instance,
-    List,
-    Node,
-    Persistent,
-    Ref,
-    Set,
-    Style,
-)
-
-#: Types of nodes with a hash, as far as can be known without running anything; a tuple depends on its elements.
-_HASHABLE = frozenset(
-    (type(None), bool, int, float, str, bytes, FrozenSet, Global, Call, Persistent, Extension, Buffer)
-)
-_UNHASHABLE = (List, Dict, Set, ByteArray)
+from .batches import BATCH_SIZE, Batch, default_batches
+from .nodes import HASHABLE, UNHASHABLE, Call, Dict, Filling, Instance, List, Node, Ref, Set, Style
 
 #: The container that each opcode fills; it may be an Instance, too.
 _CONTAINERS: Final = {op.APPEND: List, op.APPENDS: List, op.ADDITEMS: Set, op.SETITEM: Dict, op.SETITEMS: Dict}
@@ -49,22 +27,10 @@ _AFTER_EVERY_CALL: Final = 1 << 62
 _NUMBERS: Final = array("Q")
 
 
-class Template(NamedTuple):
-    """What many repetitions of the pattern of ``fast_decode`` have in common, as references.
-
-    ``device`` is -1 where each of them has a string of its own.
-    """
-
-    word: Ref
-    cls: Ref
-    device: Ref
-    size: Ref
-    offset: Ref
-    shape: tuple[Ref, ...]
-    strides: tuple[Ref, ...]
-    flag: Ref
-    hooks: Ref
-    no_args: Ref
+#: The references that many repetitions of the pattern of ``fast_decode`` have in common: of "storage", the class, the
+#: device (-1 where each has a string of its own), size, offset, the numbers of the shape and of the strides,
+#: requires_grad, the class of the hooks and its arguments.
+Template: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
 
 
 class Machine:
@@ -117,12 +83,12 @@ class Machine:
         raise PickleError(message, where=self.where, offset=self.op_start)
 
     def fail_short(self, size: int) -> NoReturn:
-        """Raise TruncatedPickleError, because ``size`` bytes should follow and do not."""
+        """Raise TruncatedPickleError, because fewer than ``size`` bytes follow."""
         message = f"{size:,} bytes are announced, but the pickle ends before"
         raise TruncatedPickleError(message, where=self.where, offset=self.op_start)
 
     def note_oddity(self, text: str) -> None:
-        """Note what no pickler writes."""
+        """Record a remark on something that no pickler writes."""
         if len(self.oddities) < self.limits.listed:
             self.oddities.append((self.op_start, text))
 
@@ -265,11 +231,11 @@ class Machine:
     def check_keys(self, keys: Iterable[Ref]) -> None:
         """Fail for what cannot be a key of a dict or a member of a set."""
         nodes, hashable = self.nodes, self.hashable
-        work = [ref for ref in keys if type(nodes[ref]) not in _HASHABLE]
+        work = [ref for ref in keys if type(nodes[ref]) not in HASHABLE]
         while work:
             ref = work.pop()
             node = nodes[ref]
-            if isinstance(node, _UNHASHABLE):
+            if isinstance(node, UNHASHABLE):
                 self.fail(f"a {type(node).__name__.lower()} as a key of a dict or in a set")
             if isinstance(node, tuple) and ref not in hashable:
                 # Each tuple once: it may be in a million others.
@@ -321,9 +287,9 @@ class Machine:
             self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
         default = code == 0x73 or code == 0x61 or (2 <= count < BATCH_SIZE and code != 0x90)
         if not (first and default) or ref in self.batches:
-            # From its first unusual batch on; what it holds came in default ones.
+            # From its first unusual batch on; what it holds came in default ones, in protocols after 0.
             if ref not in self.batches:
-                self.batches[ref] = batches_so_far(node)
+                self.batches[ref] = default_batches(node, 2)
             self.batches[ref].append((code, count))
         if isinstance(present, list):
             present += refs

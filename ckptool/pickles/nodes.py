@@ -17,15 +17,16 @@ Global Call Persistent  a named object; the result of calling one; an object sto
 Extension               a code of the copyreg extension registry
 ======================  ====================================================================
 
-Nothing here imports or calls what a pickle names.
+Nothing here imports or calls anything that a pickle names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from .opcodes import PYTHON2_STRINGS
@@ -88,7 +89,7 @@ class Buffer:
 
 
 class Filling:
-    """What an object received after its construction.
+    """The contents that an object received after its construction.
 
     ``items`` were appended, ``pairs`` (key, value, ...) were set, ``states`` went to BUILD: nearly always none or one.
     """
@@ -192,14 +193,19 @@ Node: TypeAlias = (
 )
 
 
-#: Types of nodes without references.
-_LEAVES: Final = frozenset((str, bytes, int, float, bool, type(None)))
 #: Types of nodes without identity; ``()`` has none either.
 CONSTANTS: Final = (type(None), bool, int, float)
+#: Types of nodes without references.
+_LEAVES: Final = frozenset((*CONSTANTS, str, bytes))
+#: Types of nodes that are containers of Python, but for tuples.
+CONTAINERS: Final = (List, Dict, Set, FrozenSet)
+#: Types of nodes with a hash, as far as can be known without running anything; a tuple depends on its elements.
+HASHABLE: Final = _LEAVES | {FrozenSet, Global, Call, Persistent, Extension, Buffer}
+UNHASHABLE: Final = (List, Dict, Set, ByteArray)
 
 
 class Style:
-    """How a pickle deviates in its writing from CPython's pickler.
+    """The deviations of a pickle from the output of CPython's pickler.
 
     ``protocol``      0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
     ``dialect``       the protocol whose opcodes are the default; differs only where no pickler wrote the file as it is;
@@ -213,16 +219,9 @@ class Style:
     ``memoize_late``  whether results of NEWOBJ are memoized after their BUILD, as TorchScript's pickler does.
     """
 
-    __slots__ = (
-        *("batches", "dialect", "discarded", "forms", "framed", "header", "memo_base", "memoize_late", "memoized"),
-        *("protocol", "unmemoized"),
-    )
-
-    def __init__(
-        self, protocol: int = 2, *, header: bool = True, framed: bool = False, dialect: int | None = None
-    ) -> None:
+    def __init__(self, protocol: int = 2, *, header: bool = True, framed: bool = False, dialect: int = -1) -> None:
         self.protocol = protocol
-        self.dialect = protocol if dialect is None else dialect
+        self.dialect = protocol if dialect < 0 else dialect
         self.header = header
         self.framed = framed
         self.memo_base = 0
@@ -261,14 +260,10 @@ class Graph:
     the references of strings and the offsets in bytes of their BINUNICODE; ``fetched`` are the references that the
     pickle took again, from its memo or by DUP, or None if that is not known: any other node is held by one node at
     most, unless it is a number, a bool, None or ``()``. ``base`` is the graph that an edited one was made from, and
-    ``changed`` are the references of its nodes that were replaced. ``cache`` holds what readers worked out about single
-    nodes, by a name of theirs and the reference; it is no part of the graph.
+    ``changed`` are the references of its nodes that were replaced. ``cache`` holds results of readers about single
+    nodes, by a name and the reference; it is not part of the graph.
     Never changed once made: ``edited`` returns another graph.
     """
-
-    __slots__ = (
-        *("base", "cache", "changed", "fetched", "filled_at", "nodes", "oddities", "refused", "root", "style", "texts"),
-    )
 
     def __init__(
         self,
@@ -310,18 +305,12 @@ class Graph:
         nodes = self.nodes + list(added)
         for ref, node in changes.items():
             nodes[ref] = node
+        root = self.root if root is None else root
         style = self.style.extended(like) if like else self.style
         base = self.base or self
         count = len(base.nodes)
-        return Graph(
-            nodes,
-            self.root if root is None else root,
-            style,
-            self.refused,
-            self.oddities,
-            base=base,
-            changed=self.changed.union([ref for ref in changes if ref < count]),
-        )
+        changed = self.changed.union([ref for ref in changes if ref < count])
+        return Graph(nodes, root, style, self.refused, self.oddities, base=base, changed=changed)
 
     def reachable(self) -> Iterator[Ref]:
         """Yield every reference that the root leads to, each once, parents before children."""
@@ -352,6 +341,23 @@ def children(node: Node) -> Sequence[Ref]:
     return dependencies(node)
 
 
+def own_value(node: Node) -> object:
+    """Return what a node is besides its children and its type; None for a string or constant, which is its value."""
+    value = _OWN_VALUES[type(node)](node) if type(node) in _OWN_VALUES else None
+    return (value, len(node.items), len(node.pairs), len(node.states)) if isinstance(node, Instance) else value
+
+
+_OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
+    bytes: bytes,
+    ByteArray: attrgetter("data"),
+    Buffer: lambda node: node.inner < 0,
+    Global: attrgetter("module", "name"),
+    Call: lambda node: (node.op, node.kwargs < 0),
+    Persistent: attrgetter("text"),
+    Extension: attrgetter("code"),
+}
+
+
 def dependencies(node: Node) -> Sequence[Ref]:
     """Return the references that must exist before the node can be constructed, without those that fill it later.
 
@@ -373,7 +379,7 @@ def dependencies(node: Node) -> Sequence[Ref]:
 
 
 def relocated(node: Node, places: Mapping[Ref, Ref] | range) -> Node:
-    """Return a node for another arena, in which ``places[ref]`` is the reference of what was ``ref``."""
+    """Return a node for another arena, in which the old reference ``ref`` is ``places[ref]``."""
     if isinstance(node, tuple):
         return tuple(places[part] for part in node)
     if isinstance(node, _Items):

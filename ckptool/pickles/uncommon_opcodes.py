@@ -14,28 +14,24 @@ from typing import Final
 
 from . import opcodes as op
 from .machine import Machine
-from .nodes import (
-    Buffer,
-    ByteArray,
-    Call,
-    Dict,
-    Extension,
-    FrozenSet,
-    Global,
-    Instance,
-    List,
-    Node,
-    Persistent,
-    Set,
-)
+from .nodes import Buffer, ByteArray, Call, Dict, Extension, FrozenSet, Global, Instance, List, Node, Persistent, Set
 
-_i32 = Struct("<i").unpack
-_u64 = Struct("<Q").unpack
 _f64 = Struct(">d").unpack
+
+#: Bytes of the length after an opcode, unless it is one byte.
+_WIDTHS: Final = {op.BINUNICODE8: 8, op.BINBYTES: 4, op.BINBYTES8: 8, op.BYTEARRAY8: 8, op.BINSTRING: 4, op.LONG4: 4}
 
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
 _ESCAPES = {b"\n": b"", b"b": b"\b", b"f": b"\f", b"t": b"\t", b"n": b"\n", b"r": b"\r", b"v": b"\v", b"a": b"\a"}
 _ESCAPES |= {b"\\": b"\\", b"'": b"'", b'"': b'"'}
+
+
+def _sized(machine: Machine, code: int) -> bytes:
+    """Read a length and as many bytes. The length is signed in BINSTRING and LONG4."""
+    size = int.from_bytes(machine.take(_WIDTHS.get(code, 1)), "little", signed=code in (op.BINSTRING, op.LONG4))
+    if size < 0:
+        machine.fail(f"{op.NAMES[code]} with a negative size")
+    return machine.take(size)
 
 
 def _binary_float(machine: Machine, code: int) -> None:
@@ -46,10 +42,7 @@ def _binary_float(machine: Machine, code: int) -> None:
 
 def _binary_long(machine: Machine, code: int) -> None:
     """Execute LONG1 or LONG4."""
-    size = machine.take(1)[0] if code == op.LONG1 else _i32(machine.take(4))[0]
-    if size < 0:
-        machine.fail("LONG4 with a negative size")
-    raw = machine.take(size)
+    raw = _sized(machine, code)
     value = int.from_bytes(raw, "little", signed=True)
     _number(machine, code, raw, value, op.int_opcode(value, machine.dialect))
 
@@ -85,9 +78,9 @@ def _number(machine: Machine, code: int, raw: bytes, value: Node, default: int) 
 
 def _text(machine: Machine, code: int) -> None:
     """Execute SHORT_BINUNICODE or BINUNICODE8."""
-    size = machine.take(1)[0] if code == op.SHORT_BINUNICODE else _u64(machine.take(8))[0]
-    default = op.text_opcode(size, machine.dialect)
-    machine.push(machine.take(size).decode("utf-8", "surrogatepass"), -1 if default == code else code)
+    raw = _sized(machine, code)
+    default = op.text_opcode(len(raw), machine.dialect)
+    machine.push(raw.decode("utf-8", "surrogatepass"), -1 if default == code else code)
 
 
 def _text_line(machine: Machine, code: int) -> None:
@@ -101,10 +94,7 @@ def _text_line(machine: Machine, code: int) -> None:
 
 def _byte_string(machine: Machine, code: int) -> None:
     """Execute SHORT_BINSTRING or BINSTRING: the ``str`` of Python 2."""
-    size = machine.take(1)[0] if code == op.SHORT_BINSTRING else _i32(machine.take(4))[0]
-    if size < 0:
-        machine.fail("BINSTRING with a negative size")
-    machine.push(machine.take(size).decode("utf-8", "surrogateescape"), code)
+    machine.push(_sized(machine, code).decode("utf-8", "surrogateescape"), code)
 
 
 def _byte_line(machine: Machine, code: int) -> None:
@@ -131,13 +121,11 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 def _raw_bytes(machine: Machine, code: int) -> None:
     """Execute SHORT_BINBYTES, BINBYTES, BINBYTES8 or BYTEARRAY8."""
-    width = 1 if code == op.SHORT_BINBYTES else 4 if code == op.BINBYTES else 8
-    size = int.from_bytes(machine.take(width), "little")
-    raw = machine.take(size)
+    raw = _sized(machine, code)
     if code == op.BYTEARRAY8:
         machine.push(ByteArray(raw))
     else:
-        machine.push(raw, -1 if code == op.bytes_opcode(size) else code)
+        machine.push(raw, -1 if code == op.bytes_opcode(len(raw)) else code)
 
 
 # -- containers

@@ -1,4 +1,4 @@
-"""The arguments that torch's functions and the classes on its list take, and so the calls that fail.
+"""Checks of the arguments of torch's functions and of the classes on its list, to predict the calls that fail.
 
 ``_RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
 them together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.dtypes import BY_NAME
+from ..base.text import words
 from ..checkpoint.objects import elements, mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..pickles import opcodes as op
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Node, Persistent, Ref, Set
 from . import composite
+from .torch_lists import qualified
 
 
 class Refusal(NamedTuple):
-    """The reason why torch fails at a call, or at a key; ``certain`` is False where that was not tried."""
+    """The reason why torch fails at a call, or at a key; ``certain`` is False where that has not been tried."""
 
     message: str
     certain: bool = True
@@ -36,21 +38,16 @@ _DEVICES: Final = (
 )
 _DEVICE: Final = re.compile(rf"(?:{_DEVICES})(:(?:0|[1-9]\d{{0,8}}))?")
 _DEVICE_TYPES: Final = frozenset(_DEVICES.split("|"))
-_LAYOUTS: Final = frozenset(
-    f"torch.{name}"
-    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
-)
+_LAYOUTS: Final = qualified("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn jagged")
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
 _FLOATS: Final = ("float", "bfloat", "complex")
 _QUANTIZED: Final = ("qint", "quint")
 #: The classes on the list, which NEWOBJ can make.
-_CLASSES: Final = frozenset(
-    (
-        *("collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.Size"),
-        *("torch.device", "builtins.bytearray", "builtins.set", "builtins.complex", "torch.Tensor"),
-        *("torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout"),
-    )
-)
+_CLASSES: Final = words("""
+    collections.OrderedDict collections.Counter torch.nn.parameter.Parameter torch.Size torch.device torch.Tensor
+    builtins.bytearray builtins.set builtins.complex torch.distributed._mesh_layout._MeshLayout
+    torch.distributed._mesh_layout._FlatLayout
+""")
 
 
 def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refusal]:
@@ -93,8 +90,7 @@ class _CallChecker:
     def name(self, func: Ref) -> str:
         name = self.names.get(func)
         if name is None:
-            node = self.nodes[func]
-            name = mapped_name(node) if type(node) is Global else ""
+            name = _global_name(self.nodes[func])
             if name.startswith("torch.tensor."):
                 name = "torch._tensor." + name.rpartition(".")[2]
             self.names[func] = name
@@ -111,7 +107,7 @@ class _CallChecker:
         return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
-        """Tell whether it is a tensor like nearly all others, which needs no further check."""
+        """Return whether it is a tensor of the usual sort, which needs no further check."""
         args = self.nodes[node.args]
         if type(args) is not tuple or len(args) != 6:
             return False
@@ -128,11 +124,10 @@ class _CallChecker:
             return Refusal(f"{name}: its arguments are not a tuple")
         if node.op not in (op.REDUCE, op.NEWOBJ) or node.kwargs >= 0:
             return None  # the opcode itself is refused
-        if node.op == op.NEWOBJ:
-            if name not in _CLASSES:
-                return Refusal(f"{name} is not a class that can be made")
-            if name in _DICTS or name in ("builtins.bytearray", "builtins.set"):
-                return None  # their __new__ takes anything
+        if node.op == op.NEWOBJ and name not in _CLASSES:
+            return Refusal(f"{name} is not a class that can be made")
+        if node.op == op.NEWOBJ and name in _UNHASHABLE:
+            return None  # the __new__ of these takes anything
         return self.rule(name, args, self.reader.tensor(ref))
 
     def callee(self, node: Call, name: str) -> Refusal | None:
@@ -168,9 +163,7 @@ class _CallChecker:
     # -- Tensors: what their arguments must be together
 
     def dense(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
-        if tensor.dtype.startswith(_QUANTIZED):
-            return Refusal(f"a tensor of {tensor.dtype} without its scale")
-        return None
+        return _scale(tensor.dtype)
 
     def tensor_v2(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
         flawed = self.metadata(args[6:], tensor) or self.dense(args, tensor)
@@ -192,7 +185,7 @@ class _CallChecker:
         return None
 
     def attributes(self, ref: Ref) -> Sequence[tuple[Ref, Ref]] | None:
-        """Return the items of a dict with strings as keys, nothing for an empty value; None for what is refused."""
+        """Return the items of a dict whose keys are strings, () for an empty value, None for a refused node."""
         node = self.nodes[ref]
         if node in (None, 0, "", b"", ()) or (isinstance(node, List | Set) and not node.items):
             return ()
@@ -216,7 +209,7 @@ class _CallChecker:
 
     def from_type(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         """Check the call within _rebuild_from_type_v2, its class, and its state."""
-        inner, cls = self.name(args[0]), self.nodes[args[1]]
+        inner, name = self.name(args[0]), _global_name(self.nodes[args[1]])
         if inner == _FROM_TYPE:
             return Refusal("it is nested in itself", False)
         refusal = self.rule(inner, elements(self.nodes[args[2]]), tensor)
@@ -224,7 +217,6 @@ class _CallChecker:
             return refusal
         if tensor is None:
             return _NOT_A_TENSOR
-        name = mapped_name(cls) if type(cls) is Global else ""
         if name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return self.state(args[3])
         # A subclass has a state of its own; it is on no list.
@@ -258,18 +250,16 @@ class _CallChecker:
 
     def quantized(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
         nodes, parts = self.nodes, elements(self.nodes[args[4]])
-        scheme = nodes[parts[0]] if parts else None
-        kind = mapped_name(scheme) if type(scheme) is Global else ""
+        scheme = _global_name(nodes[parts[0]]) if parts else ""
         if not tensor.dtype.startswith(_QUANTIZED):
             return Refusal(f"a quantized tensor of {tensor.dtype}")
         if nodes[args[5]] is not False:
             return _gradient(tensor.dtype, True)
-        if kind == "torch.per_tensor_affine" and len(parts) == 3:
-            if type(nodes[parts[1]]) in (int, float, bool) and _is_int64(nodes[parts[2]]):
-                return None
-            return Refusal("a scale or zero point that is not a number")
-        if kind not in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams") or len(parts) != 4:
-            return Refusal(f"quantized by {kind or 'no scheme'} with {len(parts)} values")
+        if scheme == "torch.per_tensor_affine" and len(parts) == 3:
+            valid = type(nodes[parts[1]]) in (int, float, bool) and _is_int64(nodes[parts[2]])
+            return None if valid else Refusal("a scale or zero point that is not a number")
+        if scheme not in ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams") or len(parts) != 4:
+            return Refusal(f"quantized by {scheme or 'no scheme'} with {len(parts)} values")
         axis, scales, zeros = nodes[parts[3]], self.reader.tensor(parts[1]), self.reader.tensor(parts[2])
         if type(axis) is not int or not 0 <= axis < len(tensor.shape):
             return Refusal("an axis that the tensor does not have")
@@ -287,9 +277,7 @@ class _CallChecker:
         shape, strides, dtype = self.ints(args[1]), self.ints(args[2]), self.dtype(args[0])
         if shape is None or strides is None or len(shape) != len(strides) or min(shape, default=0) < 0:
             return Refusal("a shape and strides that do not go together")
-        if dtype.startswith(_QUANTIZED):
-            return Refusal(f"a tensor of {dtype} without its scale")
-        return _gradient(dtype or "float32", self.nodes[args[3]] is True)
+        return _scale(dtype) or _gradient(dtype or "float32", self.nodes[args[3]] is True)
 
     def moved(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         return _gradient(self.dtype(args[1]), self.nodes[args[3]] is True)
@@ -303,7 +291,7 @@ class _CallChecker:
         return text if type(text) is str else ""
 
     def ints(self, ref: Ref) -> tuple[int, ...] | None:
-        """Return the numbers of a size: a tuple, list or torch.Size of them."""
+        """Return the numbers in a tuple, list or torch.Size; None for another node."""
         node = self.nodes[ref]
         if isinstance(node, Call) and self.name(node.func) == "torch.Size":
             args = elements(self.nodes[node.args])
@@ -360,9 +348,8 @@ class _CallChecker:
                 values = (self.nodes[item] for item in items)
                 self.holds_bytes[args[0]] = all(isinstance(value, int) and 0 <= value < 256 for value in values)
             return None if self.holds_bytes[args[0]] else Refusal("something other than bytes")
-        if type(node) is int and 0 <= node < 1 << 20:
-            return None
-        return Refusal("something that it does not take", node is None)
+        is_size = type(node) is int and 0 <= node < 1 << 20
+        return None if is_size else Refusal("something that it does not take", node is None)
 
     def members(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         node = self.nodes[args[0]] if args else ()
@@ -380,7 +367,7 @@ class _CallChecker:
         return Refusal("something other than a number", type(values[0]) is not str)
 
     def ordered_dict(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        """Check that keys can be hashed. What else a mapping is made of is not followed at all."""
+        """Check that keys can be hashed. Other arguments of a mapping are not followed at all."""
         node = self.nodes[args[0]] if args else ()
         if isinstance(node, Dict):
             return None  # its keys are checked where it is made
@@ -404,7 +391,7 @@ class _CallChecker:
     # -- Keys
 
     def keys(self, refs: Sequence[Ref]) -> Refusal | None:
-        """Refuse what cannot be a key: containers, and tuples that are nested too deep to be hashed."""
+        """Refuse containers as keys, and tuples that are nested too deep to be hashed."""
         nodes = self.nodes
         if _HASHED.issuperset([type(nodes[ref]) for ref in refs]):
             return None
@@ -441,11 +428,20 @@ def _refusal(message: str) -> Refusal | None:
     return Refusal(message) if message else None
 
 
+def _scale(dtype: str) -> Refusal | None:
+    """Refuse a quantized dtype for a tensor that has no scale."""
+    return Refusal(f"a tensor of {dtype} without its scale") if dtype.startswith(_QUANTIZED) else None
+
+
 def _gradient(dtype: str, requires_grad: bool) -> Refusal | None:
     """Refuse a gradient for anything but floating point."""
-    if not requires_grad or dtype.startswith(_FLOATS):
-        return None
-    return Refusal(f"a tensor of {dtype} that requires a gradient")
+    allowed = not requires_grad or dtype.startswith(_FLOATS)
+    return None if allowed else Refusal(f"a tensor of {dtype} that requires a gradient")
+
+
+def _global_name(node: Node) -> str:
+    """Return the name of a global, "" for another node."""
+    return mapped_name(node) if type(node) is Global else ""
 
 
 def _is_int64(value: Node) -> bool:
@@ -462,18 +458,14 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 #: Calls of torch's list that give something with members, each of which can be hashed.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
-#: What has no __dict__ that BUILD could fill.
+#: Classes without a __dict__ that BUILD could fill.
 _STATELESS: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
 _UNHASHABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
 #: Names on the list that are neither functions nor classes.
-_VALUES: Final = frozenset(
-    f"torch.{name}"
-    for name in (
-        *BY_NAME,
-        *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"),
-        "per_channel_affine_float_qparams",
-    )
+_VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
+    "torch",
+    "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams",
 )
 
 _KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
@@ -506,12 +498,12 @@ class _Rule(NamedTuple):
 _VIEW: Final = ("storage", "", "size", "size")
 _PARAMETER: Final = ("tensor or None", "bool")
 _META: Final = ("dtype or None", "size", "size", "bool or None")
+_V3: Final = ("bool or None", "", "dtype or None", "")
+_MOVED: Final = ("tensor", "dtype", "", "bool")
 _RULES: Final[Mapping[str, _Rule]] = {
     "torch._utils._rebuild_tensor": _Rule(4, _VIEW, _CallChecker.dense, True),
     _V2: _Rule(6, (*_VIEW, "bool", "", ""), _CallChecker.tensor_v2, True),
-    "torch._utils._rebuild_tensor_v3": _Rule(
-        7, (*_VIEW, "bool or None", "", "dtype or None", ""), _CallChecker.tensor_v3, True
-    ),
+    "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, *_V3), _CallChecker.tensor_v3, True),
     "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), _CallChecker.quantized, True),
     "torch._utils._rebuild_parameter": _Rule(3, (*_PARAMETER, ""), _CallChecker.parameter),
     "torch._utils._rebuild_parameter_with_state": _Rule(4, (*_PARAMETER, "", ""), _CallChecker.parameter),
@@ -519,9 +511,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "torch._utils._rebuild_sparse_tensor": _Rule(2, ("layout", "tuple"), _CallChecker.sparse),
     "torch._utils._rebuild_nested_tensor": _Rule(4, ("tensor",) * 4, _CallChecker.nested),
     "torch._utils._rebuild_meta_tensor_no_storage": _Rule(4, _META, _CallChecker.meta),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Rule(
-        4, ("tensor", "dtype", "", "bool"), _CallChecker.moved
-    ),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Rule(4, _MOVED, _CallChecker.moved),
     _FROM_TYPE: _Rule(4, ("function", "", "tuple", ""), _CallChecker.from_type),
     "torch.nested._internal.nested_tensor._rebuild_njt": _Rule(1, ("",), None, True),
     "torch.serialization._get_layout": _Rule(1, ("name of a layout",)),

@@ -1,4 +1,4 @@
-"""Calls that do not belong in a checkpoint: what loading it without weights_only would run."""
+"""Calls that do not belong in a checkpoint: loading it without weights_only would run them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 from ..base.limits import LIMITS
-from ..base.text import cut
+from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 from ..pickles.opcodes import NEWOBJ
 from .torch_lists import NEWEST, allowed
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 #: Modules whose functions act on the machine or reach other functions. This list decides how loudly a call is reported,
 #: never that one is harmless: every global outside of torch's list is reported in any case.
-_MODULES: Final = _words(
-    """
+_MODULES: Final = words("""
     os posix nt subprocess sys runpy importlib pty shutil socket ctypes code codeop webbrowser pickle _pickle marshal
     pip platform tempfile urllib.request http.client ftplib smtplib operator _operator timeit cProfile profile pdb bdb
     doctest asyncio multiprocessing torch.hub torch.utils.cpp_extension torch.storage numpy.testing numpy.f2py pkgutil
@@ -35,9 +29,8 @@ _MODULES: Final = _words(
     torch.utils.collect_env torch.utils.bottleneck torch.utils._config_module torch._inductor.codecache
     torch.jit.unsupported_tensor_ops torch.package setuptools distutils pkg_resources transformers.dynamic_module_utils
     unittest.mock transformers.utils.import_utils pandas.core.computation pandas.io.common pandas.io.pickle
-    """
-)
-#: What acts in those of the modules that also hold classes and tables which files name.
+""")
+#: The acting members of those modules that also hold classes and tables which files name.
 _ACTING_MEMBERS: Final = {
     "torch.storage": frozenset(("_load_from_bytes",)),
     "torch.serialization": frozenset(("load", "_load", "_legacy_load")),
@@ -46,15 +39,12 @@ _ACTING_MEMBERS: Final = {
     "torch.package": frozenset(("PackageImporter",)),
     "joblib": frozenset(("load",)),
 }
-_BUILTINS: Final = _words(
-    """
+_BUILTINS: Final = words("""
     eval exec compile __import__ getattr setattr delattr open input apply execfile breakpoint map filter globals locals
     vars help exit quit file
-    """
-)
+""")
 #: Functions of other modules that run, import or read what they are given.
-_FUNCTIONS: Final = _words(
-    """
+_FUNCTIONS: Final = words("""
     functools.reduce itertools.starmap itertools.filterfalse itertools.takewhile itertools.dropwhile
     itertools.accumulate itertools.groupby types.FunctionType types.CodeType types.LambdaType functools.partialmethod
     numpy.load pandas.read_pickle numpy.ctypeslib.load_library logging.config.listen logging.config._resolve torch.load
@@ -72,71 +62,57 @@ _FUNCTIONS: Final = _words(
     torch._C.PyTorchFileWriter torch._C.PyTorchFileReader torch.PyTorchFileWriter torch.PyTorchFileReader
     types.new_class typing.get_type_hints torch._C.FileCheck numpy.memmap numpy.core.memmap.memmap
     numpy._core.memmap.memmap
-    """
-)
+""")
 #: Modules of Python of which every function is harmless. Those of Python, torch and NumPy are known: a function of
 #: theirs that none of the following lists names is not harmless.
-_HARMLESS: Final = _words(
-    """
+_HARMLESS: Final = words("""
     collections datetime _datetime decimal _decimal _pydecimal fractions uuid re _sre _codecs array math cmath itertools
     copyreg copy_reg zoneinfo ipaddress enum string time calendar numbers statistics heapq bisect queue _queue base64
     binascii struct zlib hashlib json collections.abc _collections _weakref weakref builtins __builtin__ pathlib
     pathlib._local locale difflib textwrap html colorsys
-    """
-)
+""")
 #: Functions of other modules that torch, NumPy and Python write when they pickle objects of their own.
-_REBUILDING: Final = frozenset(
-    (
-        *("logging.getLogger", "functools.partial", "_functools.partial", "torch.serialization._get_layout"),
-        *("torch.nn.backends.thnn._get_thnn_function_backend", "torch.distributed.remote_device._remote_device"),
-    )
-)
+_REBUILDING: Final = words("""
+    logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
+    torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device
+""")
 #: Packages of torch with functions that compile, import or read what they are given.
-_TOOLS: Final = _words(
-    """
+_TOOLS: Final = words("""
     torch.fx torch._inductor torch._dynamo torch._C torch._functorch torch._export torch.export torch.utils
     torch.package torch.hub torch.jit torch.onnx torch.testing torch.multiprocessing torch._ops torch.ops torch._classes
     torch.classes torch.distributed torch._library torch.library torch.compiler torch._subclasses
     torch._higher_order_ops torch.profiler torch.monitor torch.backends torch.cuda torch.xpu torch.mps torch._logging
     torch._appdirs
-    """
-)
+""")
 _RESTORING: Final = ("torch.jit._pickle", "torch._utils", "torch._tensor")
 #: Functions and small classes of NumPy that make arrays, scalars and generators of random numbers.
-_NUMPY: Final = _words(
-    """
+_NUMPY: Final = words("""
     _reconstruct scalar dtype ndarray _frombuffer frombuffer _mareconstruct array asarray zeros ones empty full arange
     linspace concatenate matrix recarray record void poly1d generic number integer floating inexact flexible character
     object_ str_ bytes_ bool_ bool int_ intc intp uint uintc uintp half single double longdouble csingle cdouble
     clongdouble datetime64 timedelta64 string_ unicode_ longlong ulonglong short ushort byte ubyte long ulong
     masked_array bitwise_count
-    """
-) | {f"{kind}{bits}" for kind in ("int", "uint", "float", "complex") for bits in (8, 16, 32, 64, 96, 128, 192, 256)}
+""") | {f"{kind}{bits}" for kind in ("int", "uint", "float", "complex") for bits in (8, 16, 32, 64, 96, 128, 192, 256)}
 #: Attributes that lead from a function or class to everything else.
 _WAYS_OUT: Final = frozenset(
     f"__{name}__"
-    for name in _words(
-        """
+    for name in words("""
         builtins globals subclasses dict class bases base mro getattribute getattr import loader spec code self func
         wrapped closure reduce reduce_ex module setattr delattr init_subclass getitem path file
-        """
-    )
+    """)
 )
 #: Components of the longest name in these lists.
 _DEEPEST: Final = max(name.count(".") + 1 for name in _MODULES | _FUNCTIONS)
 #: cloudpickle's way to write a class of Python by its name, which is then called: files of fastai are full of it.
 _TYPE_LOOKUP: Final = "cloudpickle.cloudpickle._builtin_type"
 #: Containers: they do not call what they are given.
-_CONTAINERS: Final = _words(
-    """
-    collections.OrderedDict collections.Counter builtins.dict builtins.list builtins.tuple builtins.set
-    builtins.frozenset
-    """
-)
+_CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
+    f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")
+}
 
 
 def _acts(name: str) -> bool:
-    """Tell whether a function acts on the machine, or takes a function or a name and may call it."""
+    """Return whether a function acts on the machine, or takes a function or a name and may call it."""
     module, _, function = name.rpartition(".")
     if module == "builtins":
         return function in _BUILTINS
@@ -153,7 +129,7 @@ def _acts(name: str) -> bool:
 
 
 def _acts_within(path: str) -> bool:
-    """Tell whether a dotted name leads into another module, as ``_os.remove`` of ``argparse`` does."""
+    """Return whether a dotted name leads into another module, as ``_os.remove`` of ``argparse`` does."""
     parts = [part.lstrip("_") for part in path.split(".")]
     # As many as the longest name of the lists has, and one to tell a longer one from it: every part of a megabyte of
     # dots is looked at, but not all of the rest at each.
@@ -161,7 +137,7 @@ def _acts_within(path: str) -> bool:
 
 
 def _runs(name: str) -> bool:
-    """Tell whether it is a function of Python, torch or NumPy that no library calls to make an object of a pickle."""
+    """Return whether it is a function of Python, torch or NumPy that no library calls to make an object of a pickle."""
     module, _, last = name.rpartition(".")
     package = module.partition(".")[0]
     if package not in _KNOWN or name in _REBUILDING or not last.lstrip("_")[:1].islower():
@@ -197,7 +173,7 @@ _KNOWN: Final = frozenset(("torch", "numpy", *sys.stdlib_module_names))
 def suspicious_calls(graph: Graph) -> list[str]:
     """Return the calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
 
-    They include calls that are given what acts, as an argument, in a container or a state: ``map(posix.system, ...)``.
+    They include calls with an acting function in an argument, a container or a state: ``map(posix.system, ...)``.
     """
     nodes = graph.nodes
     names: dict[Ref, str] = {}
@@ -212,13 +188,11 @@ def suspicious_calls(graph: Graph) -> list[str]:
                 effect = effects[spelling] = _effect(node)
             if effect == _ACTS:
                 names[ref] = mapped_name(node)
-            elif effect == _RUNS:
-                running.add(ref)
-            elif effect == _LOOKS_UP:
-                lookups.add(ref)
+            elif effect:
+                (running if effect == _RUNS else lookups).add(ref)
         elif type(node) is Call:
             calls.append((ref, node))
-    # Calls of what another call gave: (the call, the other, what that one calls).
+    # Calls of the result of another call: (the call, the other call, the function of that one).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     if not (names or running or results):
         return []
@@ -230,22 +204,23 @@ def suspicious_calls(graph: Graph) -> list[str]:
     }
     suspects = {ref for ref, node in calls if node.func in names and ref not in harmless}
     suspects |= {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
-    # Nobody knows what another call gave, unless it is a class that was looked up by its name.
+    # The result of another call is unknown, unless it is a class that was looked up by its name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
     suspects |= _recipients(graph, names.keys() - set(harmless.values()), suspects)
-    messages = []
-    for ref in sorted(suspects)[: LIMITS.listed]:
-        node = nodes[ref]
-        if isinstance(node, Call):
-            messages.append(f"{_callee(graph, node, names)}({_arguments(graph, node)})")
-        elif isinstance(node, Global):
-            messages.append(f"setattr({mapped_name(node)}, ...)")
+    messages = [_call_text(graph, nodes[ref], names) for ref in sorted(suspects)[: LIMITS.listed]]
     more = len(suspects) - len(messages)
     return [*messages, f"{more:,} more calls"] if more else messages
 
 
+def _call_text(graph: Graph, node: Node, names: Mapping[Ref, str]) -> str:
+    """Spell a call, or the change of a class."""
+    if isinstance(node, Call):
+        return f"{_callee(graph, node, names)}({_arguments(graph, node)})"
+    return f"setattr({mapped_name(node)}, ...)" if isinstance(node, Global) else ""
+
+
 def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
-    """Spell what a call calls: a name, or the result of another call."""
+    """Spell the function of a call: a name, or the result of another call."""
     if node.func in names:
         return names[node.func]
     func = graph.nodes[node.func]
@@ -253,11 +228,11 @@ def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
         return mapped_name(func) if isinstance(func, Global) else type(func).__name__.lower()
     if type(graph.nodes[func.func]) is not Global:
         return "..."
-    return f"{_callee(graph, func, names)}({_arguments(graph, func)})"
+    return _call_text(graph, func, names)
 
 
 def _recipients(graph: Graph, acting: Collection[Ref], suspects: Collection[Ref]) -> set[Ref]:
-    """Return the calls and classes that what acts is given to: from each such global upwards through its holders."""
+    """Return the calls and classes that are given an acting global, found upwards through its holders."""
     nodes = graph.nodes
     seen, work = set(acting), list(acting)
     if all(seen.isdisjoint(_members(node)) for node in nodes):
@@ -284,7 +259,7 @@ def _recipients(graph: Graph, acting: Collection[Ref], suspects: Collection[Ref]
 
 
 def _members(node: Node) -> Sequence[Ref]:
-    """Return what a node holds, except what a call calls: that is checked already."""
+    """Return the references in a node, without the function of a call, which is checked already."""
     if type(node) is tuple:  # of tuples and calls there may be a million
         return node
     if type(node) is Call and node.filling is None and node.kwargs < 0:
@@ -303,7 +278,7 @@ _NESTED: Final = frozenset(
 
 
 def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
-    """Tell whether ``getattr(Class, 'name')`` names a class of torch's own, or a method or class that nothing calls.
+    """Return whether ``getattr(Class, 'name')`` names a class of torch's own, or a method or class that nothing calls.
 
     Python pickles a method like this, or a class within a class. What is called with it, or is itself called, is
     another matter.

@@ -74,5 +74,5 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
-    """Return the CRC-32 of a record's bytes, inflated; raise MalformedError where they do not inflate to their size."""
+    """Return the CRC-32 of a record's bytes, inflated; raise MalformedError if they do not inflate to their size."""
     return checksum_of(record.span, record.size, record.compressed, record.name, progress)

@@ -1,6 +1,6 @@
 """Checks that the parts of a sparse or nested tensor fit together, which torch makes before it builds one.
 
-Each function returns what torch fails over, "" for nothing. Sources: ``aten/src/ATen/native/sparse/SparseTensor.cpp``,
+Each function returns the reason why torch fails, or "". Sources: ``aten/src/ATen/native/sparse/SparseTensor.cpp``,
 ``aten/src/ATen/native/TensorFactories.cpp`` and ``aten/src/ATen/NestedTensorImpl.cpp``, tried against torch 2.13.
 """
 
@@ -16,7 +16,7 @@ BLOCK_DIMENSIONS: Final = {"torch.sparse_csr": 0, "torch.sparse_csc": 0, "torch.
 
 
 def compressed_problem(layout: str, parts: Sequence[Tensor], shape: Sequence[int]) -> str:
-    """Check what ``_sparse_compressed_tensor_unsafe`` is given: two tensors of indices, values, and a shape."""
+    """Check the arguments of ``_sparse_compressed_tensor_unsafe``: two tensors of indices, values, and a shape."""
     rows, columns, values = parts
     for indices in (rows, columns):
         if indices.dtype not in ("int32", "int64"):
@@ -30,7 +30,7 @@ def compressed_problem(layout: str, parts: Sequence[Tensor], shape: Sequence[int
 
 
 def coordinate_problem(parts: Sequence[Tensor], shape: Sequence[int]) -> str:
-    """Check what ``_sparse_coo_tensor_unsafe`` is given: indices, values, and a shape."""
+    """Check the arguments of ``_sparse_coo_tensor_unsafe``: indices, values, and a shape."""
     indices, values = parts
     if len(indices.shape) != 2 or indices.dtype != "int64":
         return f"indices of {indices.dtype} with {len(indices.shape)} dimensions"
@@ -42,7 +42,7 @@ def coordinate_problem(parts: Sequence[Tensor], shape: Sequence[int]) -> str:
 
 
 def nested_problem(parts: Sequence[Tensor]) -> str:
-    """Check what ``_nested_view_from_buffer`` is given."""
+    """Check the arguments of ``_nested_view_from_buffer``."""
     buffer, sizes, strides, offsets = parts
     if len(buffer.shape) != 1 or any(part.dtype != "int64" for part in (sizes, strides, offsets)):
         return "tables that are not int64"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ..base.text import words
 from ..checkpoint.container import FoundPickle
 from ..checkpoint.objects import mapped_name
-from ..pickles.nodes import Call, Extension, Global, Instance, Node
+from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node
 from .calls import suspicious_calls
 from .torch_lists import allowed, registered
 
@@ -16,9 +17,7 @@ NOT_LISTED: Final = "not on torch's list"
 CALLED: Final = "called when loaded"
 _EXTENSION: Final = "copyreg extension"
 #: Everything that a pickle can name in this module; any other name there is a flipped bit.
-_COLLECTIONS: Final = frozenset(
-    ("OrderedDict", "Counter", "defaultdict", "deque", "ChainMap", "UserDict", "UserList", "UserString", "namedtuple")
-)
+_COLLECTIONS: Final = words("OrderedDict Counter defaultdict deque ChainMap UserDict UserList UserString namedtuple")
 
 
 class NamedGlobal(NamedTuple):
@@ -38,10 +37,13 @@ class NamedGlobal(NamedTuple):
 
 
 def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGlobal]:
-    """Return the globals of all pickles, each once a pickle, in the order of the file."""
+    """Return the globals of all pickles, each once per pickle, in the order of the file."""
     listed = allowed(torch) | registered(torch)
-    graphs = ((pickle.where, pickle.graph) for pickle in pickles if pickle.graph is not None)
-    return [item for where, graph in graphs for item in _globals(graph.nodes, where, listed)]
+    return [item for where, graph in _graphs(pickles) for item in _globals(graph.nodes, where, listed)]
+
+
+def _graphs(pickles: Iterable[FoundPickle]) -> Iterator[tuple[str, Graph]]:
+    return ((pickle.where, pickle.graph) for pickle in pickles if pickle.graph is not None)
 
 
 def _globals(nodes: Sequence[Node], where: str, listed: frozenset[str]) -> Iterator[NamedGlobal]:
@@ -69,7 +71,7 @@ def _spelling(node: Node) -> tuple[str, str] | None:
 
 
 def is_name(item: NamedGlobal) -> bool:
-    """Tell whether Python could have such a name: not ``LongStor!ge``, nor ``OrderedDigt`` in ``collections``."""
+    """Return whether such a name can exist in Python: not ``LongStor!ge``, nor ``OrderedDigt`` in ``collections``."""
     if item.module == _EXTENSION:
         return True
     words = (*item.module.split("."), *item.name.split("."))
@@ -81,5 +83,4 @@ def is_name(item: NamedGlobal) -> bool:
 
 def dangerous_calls(pickles: Iterable[FoundPickle]) -> list[tuple[str, str]]:
     """Return calls that do not belong in a checkpoint, as (the pickle, the call as a reader would write it)."""
-    graphs = ((pickle.where, pickle.graph) for pickle in pickles if pickle.graph is not None)
-    return [(where, call) for where, graph in graphs for call in suspicious_calls(graph)]
+    return [(where, call) for where, graph in _graphs(pickles) for call in suspicious_calls(graph)]

@@ -1,4 +1,4 @@
-"""Checks that tensors fit in their storages, and that the storages are there: torch's mmap path trusts the file."""
+"""Checks that tensors fit in their storages, and that the storages exist: torch's mmap path trusts the file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"
 
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
-    """Return everything that is wrong between tensors, storages and the bytes that are there."""
+    """Return every contradiction between tensors, storages and the bytes in the file."""
     misfits = list(_misfits(checkpoint))
     return [*_missing(checkpoint), *misfits, *_failing_calls(checkpoint, {flaw.ref for flaw in misfits})]
+
+
+def _tensor_paths(checkpoint: Checkpoint) -> dict[Ref, str]:
+    return {entry.ref: entry.path or "the tensor" for entry in checkpoint.survey.tensors}
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Flaw]:
@@ -82,7 +86,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
         for ref, node in enumerate(nodes if makers else ()):
             if type(node) is Call and node.func in makers:
                 refused[ref] = _EARLY_SIZES
-    paths = {entry.ref: entry.path or "the tensor" for entry in survey.tensors} if refused else {}
+    paths = _tensor_paths(checkpoint) if refused else {}
     for ref, refusal in refused.items():
         if ref not in known:
             path = paths.get(ref, "")
@@ -91,10 +95,9 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
 
 
 def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
-    """Yield flaws of every storage and tensor that the pickle makes, also one that nothing leads to."""
-    survey = checkpoint.survey
-    reader, nodes = survey.reader, checkpoint.graph.nodes
-    paths = cache(lambda: {entry.ref: entry.path or "the tensor" for entry in survey.tensors})
+    """Yield the flaws of every storage and tensor that the pickle makes, unreachable ones included."""
+    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
+    paths = cache(lambda: _tensor_paths(checkpoint))
     rebuilds: dict[Ref, bool] = {}
     dtypes: dict[Ref, bool] = {}  # whether a class of storages has a dtype
     reasons: dict[tuple[object, ...], str] = {}  # most tensors are laid out like another one
@@ -144,7 +147,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
 
 
 def _rebuilds(name: str) -> bool:
-    """Tell whether it is one of torch's functions that make a tensor of what is in the file."""
+    """Return whether it is one of torch's functions that make a tensor from the contents of the file."""
     module, _, function = name.rpartition(".")
     # A checkpoint names nothing else of torch._utils: any other name there is damaged.
     return module == "torch._utils" or (module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild"))

@@ -25,7 +25,8 @@ class ListChange(NamedTuple):
     registered: frozenset[str] = frozenset()
 
 
-def _names(module: str, names: str, suffix: str = "") -> frozenset[str]:
+def qualified(module: str, names: str, suffix: str = "") -> frozenset[str]:
+    """Return the names with their module, separated by spaces in ``names``."""
     return frozenset(f"{module}.{name}{suffix}" for name in names.split())
 
 
@@ -36,17 +37,17 @@ _STORAGES = f"{_TENSORS} ComplexDouble ComplexFloat"
 #: torch 1.13, the first with weights_only: 90 names.
 _BASE = (
     frozenset(("collections.OrderedDict", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"))
-    | _names("torch", "Size Tensor")
-    | _names("torch", "complex32 complex64 complex128 float16 float32 float64 int8 int16 int32 int64")
-    | _names("torch", f"{_STORAGES} QInt8 QUInt8 QInt32 QUInt4x2 QUInt2x4", "Storage")
-    | _names("torch.cuda", _STORAGES, "Storage")
-    | _names("torch.storage", "TypedStorage UntypedStorage")
-    | _names("torch", _TENSORS, "Tensor")
-    | _names("torch.cuda", _TENSORS, "Tensor")
-    | _names("torch.sparse", _SPARSE, "Tensor")
-    | _names("torch.cuda.sparse", _SPARSE, "Tensor")
-    | _names("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter _rebuild_sparse_tensor")
-    | _names("torch._utils", "_rebuild_sparse_csr_tensor _rebuild_meta_tensor_no_storage")
+    | qualified("torch", "Size Tensor")
+    | qualified("torch", "complex32 complex64 complex128 float16 float32 float64 int8 int16 int32 int64")
+    | qualified("torch", f"{_STORAGES} QInt8 QUInt8 QInt32 QUInt4x2 QUInt2x4", "Storage")
+    | qualified("torch.cuda", _STORAGES, "Storage")
+    | qualified("torch.storage", "TypedStorage UntypedStorage")
+    | qualified("torch", _TENSORS, "Tensor")
+    | qualified("torch.cuda", _TENSORS, "Tensor")
+    | qualified("torch.sparse", _SPARSE, "Tensor")
+    | qualified("torch.cuda.sparse", _SPARSE, "Tensor")
+    | qualified("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter _rebuild_sparse_tensor")
+    | qualified("torch._utils", "_rebuild_sparse_csr_tensor _rebuild_meta_tensor_no_storage")
 )
 
 #: Oldest to newest.
@@ -54,49 +55,49 @@ HISTORY: Final = (
     ListChange("1.13", added=_BASE),
     ListChange(
         "2.0",
-        added=_names("torch._tensor", "_rebuild_from_type_v2"),
-        removed=_names("torch._utils", "_rebuild_sparse_csr_tensor"),
+        added=qualified("torch._tensor", "_rebuild_from_type_v2"),
+        removed=qualified("torch._utils", "_rebuild_sparse_csr_tensor"),
     ),
     ListChange("2.1"),
     ListChange(
         "2.2",
-        added=_names("torch", "float8_e5m2 float8_e4m3fn")
-        | _names("torch._utils", "_rebuild_tensor_v3 _rebuild_nested_tensor"),
+        added=qualified("torch", "float8_e5m2 float8_e4m3fn")
+        | qualified("torch._utils", "_rebuild_tensor_v3 _rebuild_nested_tensor"),
     ),
-    ListChange("2.3", added=_names("torch", "float8_e5m2fnuz float8_e4m3fnuz")),
+    ListChange("2.3", added=qualified("torch", "float8_e5m2fnuz float8_e4m3fnuz")),
     ListChange(
         "2.4",
-        added=_names("collections", "Counter")
-        | _names("torch", "device bool uint8 bfloat16 bits8 bits16 bits1x8 bits2x4 bits4x2")
-        | _names("torch", "qint8 qint32 quint8 quint4x2 quint2x4")
-        | _names("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
-        | _names("torch", "per_channel_affine_float_qparams")
-        | _names("torch._utils", "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_wrapper_subclass"),
+        added=qualified("collections", "Counter")
+        | qualified("torch", "device bool uint8 bfloat16 bits8 bits16 bits1x8 bits2x4 bits4x2")
+        | qualified("torch", "qint8 qint32 quint8 quint4x2 quint2x4")
+        | qualified("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
+        | qualified("torch", "per_channel_affine_float_qparams")
+        | qualified("torch._utils", "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_wrapper_subclass"),
     ),
     ListChange(
         "2.5",
-        added=_names("_codecs", "encode")
-        | _names("builtins", "bytearray")
-        | _names("torch._utils", "_rebuild_device_tensor_from_numpy"),
+        added=qualified("_codecs", "encode")
+        | qualified("builtins", "bytearray")
+        | qualified("torch._utils", "_rebuild_device_tensor_from_numpy"),
     ),
     ListChange(
         "2.6",
-        added=_names("builtins", "set complex")
-        | _names("torch", "uint16 uint32 uint64")
-        | _names("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
-        registered=_names("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt"),
+        added=qualified("builtins", "set complex")
+        | qualified("torch", "uint16 uint32 uint64")
+        | qualified("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
+        registered=qualified("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt"),
     ),
     ListChange(
         "2.7",
-        added=_names("torch", "float8_e8m0fnu int1 int2 int3 int4 int5 int6 int7")
-        | _names("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
+        added=qualified("torch", "float8_e8m0fnu int1 int2 int3 int4 int5 int6 int7")
+        | qualified("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
     ),
-    ListChange("2.8", added=_names("torch", "float4_e2m1fn_x2")),
+    ListChange("2.8", added=qualified("torch", "float4_e2m1fn_x2")),
     ListChange("2.9"),
-    ListChange("2.10", registered=_names("torch.distributed._mesh_layout", "_MeshLayout")),
+    ListChange("2.10", registered=qualified("torch.distributed._mesh_layout", "_MeshLayout")),
     ListChange("2.11"),
     ListChange("2.12"),
-    ListChange("2.13", registered=_names("torch.distributed._mesh_layout", "_FlatLayout")),
+    ListChange("2.13", registered=qualified("torch.distributed._mesh_layout", "_FlatLayout")),
 )
 
 NEWEST: Final = "2.13"
@@ -104,17 +105,15 @@ VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
 
 
 class Rules(NamedTuple):
-    """The rules beside the lists in which versions differ; in 2.13 all but ``calls_storages`` are true.
+    """The rules, beside the lists, in which versions differ; in 2.13 all but ``calls_storages`` are true.
 
     ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
     Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
     alone. ``checks_setitem``: SETITEM and SETITEMS go only to dict, OrderedDict and Counter, not to whatever takes
     them (a list, a tensor, a bytearray). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
-    later it is only a tag, though TypedStorage and UntypedStorage are still classes. ``refuses_script``: TorchScript
-    archives, and files in the old tar format, are refused under weights_only. ``checks_record_size``: a storage in a
-    zip file must have the size that the pickle says. ``checks_byteorder``: a record 'byteorder' is read, and refused
-    if it is neither little nor big. ``reads_safetensors``: a file named .safetensors is read as such.
-    ``blocks_modules``: the names of sys, os, posix and nt are refused even when the user lists them.
+    later it is only a tag, though TypedStorage and UntypedStorage are still classes. ``checks_record_size``: a storage
+    in a zip file must have the size that the pickle says. ``reads_safetensors``: a file named .safetensors is read as
+    such.
     """
 
     default: bool
@@ -122,11 +121,8 @@ class Rules(NamedTuple):
     build_listed: bool
     checks_setitem: bool
     calls_storages: bool
-    refuses_script: bool
     checks_record_size: bool
-    checks_byteorder: bool
     reads_safetensors: bool
-    blocks_modules: bool
 
 
 @cache
@@ -146,14 +142,12 @@ def registered(version: str) -> frozenset[str]:
 
 @cache
 def refused_opcodes(version: str) -> frozenset[int]:
-    """Return the opcodes of pickle that the restricted unpickler does not know."""
-    refused = frozenset(op.NAMES) - op.ACCEPTED
-    # torch 1.13 cannot read a float.
-    return refused if _since(version, "2.0") else refused | {op.BINFLOAT}
+    """Return the opcodes that the restricted unpickler does not know; torch 1.13 cannot read a float."""
+    return frozenset(op.NAMES) - op.ACCEPTED | (frozenset() if _since(version, "2.0") else {op.BINFLOAT})
 
 
 def maps_python2(version: str, protocol: int = 2) -> bool:
-    """Tell whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
+    """Return whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
 
     torch 2.4 and 2.5 do so only in a pickle whose PROTO says 2; a pickle without PROTO counts as another.
     """
@@ -176,11 +170,8 @@ def rules(version: str) -> Rules:
         build_listed=_since(version, "2.6"),
         checks_setitem=_since(version, "2.10"),
         calls_storages=not _since(version, "2.2"),
-        refuses_script=_since(version, "2.6"),
         checks_record_size=_since(version, "2.10"),
-        checks_byteorder=_since(version, "2.1"),
         reads_safetensors=_since(version, "2.13"),
-        blocks_modules=_since(version, "2.5"),
     )
 
 

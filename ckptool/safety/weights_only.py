@@ -1,4 +1,4 @@
-"""A prediction without torch: does ``torch.load(weights_only=True)`` take a file, and what stops it?
+"""A prediction without torch: whether ``torch.load(weights_only=True)`` takes a file, and what stops it.
 
 The lists are those of ``torch_lists``, the rules those of ``torch/_weights_only_unpickler.py``: names are matched,
 not objects.
@@ -22,7 +22,7 @@ from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, r
 #: Modules that stay refused whatever the user lists.
 _BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
-#: The beginning of the rule that stops torch.load at safetensors under another name.
+#: The first words of the rule that stops torch.load at safetensors under another name.
 MISNAMED: Final = "safetensors under another name"
 
 #: The rule that stops torch.load in both modes: it decodes them strictly unless the caller names another encoding
@@ -89,7 +89,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
 def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
     """Return why torch.load does not pass safetensors on to its library, or "".
 
-    It does so by the name of a file alone (torch/serialization.py, ``load``).
+    It decides by the name of the file alone (torch/serialization.py, ``load``).
     """
     for problem in checkpoint.container.problems:
         if problem.refused:
@@ -104,7 +104,7 @@ def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
-    """Return what stops torch in a pickle, whatever file it is in."""
+    """Return the blockers in a pickle, whatever file it is in."""
     broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
@@ -151,8 +151,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
                 name = mapped_name(func)
                 if node.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
                     broken[f"NEWOBJ of {name}"] += 1
-                if node.filling is not None:
-                    broken.update(_broken_by_filling(name, node, version))
+                broken.update(_broken_by_filling(name, node, version))
         elif type(node) is Persistent:
             pid = nodes[node.pid]
             first = nodes[pid[0]] if type(pid) is tuple and pid else None
@@ -204,10 +203,10 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) 
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
         # torch.load goes by this suffix alone (torch/serialization.py, ``load``).
         broken[WRONG_SUFFIX] += 1
-    for code in ("missing-storage", "storage-size", "geometry"):
+    for code, rule in _FLAWS.items():
         count = sum(flaw.code == code for flaw in flaws)
         if count and (code != "storage-size" or legacy or version.checks_record_size):
-            broken[_FLAWS[code]] += count
+            broken[rule] += count
     broken.update(flaw.message for flaw in flaws if flaw.code == "arguments")
     for storage in checkpoint.survey.reader.storages.values():
         if storage.location == "meta" and not legacy:
