@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from shlex import quote
 
@@ -99,6 +99,11 @@ def pluralize(count: int, noun: str) -> str:
         return f"1 {noun}"
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
     return f"{count:,} {plural}"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Format a shape as ``64x3x7x7``; one without dimensions is ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) -> str:

@@ -14,7 +14,7 @@ import ckptool
 from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from .next_steps import retyped
-from .options import REPORT_FORMATS, format_option
+from .options import REPORT_FORMATS, format_option, progress_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .streams import progress_bar
 
@@ -61,7 +61,7 @@ Words for --ignore:
 @click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only; the exit code is the answer.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def diff(
     a: str,
     b: str,

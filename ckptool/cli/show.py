@@ -21,7 +21,7 @@ from ..formats.checkpoint_search import find_checkpoints, names_one_file
 from ..reports.keys import keys_report, select_entries
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
-from .options import ALL_FORMATS, format_option, key_option, paths, worst
+from .options import ALL_FORMATS, format_option, key_option, paths, progress_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
 from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
 
@@ -78,7 +78,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
 @click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def inspect(
     paths: tuple[str, ...],
     tree: bool,
@@ -241,7 +241,7 @@ Examples:
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def keys(
     paths: tuple[str, ...],
     names: bool,

@@ -20,7 +20,7 @@ from ..reports.expectations import Policy, policy_of
 from ..reports.validate import ValidateReport, check_policy, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
-from .options import paths, worst
+from .options import paths, progress_option, worst
 from .render import emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
@@ -82,7 +82,7 @@ A policy file says the same as the options, in TOML:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def validate(
     paths: tuple[str, ...],
     policy_file: str | None,

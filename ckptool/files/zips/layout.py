@@ -148,12 +148,7 @@ def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid
 
 
 def _layout(
-    archive: Archive,
-    runs: Sequence[_Run],
-    contents: Mapping[str, bytes],
-    grid: int,
-    filler: _Filler,
-    padding: int,
+    archive: Archive, runs: Sequence[_Run], contents: Mapping[str, bytes], grid: int, filler: _Filler, padding: int
 ) -> _Layout:
     """Place the runs one after another, with ``padding`` bytes more than needed in the header of the filler."""
     source = archive.source
