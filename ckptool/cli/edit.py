@@ -12,7 +12,11 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, paths, writing_in_place
+from .options import Writing, choosing_keys, paths, repeatable, writing_in_place
+
+_prefix = click.option(
+    "--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments."
+)
 
 STRIP_EPILOG = """\b
 Examples:
@@ -25,7 +29,7 @@ Examples:
 
 @click.command("strip-module", epilog=STRIP_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
+@_prefix
 @click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often to remove it.")
 @click.option(
     "--wrappers",
@@ -65,7 +69,7 @@ Examples:
 
 @click.command("add-module", epilog=ADD_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
+@_prefix
 @choosing_keys
 @writing_in_place
 def add_module(paths: tuple[str, ...], prefix: str, key: str | None, only: Globs, how: Writing) -> int:
@@ -90,9 +94,7 @@ Examples:
 @click.command("remap", epilog=REMAP_EPILOG)
 @paths
 @click.option("--to", metavar="DEVICE", default="", help="Move everything there that is not on cpu or meta.")
-@click.option(
-    "--map", "pairs", multiple=True, metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu; repeatable."
-)
+@repeatable("--map", "pairs", metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu")
 @click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
 @click.option("--all", "include_cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
 @click.option("--strings", is_flag=True, help="Also change plain strings that name a device.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from .options import (
     quiet_option,
 )
 from .render import clean, emit, emit_lines, say_problems
-from .streams import Outcomes, progress_bar
+from .streams import Outcomes, Progress, progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import TensorHash
@@ -117,7 +116,7 @@ def _each(item: TensorHash) -> str:
     return f"{digest}{item['dtype']} {shape_text(item['shape'])}  {label(item['path'])}"
 
 
-def _bar(path: str, wanted: bool) -> AbstractContextManager[Callable[[int], None] | None]:
+def _bar(path: str, wanted: bool) -> AbstractContextManager[Progress]:
     """Return a progress bar for reading a file."""
     size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
     return progress_bar(size, "hashing")

@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
-from .options import Writing, force_option, format_option, one_path, progress_option, quiet_option
+from .options import Writing, as_writing, force_option, format_option, one_path, progress_option, quiet_option
 from .render import clean, emit, emit_json, say, say_problems, table
 
 #: What happens to keys, and the headers of the columns.
@@ -63,6 +63,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @format_option()
 @quiet_option
 @progress_option
+@as_writing
 def match(
     path: str,
     target: str | None,
@@ -72,11 +73,7 @@ def match(
     anywhere: bool,
     strict: bool,
     applied: bool,
-    output: str | None,
-    force: bool,
-    style: str,
-    quiet: bool,
-    no_progress: bool,
+    how: Writing,
 ) -> int:
     """Show what would load into a model and what would not, and find the shortest edit that makes it fit.
 
@@ -85,9 +82,9 @@ def match(
     """
     if (target is None) == (model is None):
         raise click.UsageError("Name either a TARGET or a model with --model.")
-    if applied and output is None:
+    if applied and how.output is None:
         raise click.UsageError("--apply writes a file: name it with -o.")
-    if not applied and (output is not None or force):
+    if not applied and (how.output is not None or how.force):
         raise click.UsageError("-o and --force need --apply.")
     if model is not None:
         say(f"--model imports and runs {model}")
@@ -97,16 +94,15 @@ def match(
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict)
 
     if applied:
-        how = Writing(output, force=force, style=style, quiet=quiet, no_progress=no_progress)
         return edit_all(_job(matched, wanted, target), (path,), how)
     with ckptool.open(path) as checkpoint:
         report = matched(checkpoint).report
         say_problems(checkpoint)
-    if not quiet:
-        if style == "table":
+    if not how.quiet:
+        if how.style == "table":
             emit("\n".join(_words(report)))
         else:
-            emit_json([report], style, False)
+            emit_json([report], how.style, False)
     return 0 if report["fits"] else 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -55,14 +55,14 @@ def _globs(command: Command, exclude_help: str) -> Command:
     def with_globs(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
         return command(*args, only=Globs(include, exclude), **how)
 
-    without = click.option("--exclude", multiple=True, metavar="GLOB", help=exclude_help)
-    include = click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
+    without = repeatable("--exclude", metavar="GLOB", help=exclude_help)
+    include = repeatable("--include", metavar="GLOB", help="Only matching keys")
     return cast(Command, include(without(with_globs)))
 
 
 def choosing(command: Command) -> Command:
     """Take the options that choose the keys or tensors to edit, as ``only``."""
-    return _globs(command, "Leave matching keys alone; repeatable.")
+    return _globs(command, "Leave matching keys alone")
 
 
 def choosing_keys(command: Command) -> Command:
@@ -74,7 +74,16 @@ def listing(command: Command) -> Command:
     """Take the options that choose the tensors to list, as ``everything`` and ``only``."""
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
-    return option(_globs(command, "No matching keys; repeatable."))
+    return option(_globs(command, "No matching keys"))
+
+
+def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Command]:
+    """Take an option that may be given several times."""
+    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
+
+
+def sort_option(orders: Sequence[str], help: str) -> Callable[[Command], Command]:
+    return click.option("--sort", type=click.Choice(orders), default="file", show_default=True, help=help)
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
@@ -125,15 +134,20 @@ _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
 )
 
 
-def writing(command: Command) -> Command:
-    """Take the options of every command that writes, as ``how``."""
+def as_writing(command: Command) -> Command:
+    """Pass those options that are fields of ``Writing`` on as ``how``."""
 
     @wraps(command)
     def with_writing(*args: Any, **options: Any) -> Any:
         how = Writing(**{name: options.pop(name) for name in Writing._fields if name in options})
         return command(*args, how=how, **options)
 
-    decorated: Callable[..., Any] = with_writing
+    return cast(Command, with_writing)
+
+
+def writing(command: Command) -> Command:
+    """Take the options of every command that writes, as ``how``."""
+    decorated: Callable[..., Any] = as_writing(command)
     for option in _WRITING:
         decorated = option(decorated)
     return cast(Command, decorated)

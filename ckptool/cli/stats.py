@@ -14,7 +14,7 @@ from ..base.globs import Globs
 from ..base.text import join_limited, pluralize, salvage_step, shape_text
 from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
-from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option
+from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
 from .render import clean, draws, emit, say, say_problems, table, tell
 from .streams import Outcomes, progress_bar, watched
 
@@ -42,13 +42,7 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 @click.command(epilog=STATS_EPILOG)
 @paths
 @listing
-@click.option(
-    "--sort",
-    type=click.Choice(SORTS),
-    default="file",
-    show_default=True,
-    help="Order of the rows: by name, or by a number, largest first.",
-)
+@sort_option(SORTS, "Order of the rows: by name, or by a number, largest first.")
 @key_option
 @format_option(ALL_FORMATS)
 @progress_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import click
 
@@ -14,6 +14,9 @@ from .next_steps import retype
 from .options import worst
 from .render import clean, emit, emit_json, emit_part, failure, flush, say_error, to_json
 
+#: Called with the work just done; None without a progress bar.
+Progress: TypeAlias = "Callable[[int], None] | None"
+
 #: Bytes from which reading takes a noticeable time.
 _BYTES_FELT: Final = 200_000_000
 #: Rows that decide the widths of the columns; later ones are written at once.
@@ -21,9 +24,7 @@ _FIRST: Final = 100
 
 
 @contextmanager
-def progress_bar(
-    total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT
-) -> Iterator[Callable[[int], None] | None]:
+def progress_bar(total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT) -> Iterator[Progress]:
     """Show a progress bar on stderr: yield a function to call with the work done.
 
     Yields None without a terminal, or for a ``total`` below ``least``.
@@ -49,7 +50,7 @@ def on_terminal() -> bool:
 def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of ``save``, which knows the total only once it has planned."""
     with ExitStack() as stack:
-        step: Callable[[int], None] | None = None
+        step: Progress = None
         shown = 0
 
         def on_progress(done: int, total: int) -> None:

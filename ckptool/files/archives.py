@@ -47,12 +47,14 @@ def _split(path: str) -> tuple[str, str]:
     """Split an address into (file, members behind its separator), with the longest file; ("", "") if it has none."""
     if SEPARATOR not in path or os.path.lexists(path):
         return "", ""
+    outer = next((start for start in _starts(path) if os.path.isfile(start)), "")
+    return (outer, path[len(outer) + 1 :]) if outer else ("", "")
+
+
+def _starts(path: str) -> Iterator[str]:
+    """Yield the parts of a path before each of its separators, the longest first."""
     parts = path.split(SEPARATOR, _MAX_SEPARATORS)
-    for count in range(len(parts) - 1, 0, -1):
-        outer = SEPARATOR.join(parts[:count])
-        if os.path.isfile(outer):
-            return outer, path[len(outer) + 1 :]
-    return "", ""
+    return (SEPARATOR.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
 
 
 def is_address(path: str) -> bool:
@@ -63,9 +65,7 @@ def is_address(path: str) -> bool:
 def file_name(path: str) -> str:
     """Return the name of the file itself, to name an output after: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
     inner = _split(path)[1]
-    return (
-        os.path.basename(inner.rpartition(SEPARATOR)[2] or inner) if inner else os.path.basename(os.path.normpath(path))
-    )
+    return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
 
 def open_any(path: FilePath) -> FileSource | ContainedSource:
@@ -96,8 +96,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
     """Open the innermost member of the members ``rest``, archive by archive."""
     for _ in range(LIMITS.nesting):
         # Names may contain the separator: the longest is tried first.
-        parts = rest.split(SEPARATOR, _MAX_SEPARATORS)
-        names = [rest, *(SEPARATOR.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))]
+        names = [rest, *_starts(rest)]
         head = source.read(0, 1024)
         gzipped = head[:2] == _GZIP_MAGIC
         if head[:2] == b"PK":

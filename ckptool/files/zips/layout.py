@@ -30,6 +30,7 @@ from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_not
 from .writer import (
     RecordContent,
     directory_entry,
+    end_records,
     extra_field,
     header_and_descriptor,
     local_zip64_values,
@@ -111,7 +112,7 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MAX_EXTRA:
         layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
-    end = end_records(archive, len(archive.records), layout.size, len(directory))
+    end = _end_records(archive, len(archive.records), layout.size, len(directory))
     # The comment, and whatever follows the archive.
     rest = Span(source, archive.end.tail, source.size - archive.end.tail)
     return Plan(merged([*layout.pieces, directory, end, rest]))
@@ -365,22 +366,18 @@ def _entry(archive: Archive, new: _NewRecord) -> bytes:
     return bytes(fixed) + raw[46:extra_at] + extra + raw[extra_at + extra_size :]
 
 
-def end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
+def _end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
     """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
 
     They include zip64 if the archive has it, the offsets need it, or ``wide``; the length of the comment stays.
     """
-    parts = b""
-    if wide or archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
-        if archive.end.zip64 >= 0:
-            head = archive.source.read(archive.end.zip64, 24)
-        else:
-            head = b"PK\x06\x06" + _u64(44) + _u16(45) + _u16(45) + bytes(8)
-        parts += head[:4] + _u64(44) + head[12:24] + _u64(count) * 2 + _u64(size) + _u64(directory)
-        parts += b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
-    counts = _u16(min(count, 0xFFFF)) * 2
-    end = archive.source.read(archive.end.plain, 22)
-    return parts + end[:8] + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + end[20:22]
+    fields, source = b"", archive.source
+    if archive.end.zip64 >= 0:
+        fields = source.read(archive.end.zip64 + 12, 12)
+    elif wide or directory >= FULL32 or count >= 0xFFFF:
+        fields = _u16(45) * 2 + bytes(8)
+    end = source.read(archive.end.plain, 22)
+    return end_records(count, directory, size, wide=fields, head=end[:8], comment=end[20:22])
 
 
 def plan_append(
@@ -428,7 +425,7 @@ def plan_append(
     spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % BLOCK
     entries[-1] = _with_field(entries[-1], b" " * spare + note, source.name)
     listing = b"".join(entries)
-    end = end_records(archive, len(entries), directory, len(listing), wide=True)
+    end = _end_records(archive, len(entries), directory, len(listing), wide=True)
     unsigned = end[:-PLAIN_END_SIZE] + b"\0" + end[1 - PLAIN_END_SIZE :]
     return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
 
