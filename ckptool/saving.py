@@ -91,16 +91,14 @@ def save(
             rehearse(plan)
         return Saved(name, plan.size, exact, plan)
     promise = promise_of(checkpoint, name)
-    progress = None if on_progress is None else _counting(on_progress, plan.size)
+    step = None if on_progress is None else _counting(on_progress, plan.size)
     mode = file_mode(checkpoint.source)
     if isinstance(plan, Files):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, name)
-        written = write_files(
-            plan, name, sources, force=force, mode=mode, progress=progress, parts=parts_of, check=check
-        )
+        written = write_files(plan, name, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check)
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
-        written = write_plan(plan, name, sources, force=force, mode=mode, progress=progress, check=check_one)
+        written = write_plan(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
     return Saved(written.path, plan.size, exact, plan)
 
 

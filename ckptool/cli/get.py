@@ -58,9 +58,8 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
             array = array_of(checkpoint, place.ref, place.path)
             if array.widened:
                 say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")
-            written = write_plan(
-                npy_plan(array), npy, checkpoint.sources, force=force, mode=file_mode(checkpoint.source)
-            )
+            mode = file_mode(checkpoint.source)
+            written = write_plan(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif as_json:

@@ -86,8 +86,6 @@ def _dtype(tensor: Tensor) -> str:
 
 def drawn(sections: Sequence[Section], rest: int) -> str:
     """Return the tables one below the other; ``rest`` tensors are not listed."""
-    parts = [
-        f"{column_table(part.headers, part.columns, right=(len(part.headers) - 1,))}\n\n{part.total}"
-        for part in sections
-    ]
+    tables = [column_table(part.headers, part.columns, right=(len(part.headers) - 1,)) for part in sections]
+    parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

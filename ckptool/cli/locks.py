@@ -20,7 +20,7 @@ from .options import (
     one_path,
     paths,
     progress_option,
-    quiet_option,
+    quiet_options,
 )
 from .render import clean, emit, emit_lines, say_problems
 from .streams import Outcomes, Progress, progress_bar
@@ -41,8 +41,7 @@ Examples:
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
 @force_option
-@quiet_option
-@progress_option
+@quiet_options
 def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
     """Record what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 

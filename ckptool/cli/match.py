@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
-from .options import Writing, as_writing, force_option, format_option, one_path, progress_option, quiet_option
+from .options import Writing, as_writing, force_option, format_option, one_path, quiet_options
 from .render import clean, emit, emit_json, say, say_problems, table
 
 #: What happens to keys, and the headers of the columns.
@@ -61,8 +61,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
 @force_option
 @format_option()
-@quiet_option
-@progress_option
+@quiet_options
 @as_writing
 def match(
     path: str,
@@ -210,9 +209,8 @@ def _differences(report: dict[str, Any]) -> list[str]:
     ]
     more = len(report["size_mismatches"]) - _LINES
     lines += [f"other size: {more:,} more"] if more > 0 else []
-    lines += [
-        clean(f"{kind}: {join_limited(report[kind], most=3)}") for kind in ("missing", "unexpected") if report[kind]
-    ]
+    named = [(kind, report[kind]) for kind in ("missing", "unexpected") if report[kind]]
+    lines += [clean(f"{kind}: {join_limited(keys, most=3)}") for kind, keys in named]
     return lines + _dtypes(report)
 
 

@@ -99,6 +99,10 @@ def quiet_option(command: Command) -> Command:
     return click.option("-q", "--quiet", is_flag=True, help="Print errors only.")(command)
 
 
+def quiet_options(command: Command) -> Command:
+    return quiet_option(progress_option(command))
+
+
 def force_option(command: Command) -> Command:
     return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
 
@@ -123,8 +127,7 @@ _LINKS = "Also write the targets of links that lead out of a folder."
 _DRY_RUN = "Only show what would change, and the size of the output."
 #: The options of ``writing``, the last one first.
 _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    progress_option,
-    quiet_option,
+    quiet_options,
     format_option(),
     click.option("--dry-run", is_flag=True, help=_DRY_RUN),
     click.option("--follow-links", is_flag=True, help=_LINKS),

@@ -114,10 +114,8 @@ def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: W
     Tensors that overlap still share a storage. No value changes.
     """
 
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
-
-    return edit_all(Job("slim", run), paths, how)
+    job = Job("slim", lambda checkpoint: ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only))
+    return edit_all(job, paths, how)
 
 
 CAST_EPILOG = """\b

@@ -96,9 +96,7 @@ def inspect(
     JSON is an object for one named file, otherwise a list.
     """
     if overview and (verbose or tree or load):
-        raise click.UsageError(
-            "--overview prints one line per file: it cannot be used with --verbose, --tree or --load."
-        )
+        raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
     location = parse_map_location(map_location)
     bar = not no_progress and (style == "json" or not on_terminal())
     with _files(paths, bar) as (files, progress):

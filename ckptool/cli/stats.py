@@ -97,15 +97,8 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "re
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a row for machines: always the same columns, numbers in full."""
     numbers = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
-    return (
-        row["state_dict"] or "",
-        row["key"],
-        row["path"],
-        row["dtype"],
-        shape_text(row["shape"]),
-        *numbers,
-        row["reason"] or "",
-    )
+    names = row["state_dict"] or "", row["key"], row["path"]
+    return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""
 
 
 def _sections(report: StatsReport) -> str:

@@ -102,9 +102,7 @@ class Outcomes:
     ``typed`` is the command line to correct in next steps (see ``retype``), None to leave them as they are.
     """
 
-    def __init__(
-        self, command: str, paths: Sequence[str], style: str, quiet: bool = False, typed: object = None
-    ) -> None:
+    def __init__(self, command: str, paths: Sequence[str], style: str, quiet: bool = False, typed: object = None):
         self.reports: list[Mapping[str, Any]] = []
         self.codes: list[int] = []
         self._command, self._several, self._typed = command, len(paths) > 1, typed

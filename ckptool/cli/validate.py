@@ -124,7 +124,7 @@ def validate(
     reports.close()
     tally.write(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
     if tally.others and not quiet:
-        say(f"not validated, since they are not torch checkpoints: {join_limited(tally.others, most=5)}")
+        say(f"not validated, as these are not torch checkpoints: {join_limited(tally.others, most=5)}")
     return worst(tally.codes)
 
 

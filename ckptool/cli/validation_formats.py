@@ -46,13 +46,8 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
         lines += ["", table(("global", "word", "times", "in"), named, right=(2,))]
         rest = report["globals_in_all"] - len(report["globals"])
         lines += [f"and {rest:,} more"] if rest else []
-    return [
-        *lines,
-        "",
-        f"coverage {_partial(report) or 'COMPLETE: every check was made'}",
-        *_strict(report),
-        *_next(report),
-    ]
+    coverage = _partial(report) or "COMPLETE: every check was made"
+    return [*lines, "", f"coverage {coverage}", *_strict(report), *_next(report)]
 
 
 def _is_notable(check: CheckReport) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from itertools import islice
 from shlex import quote
@@ -116,9 +116,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
 
 def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
     archive = read_archive(source)
-    name = next((name for name in names if name in archive.by_name), None)
-    if name is None:
-        raise _no_member(address, names[-1], [record.name for record in archive.records])
+    name = _pick(names, archive.by_name, address, [record.name for record in archive.records])
     record = archive.by_name[name]
     if record.flags & 1:
         raise UnreadableError(f"{quoted(name)} is encrypted")
@@ -143,9 +141,7 @@ def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> 
             first.append(member.name)
         if member.name in wanted:
             matches[member.name.removeprefix("./")] = member  # of two members with one name the last counts, as in tar
-    name = next((name for name in names if name in matches), None)
-    if name is None:
-        raise _no_member(address, names[-1], first)
+    name = _pick(names, matches, address, first)
     member = matches[name]
     if not member.plain:
         raise UnreadableError(f"{quoted(name)} is not a regular file, or is a sparse one")
@@ -165,9 +161,8 @@ def gzip_name(path: str) -> str:
 
 def _from_gzip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
     """Open the only member of gzip data that is not a tar archive."""
-    name = gzip_name(address)
-    if name not in names:
-        raise _no_member(address, names[-1], [name])
+    own = [gzip_name(address)]
+    name = _pick(names, own, address, own)
     data = _GzipSource(source).read(0, LIMITS.member_bytes + 1)
     if len(data) > LIMITS.member_bytes:
         raise UnreadableError(f"it has more than {human_bytes(LIMITS.member_bytes)}, which are not inflated to memory")
@@ -180,12 +175,16 @@ def _check_size(name: str, size: int, how: str) -> None:
         raise UnreadableError(f"{what} are not inflated to memory")
 
 
-def _no_member(address: str, wanted: str, names: list[str]) -> UnreadableError:
-    what = f"there is no {quoted(wanted)} in {quoted(address)}"
-    similar = next((name for name in names if name.lower().endswith(_SUFFIXES)), None)
+def _pick(names: list[str], members: Container[str], address: str, listed: list[str]) -> str:
+    """Return the first of the names that is a member; raises UnreadableError if none is, naming those ``listed``."""
+    for name in names:
+        if name in members:
+            return name
+    what = f"there is no {quoted(names[-1])} in {quoted(address)}"
+    similar = next((name for name in listed if name.lower().endswith(_SUFFIXES)), None)
     if similar is not None:
-        return UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
-    return UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, names)), most=3) or 'nothing'}")
+        raise UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
+    raise UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, listed)), most=3) or 'nothing'}")
 
 
 def _unpack_command(file: FileSource, member: str) -> str:

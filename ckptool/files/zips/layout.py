@@ -134,10 +134,8 @@ def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid
     limits = [record.header for record in ordered[1:]] + [archive.end.directory]
     run: list[Record] = []
     for record, limit in zip(ordered, limits):
-        usual = (
-            record.name not in contents and record is not filler.record and _lies_as_torch(archive, record, limit, grid)
-        )
-        if usual:
+        changed = record.name in contents or record is filler.record
+        if not changed and _lies_as_torch(archive, record, limit, grid):
             run.append(record)
             continue
         if run:
@@ -409,17 +407,15 @@ def plan_append(
             continue
         new = RecordContent(record.name, content, zlib.crc32(content), len(content))
         # Padded like the record it replaces: archives by other writers have no padding.
-        header, descriptor = header_and_descriptor(
-            new, source.size + len(body), padded=padding_field(archive, record) is not None
-        )
-        entries.append(directory_entry(new, source.size + len(body)))
+        padded, at = padding_field(archive, record) is not None, source.size + len(body)
+        header, descriptor = header_and_descriptor(new, at, padded=padded)
+        entries.append(directory_entry(new, at))
         assert isinstance(descriptor, bytes)
         body += header + content + descriptor
     # Its locator points to the old zip64 end record; a second copy of that would be taken for an archive.
     hold = source.read(archive.end.plain - 20, 42)[0 if archive.end.zip64 >= 0 else 20 :].rjust(42)
-    note = hold + encode_note(
-        EditNote(source.size, zlib.crc32(source.read(source.size - END_SIZE, END_SIZE)), edit, time)
-    )
+    old_end = zlib.crc32(source.read(source.size - END_SIZE, END_SIZE))
+    note = hold + encode_note(EditNote(source.size, old_end, edit, time))
     directory = source.size + len(body)
     # The file ends at the end of a page, and so of a sector, which contains the whole note and the end records.
     spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % BLOCK
