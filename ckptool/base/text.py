@@ -58,7 +58,7 @@ def salvage_step(path: str) -> str:
     """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
-    return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
+    return f"save what is intact: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:

@@ -43,7 +43,7 @@ Examples:
 @force_option
 @quiet_options
 def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
-    """Record what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
+    """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
     The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
     same bytes, and a review shows what changed.

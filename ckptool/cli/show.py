@@ -105,16 +105,16 @@ def inspect(
             files = chain(first, files)
             overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
         work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as results:
-            found = _counted(results, progress)
+        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as every:
+            results = _counted(every, progress)
             if style != "table":
-                return _json(found, Reports(style, not names_one_file(paths)))
-            return _overview(found) if overview else _summaries(found)
+                return _json(results, Reports(style, not names_one_file(paths)))
+            return _overview(results) if overview else _summaries(results)
 
 
-def _counted(found: Iterator[_Answer], progress: Progress) -> Iterator[_Answer]:
+def _counted(results: Iterator[_Answer], progress: Progress) -> Iterator[_Answer]:
     """Yield the answers; each moves the progress bar."""
-    for answer in found:
+    for answer in results:
         yield answer
         if progress:
             progress(1)
@@ -150,10 +150,10 @@ def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Answ
     return _Answer(error.exit_code, text, row, error=error)
 
 
-def _json(found: Iterator[_Answer], reports: Reports) -> int:
+def _json(results: Iterator[_Answer], reports: Reports) -> int:
     codes = set()
     kept: list[_Answer] = []
-    for item in found:
+    for item in results:
         reports.add(item.text)
         codes.add(item.code)
         if reports.style == "json":
@@ -173,11 +173,11 @@ def _say(item: _Answer) -> None:
         tell(line)
 
 
-def _summaries(found: Iterator[_Answer]) -> int:
+def _summaries(results: Iterator[_Answer]) -> int:
     """Write everything about each file."""
     codes = set()
     separator = ""
-    for item in found:
+    for item in results:
         _say(item)
         if item.text:
             emit(separator + item.text)
@@ -187,7 +187,7 @@ def _summaries(found: Iterator[_Answer]) -> int:
     return worst(codes)
 
 
-def _overview(found: Iterator[_Answer]) -> int:
+def _overview(results: Iterator[_Answer]) -> int:
     """Write a line for each file, and what could not be read."""
     from .summary import OVERVIEW
 
@@ -196,7 +196,7 @@ def _overview(found: Iterator[_Answer]) -> int:
     errors: list[CkptoolError] = []
     files = size = bad = 0
     remarkable = ""
-    for item in found:
+    for item in results:
         rows.add(item.row)
         codes.add(item.code)
         files += 1
@@ -259,11 +259,11 @@ def keys(
     bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
     with _files(paths, bar) as (files, progress):
         work = partial(_listed, how=how, names=names, several=several, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as results:
-            found = _counted(results, progress)
+        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as every:
+            results = _counted(every, progress)
             if style in ("json", "jsonl"):
-                return _json(found, Reports(style, several))
-            return _keys(found, style, names, several)
+                return _json(results, Reports(style, several))
+            return _keys(results, style, names, several)
 
 
 #: The columns for machines, after "file" if there are several.
@@ -310,11 +310,11 @@ def _headers(several: bool) -> tuple[str, ...]:
     return (("file",) if several else ()) + _COLUMNS
 
 
-def _keys(found: Iterator[_Answer], style: str, names: bool, several: bool) -> int:
+def _keys(results: Iterator[_Answer], style: str, names: bool, several: bool) -> int:
     codes = set()
     rows: list[tuple[str, ...]] = []
     begun = False
-    for number, item in enumerate(found):
+    for number, item in enumerate(results):
         _say(item)
         codes.add(item.code)
         text = item.text

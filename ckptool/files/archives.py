@@ -44,7 +44,7 @@ class CheckpointMember(NamedTuple):
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Split an address into (file, members behind its separator), with the longest file; ("", "") if it has none."""
+    """Split an address into (file, members after its separator), with the longest file; ("", "") if it has none."""
     if SEPARATOR not in path or os.path.lexists(path):
         return "", ""
     outer = next((start for start in _starts(path) if os.path.isfile(start)), "")

@@ -93,12 +93,12 @@ def as_planned(plan: Plan) -> Check:
         at = 0
         for piece in plan.pieces:
             try:
-                stands = _stands(piece, staged, at)
+                matches = _is_there(piece, staged, at)
             except UnreadableError as error:
                 if error.path == staged.name and isinstance(error.__cause__, OSError):
                     raise error.__cause__ from None  # writing failed, and the disk reports it late
                 raise
-            if not stands:
+            if not matches:
                 promised = f"{size_of(piece):,} bytes from byte {at:,} on"
                 raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
             at += size_of(piece)
@@ -106,8 +106,8 @@ def as_planned(plan: Plan) -> Check:
     return check
 
 
-def _stands(piece: Piece, staged: Source, at: int) -> bool:
-    """Return whether the piece is at ``at``, as far as that shows without computing or reading all of it."""
+def _is_there(piece: Piece, staged: Source, at: int) -> bool:
+    """Return whether the piece is at ``at``, as far as can be seen without computing or reading all of it."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
     if not isinstance(piece, Span):
