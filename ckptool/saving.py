@@ -215,7 +215,7 @@ def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> 
     name = os.fspath(path)
     with closing(open_any(name)) as source:
         if isinstance(source, ContainedSource):
-            what = "it is a member of an archive, which cannot be changed in place"
+            what = "it is a file within an archive, which cannot be changed in place"
             raise RefusedError(what, path=name, next=source.unpack)
         end = _end_of_versions(source)
         newest_first = versions(source, end)
