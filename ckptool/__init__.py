@@ -51,66 +51,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Change",
-    "Checkpoint",
-    "CkptoolError",
-    "DeviceMap",
-    "Globs",
-    "Lost",
-    "ObjectValue",
-    "Policy",
-    "Salvaged",
-    "Saved",
-    "Scalar",
-    "StateDict",
-    "Tensor",
-    "TensorEntry",
-    "TensorValue",
-    "Written",
-    "__version__",
-    "add_module",
-    "add_prefix",
-    "average",
-    "cast",
-    "convert",
-    "diff",
-    "drop",
-    "edit",
-    "errors",
-    "extract",
-    "get",
-    "hash",
-    "history",
-    "inspect",
-    "keep",
-    "keys",
-    "load",
-    "lock",
-    "match",
-    "merge",
-    "open",
-    "redact",
-    "remap",
-    "remap_devices",
-    "rename",
-    "repack",
-    "salvage",
-    "sanitize",
-    "save",
-    "save_in_place",
-    "set_entry",
-    "slim",
-    "stats",
-    "strip_module",
-    "strip_prefix",
-    "strip_wrappers",
-    "undo",
-    "unset",
-    "validate",
-    "wrap",
-    "write_lock",
-]
+__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "Globs", "Lost", "ObjectValue", "Policy", "Salvaged"]
+__all__ += ["Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue", "Written", "__version__"]
+__all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "extract"]
+__all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
+__all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "set_entry"]
+__all__ += ["slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset", "validate", "wrap"]
+__all__ += ["write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
 _NAMES = {

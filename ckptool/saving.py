@@ -1,7 +1,6 @@
-"""From an edited checkpoint to its file - planned, written, read back, and only then in its place - and back to
-tensors.
+"""Saving an edited checkpoint (planned, written, read back, then renamed), its versions, and loading tensors.
 
-The one way to an output, for the library and for the command line.
+The library and the command line both write through this module.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,19 +34,21 @@ from .formats.readback import check_file, check_folder
 if TYPE_CHECKING:
     import torch
 
-#: Called with the bytes that are written so far, and with those that there will be.
+#: Called with the bytes written so far, and the bytes to write in all.
 Progress: TypeAlias = Callable[[int, int], None]
 
-#: Characters of a command that a version in a file keeps.
+#: Characters of a command kept in the note of a version.
 _COMMAND_CHARS = 300
-#: Changes that a report of a failed read-back names.
+#: Changes named by the report of a failed read-back.
 _REPORTED = 8
 
 
 class Saved(NamedTuple):
-    """What was written: ``path`` as its content may have decided it, ``size`` in bytes, and ``exact``, whether the
-    unedited pickle would be written byte for byte. ``plan`` is what was carried out. Of an edit in place, ``appended``
-    is the number of new bytes, and ``unused_bytes`` those of storages that the edit left out: they stay in the file."""
+    """An output: its ``path`` with ``{hash8}`` replaced, its ``size`` in bytes, and the ``plan`` that was executed.
+
+    ``exact`` says whether the unedited pickle would be written byte for byte. For an edit in place, ``appended`` counts
+    the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file.
+    """
 
     path: str
     size: int
@@ -70,18 +72,18 @@ def save(
 ) -> Saved:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
-    An unedited one is copied byte for byte. The output appears whole or not at all, with the mode of the input, or with
-    ``force`` that of the file it replaces. Of a folder, links to files outside of it are written with ``follow_links``
-    only. Before it takes its name it is read back: its structure, names, shapes, dtypes, sizes and sharing must be
-    those of the checkpoint. With ``dry_run`` nothing is written, and nothing need be free.
+    An unedited one is copied byte for byte. The output appears as a whole or not at all, with the mode of the input, or
+    with ``force`` that of the file it replaces. Links out of a folder are written only with ``follow_links``. Before
+    the output gets its name it is read back: structure, names, shapes, dtypes, sizes and sharing must be those of the
+    checkpoint. With ``dry_run`` nothing is written, and the output may exist.
 
-    Raises RefusedError where the output exists or is the input, or something would be lost; OutputError where it cannot
-    be written; ReadBackError where it does not read as it must: then there is none.
+    Raises RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
+    written; ReadBackError if it does not read as promised. Then there is no output.
     """
     name = os.fspath(path)
     sources = checkpoint.sources
     if not dry_run and not os.path.isdir(name):
-        # What cannot be written is said before the work, not after.
+        # Fail before the work, not after it.
         check_output(name, sources, force=force)
     plan, exact = plan_of(checkpoint, name, follow_links=follow_links)
     if dry_run:
@@ -89,16 +91,14 @@ def save(
             rehearse(plan)
         return Saved(name, plan.size, exact, plan)
     promise = promise_of(checkpoint, name)
-    progress = None if on_progress is None else _counting(on_progress, plan.size)
+    step = None if on_progress is None else _counting(on_progress, plan.size)
     mode = file_mode(checkpoint.source)
     if isinstance(plan, Files):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, name)
-        written = write_files(
-            plan, name, sources, force=force, mode=mode, progress=progress, parts=parts_of, check=check
-        )
+        written = write_files(plan, name, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check)
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
-        written = write_plan(plan, name, sources, force=force, mode=mode, progress=progress, check=check_one)
+        written = write_plan(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
     return Saved(written.path, plan.size, exact, plan)
 
 
@@ -120,10 +120,10 @@ def _counting(on_progress: Progress, total: int) -> Callable[[int], None]:
 def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = False) -> Saved:
     """Write an edited checkpoint into its own file: the new metadata is appended, no byte of a tensor moves.
 
-    Takes milliseconds whatever the size, is crash-safe at every instant, and ``undo`` takes it back. ``command`` is for
-    the history. Raises RefusedError for legacy files, for what is no file, and for edits that make new bytes of tensors
-    (cast, slim, average); OutputError where it cannot be written; ReadBackError where it would not read as it must.
-    Then the file is what it was.
+    Takes milliseconds whatever the size, is crash-safe at every instant, and can be undone by ``undo``. ``command`` is
+    for the history. Raises RefusedError for legacy files, folders and members of archives, and for edits that compute
+    new bytes of tensors (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not
+    read as promised. Then the file is unchanged.
     """
     source = checkpoint.source
     if not isinstance(source, FileSource):
@@ -132,12 +132,12 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
         raise RefusedError(what, path=checkpoint.path, next="write a new one with -o")
     words = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {words}" if command else words, _COMMAND_CHARS)
-    # As other tools that must be reproducible: https://reproducible-builds.org/specs/source-date-epoch/
+    # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     try:
         appending, exact, unused = in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
     except RefusedError:
-        check_idle(source)  # what looks unfinished may be under way
+        check_idle(source)  # an edit that looks unfinished may still be running
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)
@@ -147,20 +147,17 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
-    try:
+    with _reporting(checkpoint, promise, staged.name):
         try:
             check_file(promise, staged)
         except ReadBackError:
-            if not _has_odd_places(checkpoint):
+            if not _is_contradictory(checkpoint):
                 raise
             check_file(promise._replace(checked=False), staged)
-    except ReadBackError as error:
-        _reported(error, checkpoint, promise, staged.name)
-        raise
 
 
-def _has_odd_places(checkpoint: Checkpoint) -> bool:
-    """Does the input say in two ways where something is? Then so does what it is carried over to."""
+def _is_contradictory(checkpoint: Checkpoint) -> bool:
+    """Return whether the input places a record in two ways: an output that carries it over does so, too."""
     try:
         checkpoint.container.manifest(checked=True)
     except MalformedError:
@@ -169,73 +166,69 @@ def _has_odd_places(checkpoint: Checkpoint) -> bool:
 
 
 def _check_folder(checkpoint: Checkpoint, promise: Promise, path: str, staged: str) -> None:
-    try:
+    with _reporting(checkpoint, promise, path):
         check_folder(promise, staged)
+
+
+@contextmanager
+def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[None]:
+    """Complete a ReadBackError with the lines of a bug report, without paths."""
+    try:
+        yield
     except ReadBackError as error:
-        _reported(error, checkpoint, promise, path)
+        error.path = path
+        error.what = f"nothing was changed, since the output does not read as promised: {error.what}"
+        error.next = "this is a bug in ckptool, not in your file: please report it, with the lines below"
+        edits = [change.head if change.notes else change.words for change in checkpoint.changes]
+        error.report = (
+            f"promised: {error.promised}",
+            f"read:     {error.read}",
+            f"formats:  {checkpoint.format} ({checkpoint.container.writer}) -> {promise.format}",
+            *(f"edit:     {words}" for words in edits[:_REPORTED]),
+            f"Python:   {platform.python_version()} on {platform.system()} {platform.machine()}",
+        )
         raise
-
-
-def _reported(error: ReadBackError, checkpoint: Checkpoint, promise: Promise, path: str) -> None:
-    """Complete the error with what its report needs; no paths are in it."""
-    error.path = path
-    error.what = f"nothing was changed, for what was written does not read as it must: {error.what}"
-    error.next = "this is a bug in ckptool, not in your file: please report it, with the lines below"
-    done = [change.head if change.notes else change.words for change in checkpoint.changes]
-    error.report = (
-        f"promised: {error.promised}",
-        f"read:     {error.read}",
-        f"formats:  {checkpoint.format} ({checkpoint.container.writer}) -> {promise.format}",
-        *(f"edit:     {words}" for words in done[:_REPORTED]),
-        f"Python:   {platform.python_version()} on {platform.system()} {platform.machine()}",
-    )
 
 
 # -- the versions in a file
 
 
 def history(path: FilePath) -> dict[str, Any]:
-    """The versions in a file that was edited in place, the oldest first.
+    """Return the versions in a file that was edited in place, the oldest first.
 
-    Each with its number, its ``bytes``, what was done to get there (``edit``, None for the first), the ``time`` of
-    that in ISO 8601 (UTC), and whether it was ``finished``: torch reads the last one that was.
+    Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in
+    ISO 8601 (UTC), and whether the edit was ``finished``: torch reads the last finished version.
     """
     name = os.fspath(path)
-    source = open_any(name)
-    try:
-        found = versions(source, _end_of_versions(source))[::-1]
-    finally:
-        source.close()
-    listed = [{"version": number, **_version_facts(version)} for number, version in enumerate(found)]
+    with closing(open_any(name)) as source:
+        oldest_first = versions(source, _end_of_versions(source))[::-1]
+    listed = [{"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)]
     return {"schema": "ckptool.history/1", "path": name, "bytes": source.size, "versions": listed}
 
 
 def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
-    """Take the last edit in place back, or with ``everything`` all of them: the exact former bytes.
+    """Undo the last edit in place, or with ``everything`` all of them: the file has its exact former bytes again.
 
-    ``undone`` are the edits taken back, the newest first, none where the file was never edited in place. Raises
-    RefusedError where the former version does not read, OutputError when the file cannot be written.
+    ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
+    if the former version cannot be read, OutputError if the file cannot be written.
     """
     name = os.fspath(path)
-    source = open_any(name)
-    try:
+    with closing(open_any(name)) as source:
         if isinstance(source, ContainedSource):
-            what = "it is a file within an archive, which is not changed in place"
+            what = "it is a file within an archive, which cannot be changed in place"
             raise RefusedError(what, path=name, next=source.unpack)
         end = _end_of_versions(source)
-        found = versions(source, end)
-        if end < source.size and (found[0].finished or not is_leftover_growth(source, end)):
-            what = f"{pluralize(source.size - end, 'byte')} stand behind the last edit in place, and would be cut off"
+        newest_first = versions(source, end)
+        if end < source.size and (newest_first[0].finished or not is_leftover_growth(source, end)):
+            what = f"{pluralize(source.size - end, 'byte')} follow the last edit in place, and would be cut off"
             step = f"if they are not needed: truncate -s {end} {argument(name)}, then undo"
             raise RefusedError(what, path=name, next=step)
-        target = found[-1] if everything else found[min(1, len(found) - 1)]
-        undone = found[: found.index(target)]
+        target = newest_first[-1] if everything else newest_first[min(1, len(newest_first) - 1)]
+        undone = newest_first[: newest_first.index(target)]
         if undone:
             _check_version(source, target)
             if not dry_run:
                 shorten(source, target.size)
-    finally:
-        source.close()
     return {
         "schema": "ckptool.undo/1",
         "path": name,
@@ -243,12 +236,12 @@ def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> 
         "output_bytes": target.size,
         "dry_run": dry_run,
         "undone": [_version_facts(version) for version in undone],
-        "left": len(found) - len(undone) - 1,
+        "left": len(newest_first) - len(undone) - 1,
     }
 
 
 def _end_of_versions(source: Source) -> int:
-    """Where the last version ends: what stands behind it belongs to somebody else."""
+    """Return the end of the last version in bytes; anything after it was not written by ckptool."""
     if read_note(source, source.size) is not None:
         return source.size
     try:
@@ -259,45 +252,38 @@ def _end_of_versions(source: Source) -> int:
 
 
 def _check_version(source: Source, version: Version) -> None:
-    """Raise RefusedError unless an archive stands where the version ended."""
+    """Raise RefusedError unless the version is a readable archive."""
     try:
         read_archive(SliceSource(source, 0, version.size))
     except MalformedError as error:
-        what = f"the version of {version.size:,} bytes does not read, so nothing is cut off: {error.what}"
+        what = f"the version of {version.size:,} bytes cannot be read, so nothing is cut off: {error.what}"
         raise RefusedError(what, path=source.name) from error
 
 
 def _version_facts(version: Version) -> dict[str, Any]:
     note = version.note
-    return {
-        "bytes": version.size,
-        "edit": note.edit if note else None,
-        "time": _iso(note.time) if note else None,
-        "finished": version.finished,
-    }
+    edit, time = (note.edit, _iso(note.time)) if note else (None, None)
+    return {"bytes": version.size, "edit": edit, "time": time, "finished": version.finished}
 
 
 def _iso(seconds: int) -> str | None:
     try:
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return None  # no date: somebody wrote the note by hand
+        return None  # not a date: the note was written by hand
 
 
 # -- real tensors
 
 
 def load(
-    path: FilePath,
-    map_location: MapLocation = None,
-    strip_prefix: str | None = None,
-    key: str | None = None,
+    path: FilePath, map_location: MapLocation = None, strip_prefix: str | None = None, key: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The state dict of a checkpoint as real tensors, ready for ``model.load_state_dict``.
+    """Load the state dict of a checkpoint as real tensors, ready for ``model.load_state_dict``.
 
-    Loads with ``torch.load(weights_only=True, map_location=...)`` and takes the one state dict out, wherever
-    it is; ``key`` names it where there are several. ``strip_prefix`` (such as "module.") is taken off the
-    keys that have it. Raises TargetError when there is no state dict, or more than one and no ``key``.
+    Loads with ``torch.load(weights_only=True, map_location=...)`` and extracts the state dict, wherever it is; ``key``
+    names one of several. ``strip_prefix`` (such as "module.") is removed from the keys that have it. Raises TargetError
+    if there is no state dict, or more than one and no ``key``.
     """
     from .edits.keys import renamed_modules, stripping
     from .reports.loading import load_whole
@@ -306,23 +292,23 @@ def load(
     with open_checkpoint(path) as checkpoint:
         chosen = selected(checkpoint, key)
         if len(chosen) != 1:
-            there = ", ".join(repr(item.path) for item in chosen)
-            what = f"there are {len(chosen)} state dicts: {there}" if chosen else "there is no state dict in it"
+            names = ", ".join(repr(item.path) for item in chosen)
+            what = f"there are {len(chosen)} state dicts: {names}" if chosen else "there is no state dict in it"
             raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
         steps = parse_path(chosen[0].path)
-    found: Any = at_path(load_whole(checkpoint.path, map_location), steps)
+    tensors: Any = at_path(load_whole(checkpoint.path, map_location), steps)
     if strip_prefix is None:
-        return found  # type: ignore[no-any-return]
+        return tensors  # type: ignore[no-any-return]
     rename = stripping(strip_prefix)
-    renamed = type(found)((rename(name), value) for name, value in found.items())
-    if len(renamed) < len(found):
+    renamed = type(tensors)((rename(name), value) for name, value in tensors.items())
+    if len(renamed) < len(tensors):
         first: dict[str, str] = {}
-        one, other = next((first[rename(key)], key) for key in found if first.setdefault(rename(key), key) != key)
-        what = f"the keys {one!r} and {other!r} would both be called {rename(one)!r}"
+        a, b = next((first[rename(key)], key) for key in tensors if first.setdefault(rename(key), key) != key)
+        what = f"the keys {a!r} and {b!r} would both be called {rename(a)!r}"
         raise RefusedError(what, path=checkpoint.path, next="load it without strip_prefix and choose")
-    metadata = getattr(found, "_metadata", None)
+    metadata = getattr(tensors, "_metadata", None)
     if metadata is not None:
-        # load_state_dict reads the versions of modules from it.
+        # load_state_dict reads the versions of the modules from it.
         values = list(metadata.values())
         moved = renamed_modules(list(metadata), rename)
         renamed._metadata = type(metadata)((path, values[source]) for path, _, source in moved)

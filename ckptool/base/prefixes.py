@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from os.path import commonprefix
 from typing import Final, NamedTuple
 
@@ -75,9 +76,8 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     if not any(_IN_ALL in key for key in keys):
         return {}
     spans_in = _NameTree(keys).spans
-    return dict(
-        Counter(segment for key in keys for segment in dict.fromkeys([key[start:end] for start, end in spans_in(key)]))
-    )
+    segments = (dict.fromkeys([key[start:end] for start, end in spans_in(key)]) for key in keys)
+    return dict(Counter(chain.from_iterable(segments)))
 
 
 def unwrapper(names: Iterable[str]) -> Callable[[str], str]:

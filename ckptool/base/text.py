@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from shlex import quote
 
@@ -63,7 +63,7 @@ def salvage_step(path: str) -> str:
     """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
-    return f"save what is whole: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
+    return f"save what is intact: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:
@@ -104,6 +104,11 @@ def pluralize(count: int, noun: str) -> str:
         return f"1 {noun}"
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
     return f"{count:,} {plural}"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Format a shape as ``64x3x7x7``; one without dimensions is ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) -> str:

@@ -1,9 +1,10 @@
-"""``diff``: what differs between two checkpoints."""
+"""The command diff: the differences between two checkpoints."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from shlex import split
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,18 @@ import click
 import ckptool
 
 from ..base.errors import UnreadableError
-from ..base.text import cut, join_limited, pluralize
+from ..base.text import cut, join_limited, pluralize, shape_text
 from .next_steps import retyped
-from .options import REPORT_FORMATS, format_option
+from .options import REPORT_FORMATS, format_option, progress_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .streams import progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
 
-#: Lines of one list for people; the rest is counted.
+#: Lines of a list for people; the rest is counted.
 _SHOWN = 20
-#: From so many tensors on that changed in the same way they stand in one line.
+#: Tensors with the same change from which they share one line.
 _ALIKE = 4
 
 EPILOG = """\b
@@ -36,11 +37,11 @@ Examples:
 
 \b
 Words for --ignore:
-  device         location tags, torch.device objects, texts that name devices
-  prefix         what wrappers put into the names of state dicts: module. and so on
+  device         location tags, torch.device objects, strings that name devices
+  prefix         prefixes that wrappers add to names in state dicts: module. and so on
   order          the order of keys
   container      format, byte order, protocol, compression, dict or OrderedDict; and
-                 where each file has one state dict, what is around it
+                 if each file has one state dict, everything around it
   dtype          dtypes: values are compared as numbers
   stride         strides
   sharing        which tensors share memory
@@ -61,7 +62,7 @@ Words for --ignore:
 @click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only; the exit code is the answer.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def diff(
     a: str,
     b: str,
@@ -86,39 +87,29 @@ def diff(
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     try:
-        with ckptool.open(a) as one, ckptool.open(b) as other:
-            for checkpoint in (one, other):
+        with ckptool.open(a) as left, ckptool.open(b) as right:
+            for checkpoint in (left, right):
                 say_problems(checkpoint)
-            with progress_bar(size, "comparing", not (quiet or no_progress)) as moving:
+            with progress_bar(size, "comparing", not (quiet or no_progress)) as progress:
+                scope = {"key": key, "other_key": other_key}
+                count = not (quiet or stat)
                 report = diff_report(
-                    one,
-                    other,
-                    rtol=rtol,
-                    atol=atol,
-                    ignore=words,
-                    key=key,
-                    other_key=other_key,
-                    count=not (quiet or stat),
-                    progress=moving,
+                    left, right, rtol=rtol, atol=atol, ignore=words, count=count, progress=progress, **scope
                 )
     except UnreadableError as error:
         say_error(error)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
-    if quiet:
-        pass
-    elif stat and style == "table":
-        emit(clean(report["stat"]))
-    elif style == "table":
-        emit("\n".join([*_lines(report), *_way(report)]))
-    else:
+    if style == "table" and not quiet:
+        emit(clean(report["stat"]) if stat else "\n".join([*_lines(report), *_next_step(report)]))
+    elif not quiet:
         emit_json([report], style, False)
     return 0 if report["same"] else 1
 
 
 def _lines(report: DiffReport) -> list[str]:
-    """The verdict, then what differs, by kind."""
+    """Return the verdict, then what differs, by kind."""
     lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
@@ -146,13 +137,13 @@ def _lines(report: DiffReport) -> list[str]:
 
 
 def _again(*more: str) -> str:
-    """The command that was typed with more options, or these alone where nothing was typed."""
+    """Return the typed command with more options, or these alone if nothing was typed."""
     typed = click.get_current_context().obj
     return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
 
 
-def _way(report: DiffReport) -> list[str]:
-    """Where the same tensors stand in another format or order: how to leave that aside."""
+def _next_step(report: DiffReport) -> list[str]:
+    """Return how to ignore the container or order if nothing else differs."""
     aside = [name for name in ("container", "order") if report[name]]
     rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
     if not aside or any((*rest, report["entries"], report["program"])):
@@ -161,14 +152,14 @@ def _way(report: DiffReport) -> list[str]:
 
 
 def _same(report: DiffReport) -> str:
-    """What was found to be the same."""
+    """Return what is the same."""
     sums = report["tensors"]
     close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
     return f"{pluralize(sums['in_both'], 'tensor')}{close}"
 
 
 def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each property that differs; one for all tensors in which it differs in the same way."""
+    """Yield a line for each property that differs; one for many tensors with the same difference."""
     alike: dict[str, list[str]] = {}
     for item in items:
         alike.setdefault(f"{_what(item)}: {_change(item)}", []).append(label(item["path"]))
@@ -180,7 +171,7 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _listed(title: str, rows: Sequence[str]) -> list[str]:
-    """A list under its title, cut for people."""
+    """Return a list under its title, shortened for people."""
     if not rows:
         return []
     more = [f"  ... and {len(rows) - _SHOWN:,} more: --format json has all"] if len(rows) > _SHOWN else []
@@ -188,7 +179,7 @@ def _listed(title: str, rows: Sequence[str]) -> list[str]:
 
 
 def label(path: str) -> str:
-    """A path as people read it: the name alone where it is a key of the root; "." for the root."""
+    """Return a path as people read it: the name alone for a key of the root; "." for the root."""
     if path.startswith('["') and path.endswith('"]') and "\\" not in path and path.count('"') == 2:
         return path[2:-2]
     return path or "."
@@ -196,9 +187,9 @@ def label(path: str) -> str:
 
 def _content(item: Mapping[str, Any]) -> str:
     if "shape" in item:
-        return f"{item['dtype']} {_shape(item['shape'])}, {item['device']}"
+        return f"{item['dtype']} {shape_text(item['shape'])}, {item['device']}"
     if item["tensors"]:
-        return f"{item['type']}, {item['tensors']:,} tensor{'' if item['tensors'] == 1 else 's'}"
+        return f"{item['type']}, {pluralize(item['tensors'], 'tensor')}"
     return _entry(item)
 
 
@@ -208,18 +199,14 @@ def _what(item: Mapping[str, Any]) -> str:
 
 def _change(item: Mapping[str, Any]) -> str:
     if item["what"] == "shape":
-        return f"{_shape(item['a'])} -> {_shape(item['b'])}"
+        return f"{shape_text(item['a'])} -> {shape_text(item['b'])}"
     if item["what"] in ("layout", "dtype", "stride", "device", "class", "format", "byte order"):
         return f"{item['a']} -> {item['b']}"
     return f"{_short(item['a'])} -> {_short(item['b'])}"
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
 def _entry(leaf: Mapping[str, Any]) -> str:
-    """A value with its type where that does not show."""
+    """Return a value, with its type unless that is obvious."""
     if leaf.get("value") is None:
         return str(leaf["type"])
     if leaf["type"] in ("int", "float", "str", "bool", "bytes"):
@@ -239,26 +226,15 @@ def _values(title: str, items: Sequence[Mapping[str, Any]]) -> list[str]:
     headers += ["max |a-b|", "max relative", "mean |a-b|", "too far"] if near else ["elements that differ"]
     rows = [_row(item, near) for item in items[:_SHOWN]]
     more = [f"... and {len(items) - _SHOWN:,} more: --format json has all"] if len(items) > _SHOWN else []
-    return [
-        "",
-        f"{title}, worst first:",
-        *_indented(table(headers, rows, right=range(4, len(headers)))),
-        *_indented(*more),
-    ]
-
-
-def _indented(*texts: str) -> list[str]:
-    return ["  " + line for text in texts for line in text.split("\n")]
+    lines = [*table(headers, rows, right=range(4, len(headers))).split("\n"), *more]
+    return ["", f"{title}, worst first:", *(f"  {line}" for line in lines)]
 
 
 def _row(item: Mapping[str, Any], near: bool) -> list[str]:
     first = f"[{', '.join(map(str, item['first']))}]" if item["first"] else ""
     name = label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
-    cells = [cut(name), item["dtype"], _shape(item["shape"]), first]
-    total = 1
-    for size in item["shape"]:
-        total *= size
-    counted = f"{item['differing']:,} of {total:,}" if item["differing"] is not None else ""
+    cells = [cut(name), item["dtype"], shape_text(item["shape"]), first]
+    counted = f"{item['differing']:,} of {prod(item['shape']):,}" if item["differing"] is not None else ""
     if not near:
         return [*cells, counted]
     if "max_abs" not in item:

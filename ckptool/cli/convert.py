@@ -16,7 +16,7 @@ from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS
 from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder
 from .editing import Job, edit_all
-from .options import key_option, paths, writing
+from .options import Writing, key_option, paths, writing
 
 EPILOG = """\b
 Examples:
@@ -62,7 +62,7 @@ def convert(
     single: bool,
     texts: tuple[str, ...],
     key: str | None,
-    **how: Any,
+    how: Writing,
 ) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
@@ -73,19 +73,19 @@ def convert(
     if wrong is not None:
         raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    # A folder of other shards keeps its format; any other output says one by its name.
-    output = how["output"]
+    # New shards keep the format of a folder; any other output has a suffix that names one.
+    output = how.output
     resharded = max_shard_size is not None and output is not None and not suffix_format(output)
     if target is None and output is None:
-        raise click.UsageError("Say the format: --to-format, or -o with a suffix that says it.")
-    chosen = target or ("" if resharded else output_format(output))
+        raise click.UsageError("Name the format: with --to-format, or by the suffix of -o.")
+    chosen = target or ("" if resharded else output_format(output or ""))
 
     if single and max_shard_size is not None:
-        raise click.UsageError("--single is one file, --max-shard-size a folder of several: one of them.")
+        raise click.UsageError("--single writes one file, --max-shard-size a folder of several: choose one.")
     size = parse_size(max_shard_size) if max_shard_size is not None else 0
 
     def called(name: str) -> str:
-        """What an output in --out-dir is called."""
+        """Return the name of an output in --out-dir."""
         stem, suffix = os.path.splitext(name)
         suffixes = TARGETS[chosen] or TARGETS["torch"]
         if size or suffix.lower() in suffixes:
@@ -93,13 +93,13 @@ def convert(
         return stem + (".pth" if ".pth" in suffixes else suffixes[0])
 
     def folder(checkpoint: Checkpoint, output: str) -> bool:
-        """Shards are written where a folder is read and the name of the output says no file."""
+        """Return whether the output is a folder: shards of a folder stay one unless the name says a file."""
         if single or size or chosen not in SHARDED:
             return bool(size) or chosen in FOLDERS
         return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        written = how["output"] or called(file_name(checkpoint.path))
+        written = how.output or called(file_name(checkpoint.path))
         most = size or (DEFAULT_SHARD_SIZE if chosen in SHARDED and folder(checkpoint, written) else 0)
         return ckptool.convert(
             checkpoint,
@@ -111,4 +111,4 @@ def convert(
             max_shard_size=most,
         )
 
-    return edit_all(Job("convert", edit, called=called, folder=folder), paths, **how)
+    return edit_all(Job("convert", edit, called=called, folder=folder), paths, how)

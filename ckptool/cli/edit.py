@@ -1,8 +1,8 @@
-"""The commands that write: strip-module, add-module, remap."""
+"""The commands strip-module, add-module and remap."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -12,7 +12,11 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from .editing import Job, edit_all
-from .options import choosing, in_place, key_option, paths, writing
+from .options import Writing, choosing_keys, paths, repeatable, writing_in_place
+
+_prefix = click.option(
+    "--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments."
+)
 
 STRIP_EPILOG = """\b
 Examples:
@@ -25,7 +29,7 @@ Examples:
 
 @click.command("strip-module", epilog=STRIP_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
+@_prefix
 @click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often to remove it.")
 @click.option(
     "--wrappers",
@@ -33,27 +37,19 @@ Examples:
     help="Remove the segments of all known wrappers anywhere in the name: _orig_mod, _fsdp_wrapped_module, ...; module"
     " only at the start and next to another wrapper.",
 )
-@key_option
-@choosing
-@in_place
-@writing
+@choosing_keys
+@writing_in_place
 def strip_module(
-    paths: tuple[str, ...],
-    prefix: str,
-    repeat: str,
-    wrappers: bool,
-    key: str | None,
-    only: Globs,
-    **how: Any,
+    paths: tuple[str, ...], prefix: str, repeat: str, wrappers: bool, key: str | None, only: Globs, how: Writing
 ) -> int:
     """Remove the prefix 'module.' from the keys of every state dict in the file.
 
     Keys without it, and everything else in the file, stay as they are, byte for byte.
     """
     if repeat != "all" and not (repeat.isdigit() and int(repeat)):
-        raise click.BadParameter("a number from 1 on, or 'all'", param_hint="--repeat")
+        raise click.BadParameter("it must be a number of 1 or more, or 'all'", param_hint="--repeat")
     if wrappers and (prefix, repeat) != ("module.", "1"):
-        raise click.UsageError("--wrappers takes out all known wrappers: --prefix and --repeat do not go with it.")
+        raise click.UsageError("--wrappers removes all known wrappers: --prefix and --repeat cannot be used with it.")
     times: int | Literal["all"] = "all" if repeat == "all" else int(repeat)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
@@ -61,7 +57,7 @@ def strip_module(
             return ckptool.strip_wrappers(checkpoint, key=key, only=only)
         return ckptool.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
 
-    return edit_all(Job("strip-module", edit), paths, **how)
+    return edit_all(Job("strip-module", edit), paths, how)
 
 
 ADD_EPILOG = """\b
@@ -73,24 +69,16 @@ Examples:
 
 @click.command("add-module", epilog=ADD_EPILOG)
 @paths
-@click.option("--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments.")
-@key_option
-@choosing
-@in_place
-@writing
-def add_module(
-    paths: tuple[str, ...],
-    prefix: str,
-    key: str | None,
-    only: Globs,
-    **how: Any,
-) -> int:
+@_prefix
+@choosing_keys
+@writing_in_place
+def add_module(paths: tuple[str, ...], prefix: str, key: str | None, only: Globs, how: Writing) -> int:
     """Add the prefix 'module.' to every key of every state dict in the file.
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
     job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only))
-    return edit_all(job, paths, **how)
+    return edit_all(job, paths, how)
 
 
 REMAP_EPILOG = """\b
@@ -106,16 +94,12 @@ Examples:
 @click.command("remap", epilog=REMAP_EPILOG)
 @paths
 @click.option("--to", metavar="DEVICE", default="", help="Move everything there that is not on cpu or meta.")
-@click.option(
-    "--map", "pairs", multiple=True, metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu; repeatable."
-)
+@repeatable("--map", "pairs", metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu")
 @click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
 @click.option("--all", "include_cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
 @click.option("--strings", is_flag=True, help="Also change plain strings that name a device.")
-@key_option
-@choosing
-@in_place
-@writing
+@choosing_keys
+@writing_in_place
 def remap(
     paths: tuple[str, ...],
     to: str,
@@ -125,7 +109,7 @@ def remap(
     strings: bool,
     key: str | None,
     only: Globs,
-    **how: Any,
+    how: Writing,
 ) -> int:
     """Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
 
@@ -137,7 +121,7 @@ def remap(
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
 
-    return edit_all(Job("remap", edit), paths, **how)
+    return edit_all(Job("remap", edit), paths, how)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -1,16 +1,17 @@
-"""What all commands that write do: open, edit, check, write, account."""
+"""The steps of every command that writes: open, edit, check, write, report."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, OutputError, RefusedError
+from ..base.errors import OutputError, RefusedError
 from ..base.text import human_bytes, join_limited, pluralize, undo_step
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -20,25 +21,24 @@ from ..files.sources import Files, FileSource
 from ..files.write.output import check_folder, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
-from .next_steps import retype
-from .options import worst
-from .render import clean, emit, emit_json, failure, say, say_error, say_problems, tell
-from .streams import copying_bar, watched
+from .options import Writing
+from .render import clean, emit, say, say_problems, tell
+from .streams import Outcomes, copying_bar, watched
 
-#: Commands that leave mappings of low confidence alone.
+#: Commands that leave state dicts of low confidence alone.
 _ON_STATE_DICTS = ("strip-module", "add-module", "rename")
 
-#: Changes that are named one by one for people; JSON names all.
+#: Changes listed for people; JSON lists all.
 _SHOWN = 40
 
 
 class Job(NamedTuple):
-    """What one command does to each input.
+    """What a command does to each input.
 
-    ``opener`` makes a checkpoint of a path, ``edit`` another one of that. ``more`` are fields of the report beside
-    the usual ones, ``words`` the lines for people, ``code`` the exit code that a report stands for. ``inputs`` are
-    other files that it reads, which must not be the output either; ``folder`` says whether the output of that name is
-    one; ``called`` makes the name of an output in ``--out-dir`` of that of its input.
+    ``opener`` opens a path, ``edit`` edits the checkpoint. ``more`` returns further fields of the report, ``words`` its
+    lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads, which must not be the
+    output, either. ``folder`` says whether an output of this name is a folder; ``called`` names the output in
+    ``--out-dir`` after its input.
     """
 
     command: str
@@ -52,53 +52,29 @@ class Job(NamedTuple):
     called: Callable[[str], str] = str
 
 
-def edit_all(
-    job: Job,
-    paths: tuple[str, ...],
-    *,
-    output: str | None,
-    out_dir: str | None,
-    force: bool,
-    dry_run: bool,
-    style: str,
-    quiet: bool,
-    no_progress: bool,
-    in_place: bool = False,
-    follow_links: bool = False,
-) -> int:
-    """Edit every input; each output is written, or each failure said, before the worst code is returned."""
-    if in_place and (output is not None or out_dir is not None or force):
+def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
+    """Edit every input, and return the worst exit code; an input that fails does not stop the others."""
+    if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
-    targets: list[str | None] = [None] * len(paths) if in_place else _targets(job, paths, output, out_dir, dry_run)
-    reports = []
-    codes = []
+    targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
+    # With several inputs, some of them may be done: the command must not be repeated.
+    typed = click.get_current_context().obj if len(paths) == 1 else None
+    outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
     for path, target in zip(paths, targets):
-        bar = not (quiet or no_progress) and watched()
-        try:
-            how = _How(force, dry_run, in_place, bar, follow_links)
+        with outcomes.input(path):
             report = _edit_one(job, path, target, how)
-        except CkptoolError as error:
-            if len(paths) == 1:  # of several some are done
-                retype(error, click.get_current_context().obj)
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure(job.command, path, error))
-            continue
-        codes.append(job.code(report) if job.code else 0)
-        reports.append(report)
-        if style == "table" and not quiet:
-            emit("\n".join([_head(report), *(job.words or account)(report)]))
-    if style != "table" and not quiet:
-        emit_json(reports, style, len(paths) > 1)
-    if len(paths) > 1 and not quiet and any(code > 1 for code in codes):
-        done = sum(code < 2 for code in codes)
+            outcomes.add(report, job.code(report) if job.code else 0)
+            if how.style == "table" and not how.quiet:
+                emit("\n".join([_head(report), *(job.words or account)(report)]))
+    worst = outcomes.finish()
+    if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
+        done = sum(code < 2 for code in outcomes.codes)
         say(f"{done:,} of {len(paths):,} done, {len(paths) - done:,} not")
-    return worst(codes)
+    return worst
 
 
-def _targets(
-    job: Job, paths: tuple[str, ...], output: str | None, out_dir: str | None, dry_run: bool
-) -> list[str | None]:
+def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
+    output, out_dir = how.output, how.out_dir
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
@@ -106,7 +82,7 @@ def _targets(
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
-        if not dry_run:
+        if not how.dry_run:
             try:
                 os.makedirs(out_dir, exist_ok=True)
             except OSError as error:
@@ -119,26 +95,15 @@ def _targets(
         if len(paths) > 1:
             raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
-    if not dry_run:
+    if not how.dry_run:
         raise click.UsageError("Missing option '-o' / '--output': say where to write, or try --dry-run.")
     return [None] * len(paths)
 
 
-class _How(NamedTuple):
-    """What the options say of the output; ``bar`` whether progress is shown."""
-
-    force: bool
-    dry_run: bool
-    in_place: bool
-    bar: bool
-    follow_links: bool
-
-
-def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, Any]:
+def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            folder = job.folder(checkpoint, target)
-            check = check_folder if folder else check_output
+            check = check_folder if job.folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
@@ -157,10 +122,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
             "in_place": how.in_place,
             "changed": edited.edited,
             **outcome,
-            "changes": [
-                change._asdict()
-                for change in (*edited.changes, *(c for tell in edited.deferred_changes for c in tell()))
-            ],
+            "changes": [change._asdict() for change in chain(edited.changes, *(c() for c in edited.deferred_changes))],
             "modules": _modules(edited),
             "left_alone": low if job.command in _ON_STATE_DICTS else [],
             **(job.more(edited) if job.more else {}),
@@ -168,26 +130,27 @@ def _edit_one(job: Job, path: str, target: str | None, how: _How) -> dict[str, A
 
 
 def _modules(edited: Checkpoint) -> list[str]:
-    """The first module where no state dict is left. Without this name there is none, and no survey is needed."""
+    """Return the first pickled module, if no state dict is left."""
+    # Without this name there is no module, and no survey is needed.
     if "_modules" not in edited.graph.nodes or edited.state_dicts:
         return []
     return edited.survey.modules[:1]
 
 
 def _say_versions(checkpoint: Checkpoint) -> None:
-    """An output that is its input, byte for byte, holds what that was before edits in place, too."""
+    """Warn that an output equal to its input also contains the versions before the edits in place."""
     from ..reports.findings import command
 
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
-            say(f"note: {checkpoint.path}: {problem.message}, and the output has all of it")
+            say(f"note: {checkpoint.path}: {problem.message}, and the output contains all of it")
             tell(f"  -> without it: {clean(command('repack', checkpoint.path, word='clean'))}")
 
 
-def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any]:
-    """Write a new file, and say what came of it."""
-    label = os.path.basename(target or "")
-    with copying_bar(label, how.bar) as on_progress:
+def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, Any]:
+    """Write a new file; return the fields of the report about it."""
+    shown = not (how.quiet or how.no_progress) and watched()
+    with copying_bar(os.path.basename(target or ""), shown) as on_progress:
         saved = save(
             edited,
             target or "",
@@ -199,7 +162,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
     others = {name: names for name, names in beside._asdict().items() if names}
-    # Of the checkpoint, as of the input.
+    # Without the files beside the checkpoint, like the size of the input.
     size = saved.size
     if isinstance(saved.plan, Files):
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
@@ -207,8 +170,8 @@ def _to_file(edited: Checkpoint, target: str | None, how: _How) -> dict[str, Any
     return {"output": output, "output_bytes": size, "exact": saved.exact, **others}
 
 
-def _in_place(job: Job, edited: Checkpoint, how: _How) -> dict[str, Any]:
-    """Append the edit to its own file, and say what came of it."""
+def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
+    """Append the edit to its own file; return the fields of the report about it."""
     saved = save_in_place(edited, command=job.command, dry_run=how.dry_run)
     source = edited.source
     assert isinstance(source, FileSource)
@@ -223,43 +186,40 @@ def _refuse_inputs(job: Job, target: str) -> None:
 
 
 def _head(report: dict[str, Any]) -> str:
-    """From where to where, and how large."""
+    """Return the line that names input, output and sizes."""
+    path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
     if report["in_place"]:
-        more = human_bytes(report["output_bytes"] - report["bytes"])
+        more = human_bytes(output_size - size)
         if not report["changed"]:
-            return f"{clean(report['path'])}: {human_bytes(report['bytes'])}"
+            return f"{path}: {human_bytes(size)}"
         if report["dry_run"]:
-            return f"{clean(report['path'])}: nothing is written, {more} would be appended in place"
-        return f"{clean(report['path'])}: edited in place, {human_bytes(report['bytes'])} + {more}"
+            return f"{path}: nothing is written, {more} would be appended in place"
+        return f"{path}: edited in place, {human_bytes(size)} + {more}"
     if report["dry_run"]:
-        size = human_bytes(report["output_bytes"])
-        return f"{clean(report['path'])}: nothing is written, the output would be {size}"
-    sizes = f"{human_bytes(report['bytes'])} -> {human_bytes(report['output_bytes'])}"
-    return f"{clean(report['path'])} -> {clean(report['output'])}: {sizes}"
+        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}"
+    return f"{path} -> {clean(report['output'])}: {human_bytes(size)} -> {human_bytes(output_size)}"
 
 
-def _told(change: Change) -> list[str]:
-    """One change; several remarks get a line each."""
+def _change_lines(change: Change) -> list[str]:
+    """Return the lines of one change; several notes get a line each."""
     if len(change.notes) < 2:
         return [f"  {clean(change.words)}"]
     return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
 
 
 def account(report: dict[str, Any]) -> list[str]:
-    """What was done, for people."""
+    """Return what was done, for people."""
     changes = report["changes"]
-    lines = [line for change in changes[:_SHOWN] for line in _told(Change(**change))]
+    lines = [line for change in changes[:_SHOWN] for line in _change_lines(Change(**change))]
     if len(changes) > _SHOWN:
         lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
-        lines.append(
-            "  there is no state dict in it" if "module" in report["schema"] else "  there is no storage in it"
-        )
+        lines.append(f"  there is no {'state dict' if 'module' in report['schema'] else 'storage'} in it")
     if not report["changed"]:
         what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
         lines.append(f"  nothing to do: {what}")
         lines += [
-            f"  note: it holds a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
+            f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
         ]
     if report.get("copied"):
@@ -268,18 +228,18 @@ def account(report: dict[str, Any]) -> list[str]:
         lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
     if report.get("links"):
         lines.append(f"  note: links out of the folder, not followed: {clean(join_limited(report['links']))}")
-        lines.append("  -> with what they lead to: --follow-links")
+        lines.append("  -> include their targets: --follow-links")
     if report["changed"] and not report["exact"]:
-        lines.append("  note: a foreign pickle, written anew; it is equal as an object, not byte for byte")
+        lines.append("  note: a foreign pickle, written again: equal as an object, not byte for byte")
     for path in report["left_alone"]:
-        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays unless --key names it")
+        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays as it is unless --key names it")
     if report["in_place"] and report["changed"]:
         lines += _ways_back(report)
     return lines
 
 
 def _ways_back(report: dict[str, Any]) -> list[str]:
-    """What an edit in place leaves in the file, and the commands that deal with it."""
+    """Return what an edit in place leaves in the file, and the commands that remove it."""
     from ..reports.findings import command
 
     path = report["path"]
@@ -287,8 +247,8 @@ def _ways_back(report: dict[str, Any]) -> list[str]:
     if report["names"] > 1:
         lines.append(f"  note: the file has {report['names']:,} names (hard links): it changed under all of them")
     if report["unused_bytes"]:
-        lines.append(f"  note: the {human_bytes(report['unused_bytes'])} of what was left out stay in the file")
+        lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
     if not report["dry_run"]:
-        lines.append(f"  -> take it back: {clean(undo_step(path))}")
-        lines.append(f"  -> without the former version: {clean(command('repack', path, word='clean'))}")
+        lines.append(f"  -> undo it: {clean(undo_step(path))}")
+        lines.append(f"  -> remove the former version: {clean(command('repack', path, word='clean'))}")
     return lines

@@ -1,8 +1,6 @@
-"""The commands on entries: extract, wrap, drop, keep, set, unset."""
+"""The commands on entries: extract, wrap, drop, keep, set and unset."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import click
 
@@ -12,7 +10,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.entries import as_scalar
 from .editing import Job, edit_all
-from .options import choosing, in_place, key_option, one_path, writing
+from .options import Writing, choosing_keys, one_path, writing_in_place
 
 EXTRACT_EPILOG = """\b
 Examples:
@@ -24,14 +22,13 @@ Examples:
 @click.command(epilog=EXTRACT_EPILOG)
 @one_path
 @click.argument("key")
-@in_place
-@writing
-def extract(path: str, key: str, **how: Any) -> int:
+@writing_in_place
+def extract(path: str, key: str, how: Writing) -> int:
     """Save one entry as a checkpoint of its own: a state dict without the training around it.
 
     KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
     """
-    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, key)), (path,), **how)
+    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, key)), (path,), how)
 
 
 WRAP_EPILOG = """\b
@@ -43,11 +40,10 @@ Examples:
 @click.command(epilog=WRAP_EPILOG)
 @one_path
 @click.argument("key")
-@in_place
-@writing
-def wrap(path: str, key: str, **how: Any) -> int:
+@writing_in_place
+def wrap(path: str, key: str, how: Writing) -> int:
     """Nest the whole checkpoint under the KEY of a new dict: the reverse of extract."""
-    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, key)), (path,), **how)
+    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, key)), (path,), how)
 
 
 DROP_EPILOG = """\b
@@ -67,25 +63,16 @@ _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 @one_path
 @_globs
 @_prune
-@key_option
-@choosing
-@in_place
-@writing
-def drop(
-    path: str,
-    globs: tuple[str, ...],
-    prune: bool,
-    key: str | None,
-    only: Globs,
-    **how: Any,
-) -> int:
+@choosing_keys
+@writing_in_place
+def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
     """Remove entries or keys: the optimizer, the schedulers, a head.
 
     A pattern matches top-level entries, and keys of state dicts by name or by full path; with --key, only keys of that
     state dict. Bytes that nothing else uses are dropped. A pattern without a match is refused.
     """
     job = Job("drop", lambda checkpoint: ckptool.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job, (path,), **how)
+    return edit_all(job, (path,), how)
 
 
 KEEP_EPILOG = """\b
@@ -99,25 +86,16 @@ Examples:
 @one_path
 @_globs
 @_prune
-@key_option
-@choosing
-@in_place
-@writing
-def keep(
-    path: str,
-    globs: tuple[str, ...],
-    prune: bool,
-    key: str | None,
-    only: Globs,
-    **how: Any,
-) -> int:
+@choosing_keys
+@writing_in_place
+def keep(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
     """Keep some entries or keys and remove the rest.
 
     A pattern that matches top-level entries removes the others; one that matches keys of a state dict removes its other
     keys. With --key, only keys of that state dict are removed; --include and --exclude select among these.
     """
     job = Job("keep", lambda checkpoint: ckptool.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job, (path,), **how)
+    return edit_all(job, (path,), how)
 
 
 SET_EPILOG = """\b
@@ -126,16 +104,15 @@ Examples:
   ckptool set model.pth config.name=resnet18 config.pretrained=true -o model.new.pth
 
 \b
-A value is JSON (0, 0.5, true, null, "text"); what is no JSON is a text as it stands.
+A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string.
 """
 
 
 @click.command("set", epilog=SET_EPILOG)
 @one_path
 @click.argument("pairs", nargs=-1, required=True, metavar="KEY=VALUE...")
-@in_place
-@writing
-def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
+@writing_in_place
+def set_entry(path: str, pairs: tuple[str, ...], how: Writing) -> int:
     """Set scalar entries to other values, or add them to an existing dict."""
     values = [_pair(text) for text in pairs]
 
@@ -144,14 +121,14 @@ def set_entry(path: str, pairs: tuple[str, ...], **how: Any) -> int:
             checkpoint = ckptool.set_entry(checkpoint, key, value)
         return checkpoint
 
-    return edit_all(Job("set", edit), (path,), **how)
+    return edit_all(Job("set", edit), (path,), how)
 
 
 def _pair(text: str) -> tuple[str, ckptool.Scalar]:
-    key, equals, told = text.partition("=")
+    key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as epoch=0", param_hint="KEY=VALUE")
-    return key.strip(), as_scalar(told)
+    return key.strip(), as_scalar(value)
 
 
 UNSET_EPILOG = """\b
@@ -163,9 +140,8 @@ Examples:
 @click.command(epilog=UNSET_EPILOG)
 @one_path
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
-@in_place
-@writing
-def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
+@writing_in_place
+def unset(path: str, keys: tuple[str, ...], how: Writing) -> int:
     """Remove entries by their exact path, whatever they are."""
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
@@ -173,4 +149,4 @@ def unset(path: str, keys: tuple[str, ...], **how: Any) -> int:
             checkpoint = ckptool.unset(checkpoint, key)
         return checkpoint
 
-    return edit_all(Job("unset", edit), (path,), **how)
+    return edit_all(Job("unset", edit), (path,), how)

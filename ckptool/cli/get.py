@@ -1,4 +1,4 @@
-"""``get``."""
+"""The command get."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import click
 
 import ckptool
 
-from ..base.text import human_bytes
+from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
 from ..files.write.output import check_output, write_plan
 from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
 from ..reports.get import find_value
 from ..values.npy import array_of, npy_plan
-from .options import one_path
+from .options import force_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
 GET_EPILOG = """\b
@@ -26,11 +26,11 @@ Examples:
 \b
 KEY is a path as inspect prints it; the dots in the keys of a state dict need no
 quotes, "." is the whole file. With --json a tensor is a list in lists, NaN and
-Inf are the texts "nan", "inf" and "-inf", bytes {"base64": ...}, objects of other
+Inf are the strings "nan", "inf" and "-inf", bytes {"base64": ...}, objects of other
 classes {"class": ..., "attributes": ...}, quantized tensors their integers and
-scale; what is in itself, or long and written before, is {"ref": path}.
+scale; what contains itself, or is long and repeated, is {"ref": path}.
 A .npy file is little-endian; bfloat16 and float8, which NumPy does not have, are
-widened to float32, which holds every value of them.
+widened to float32, which has all their values.
 """
 
 
@@ -39,7 +39,7 @@ widened to float32, which holds every value of them.
 @click.argument("key")
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("--npy", metavar="OUT", type=click.Path(), help="Write the tensor to a file that numpy.load reads.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@force_option
 def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int:
     """Print one entry or tensor: a scalar as it is, a dict as a tree, a tensor with its numbers.
 
@@ -52,21 +52,19 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
         raise click.UsageError("--force is for --npy.")
     with ckptool.open(path) as opened:
         say_problems(opened)
-        checkpoint, found = find_value(opened, key)
+        checkpoint, place = find_value(opened, key)
         if npy is not None:
             check_output(npy, checkpoint.sources, force=force)
-            array = array_of(checkpoint, found.ref, found.path)
+            array = array_of(checkpoint, place.ref, place.path)
             if array.widened:
-                say(f"{found.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which holds all its values")
-            written = write_plan(
-                npy_plan(array), npy, checkpoint.sources, force=force, mode=file_mode(checkpoint.source)
-            )
-            shape = "x".join(map(str, array.shape)) or "scalar"
-            what = f"{array.widened or array.dtype} {shape}, {human_bytes(written.size)}"
-            emit(clean(f"{path} {found.path or '.'} -> {written.path}: {what}"))
+                say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")
+            mode = file_mode(checkpoint.source)
+            written = write_plan(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
+            what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
+            emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif as_json:
-            emit_pieces(json_pieces(checkpoint, found.ref, found.path))
+            emit_pieces(json_pieces(checkpoint, place.ref, place.path))
         else:
-            for line in entry_lines(checkpoint, found.ref, found.path):
+            for line in entry_lines(checkpoint, place.ref, place.path):
                 emit(clean(line))
     return 0

@@ -1,4 +1,4 @@
-"""Many files, one after the other or several at once: their answers in the order of the files, as they come."""
+"""Work on many files, one after the other or several at once, with the answers in the order of the files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ..base.errors import CkptoolError, UnreadableError
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-#: Files that a process has at once: the one that it reads, and the next, so that it need not wait to be told.
+#: Files given to a process at once: the one that it reads, and the next, so that it need not wait.
 _AHEAD: Final = 2
-#: Answers that may wait for an earlier one, for each process: memory is bounded, and a large file in front of many
-#: small ones does not hold the others up.
+#: Answers per process that may wait for an earlier one: this bounds memory, and a large file before many small ones
+#: does not delay them.
 _WAITING: Final = 64
-#: A forked process starts in 2 ms, one that imports everything anew in 100. What makes forking unsafe on macOS
-#: (threads of its libraries) makes it unsafe there only.
+#: A forked process starts in 2 ms, one that imports everything again in 100. Forking is unsafe on macOS only, because
+#: of the threads of its libraries.
 _START: Final = "fork" if sys.platform.startswith("linux") else "spawn"
-#: Files after which what is left in cycles is collected.
+#: Files between two garbage collections.
 _TIDY: Final = 1000
-#: Seconds for a process to end once it was told to.
+#: Seconds that a terminated process has to end.
 _PATIENCE: Final = 2.0
 
 
 def jobs_option(command: Command) -> Command:
     # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
-    # tensors: 2.2 and 1.2 s. A usual call has a few files, and a tool that takes every core of a shared machine unasked
-    # is not liked there: one.
-    text = "Files at once; 0: one a core."
+    # tensors: 2.2 and 1.2 s. The default is one: most calls have a few files, and a tool should not take every core of
+    # a shared machine unasked.
+    text = "Files at once; 0: one per core."
     return click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True, help=text)(command)
 
 
@@ -46,10 +46,10 @@ def answers(
     jobs: int,
     lost: Callable[[str, CkptoolError], Answer],
 ) -> Generator[Answer, None, None]:
-    """``work`` on every file, in up to ``jobs`` processes (0: one a core): the answers in the order of the files.
+    """Yield the answer of ``work`` for every file, in order, from up to ``jobs`` processes (0: one per core).
 
-    ``lost`` gives the answer for what is no file but an error, and for a file whose process died of it. What ``work``
-    raises is raised here. The processes are gone when this ends, however it ends.
+    ``lost`` makes the answer for an error in place of a file, and for a file whose process died. Errors of ``work`` are
+    raised here. The processes have ended when the generator has.
     """
     jobs = jobs or _cores()
     rest = iter(files)
@@ -63,18 +63,18 @@ def answers(
 
 
 def _tidy(number: int) -> None:
-    """Python's collector is off (see ``main``), and json leaves a few cycles behind for each indented report."""
+    """Collect garbage now and then: the collector is off (see ``main``), and indented JSON leaves a few cycles."""
     if number % _TIDY == 0:
         gc.collect()
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker(NamedTuple):
-    """A process, the pipe to it, and the files that it was given and has not answered for: (number, path)."""
+    """A process, the pipe to it, and the files that it has not answered yet: (number, path)."""
 
     process: Any
     pipe: Any
@@ -87,7 +87,7 @@ def _at_once(
     jobs: int,
     lost: Callable[[str, CkptoolError], Answer],
 ) -> Generator[Answer, None, None]:
-    """Processes, not threads: decoding is Python, which runs on one core of each process."""
+    """Yield the answers of several processes: decoding is Python code, which threads would not speed up."""
     from multiprocessing.connection import wait
 
     numbered = enumerate(files)
@@ -97,7 +97,7 @@ def _at_once(
     at = taken = 0
 
     def next_task() -> tuple[int, str] | None:
-        """The next file to read, None where there is none, or where too many answers wait for the one at ``at``."""
+        """Return the next file to read, None if there is none or too many answers wait for the one at ``at``."""
         nonlocal taken
         while not again and taken < at + _WAITING * jobs:
             number, file = next(numbered, (-1, ""))
@@ -113,7 +113,7 @@ def _at_once(
         while True:
             while True:
                 # One file for each process before a second one for any: two large files are read at the same time.
-                worker = min(workers, key=lambda one: len(one.tasks), default=None)
+                worker = min(workers, key=lambda worker: len(worker.tasks), default=None)
                 if (worker is None or worker.tasks) and len(workers) < jobs:
                     worker = None
                 elif worker is None or len(worker.tasks) >= _AHEAD:
@@ -132,22 +132,22 @@ def _at_once(
                 at += 1
             busy = {worker.pipe: worker for worker in workers if worker.tasks}
             if not busy and at == before:
-                return  # there is nothing to do, and nobody does anything
+                return  # nothing is left to do
             if at > before:
                 continue  # there is room for more
             for pipe in wait(list(busy)):
                 worker = busy[pipe]
                 number, path = worker.tasks.popleft()
                 try:
-                    good, told = worker.pipe.recv()
+                    succeeded, result = worker.pipe.recv()
                 except (EOFError, OSError):
                     workers.remove(worker)
                     again.extend(worker.tasks)
                     done[number] = lost(path, _death(worker, path))
                     continue
-                if not good:
-                    raise told
-                done[number] = told
+                if not succeeded:
+                    raise result
+                done[number] = result
     finally:
         for worker in workers:
             worker.process.terminate()
@@ -159,7 +159,7 @@ def _at_once(
                 worker.process.join()
 
 
-#: Signals for the parent, which ends its workers: ^C goes to every process of a terminal.
+#: Signals for the parent, which then ends its workers: ^C reaches every process of a terminal.
 _SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -169,38 +169,38 @@ def _started(work: Callable[[str], Any]) -> _Worker:
     context: Any = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(work, theirs), daemon=True)
-    # Until the worker has said what a signal does to it, none comes: it would do what it does to the parent.
-    _hold(signal.SIG_BLOCK)
+    # Signals are blocked until the worker has its own handlers: it starts with those of the parent.
+    _mask_signals(signal.SIG_BLOCK)
     try:
         process.start()
     finally:
-        _hold(signal.SIG_UNBLOCK)
+        _mask_signals(signal.SIG_UNBLOCK)
     theirs.close()
     return _Worker(process, ours, deque())
 
 
-def _hold(how: int) -> None:
+def _mask_signals(how: int) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(how, _SIGNALS)
 
 
 def _serve(work: Callable[[str], Any], pipe: Any) -> None:
-    """What a worker does until its parent ends it or is gone."""
+    """Run a worker until its parent ends it, or has ended itself."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    _hold(signal.SIG_UNBLOCK)
+    _mask_signals(signal.SIG_UNBLOCK)
     gc.disable()  # as in the parent: see ``main``
     try:
         for number in count(1):
             _tidy(number)
             path = pipe.recv()
             try:
-                told = (True, work(path))
+                answer = (True, work(path))
+            except (CkptoolError, OSError, MemoryError) as error:
+                answer = (False, error)  # these have exit codes of their own
             except Exception as error:
-                told = (False, RuntimeError(f"{type(error).__name__}: {error}"))
-                if isinstance(error, CkptoolError | OSError | MemoryError):
-                    told = (False, error)  # these have exit codes of their own
-            pipe.send(told)
+                answer = (False, RuntimeError(f"{type(error).__name__}: {error}"))
+            pipe.send(answer)
     except (EOFError, OSError):
         return
 
@@ -209,11 +209,11 @@ def _send(worker: _Worker, path: str) -> None:
     try:
         worker.pipe.send(path)
     except OSError:
-        return  # it has died: reading from it tells
+        return  # it has died, which is noticed when reading from it
 
 
 def _death(worker: _Worker, path: str) -> CkptoolError:
-    """The error for the file that a process read when it died: it was killed, most likely for its memory."""
+    """Return the error for the file that a process was reading when it died, most likely for lack of memory."""
     worker.pipe.close()
     worker.process.join(_PATIENCE)
     code = worker.process.exitcode or 0

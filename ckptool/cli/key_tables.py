@@ -1,4 +1,4 @@
-"""What ``keys`` shows of the tensors of one file: names, lines for machines, tables for people."""
+"""The output of ``keys`` for one file: names, rows for machines, tables for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ..base.text import human_bytes, pluralize
+from ..base.text import human_bytes, pluralize, shape_text
 from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
 from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
@@ -15,7 +15,7 @@ from .render import clean, cleaned, column_table
 
 
 def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
-    """The keys where one state dict is listed, else the paths; "." for a tensor that is the whole file."""
+    """Return the keys if one state dict is listed, else the paths; "." for a tensor that is the whole file."""
     places = {entry.state_dict for entry in entries}
     if len(places) == 1 and -1 not in places:
         return cleaned([entry.key or "." for entry in entries])
@@ -23,18 +23,14 @@ def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
 
 
 def cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
-    """A line for machines: always the same columns."""
+    """Return a row for machines: always the same columns."""
     tensor = entry.tensor
     where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
-    return where, entry.key, entry.path, tensor.dtype, _shape(tensor.shape), tensor.location, str(tensor.own_bytes)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+    return where, entry.key, entry.path, tensor.dtype, shape_text(tensor.shape), tensor.location, str(tensor.own_bytes)
 
 
 class Section(NamedTuple):
-    """A table of ``keys`` by its columns, and the line below it."""
+    """A table by its columns, and the line below it."""
 
     headers: tuple[str, ...]
     columns: tuple[list[str], ...]
@@ -42,13 +38,13 @@ class Section(NamedTuple):
 
 
 def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
-    """A table for each state dict, and one for what is outside."""
+    """Return a table for each state dict, and one for the tensors outside of them."""
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(entry.state_dict, []).append(entry)
     # Many tensors have few dtypes, shapes and sizes: each is spelled once.
-    shape, size = cache(_shape), cache("{:,}".format)
-    found = []
+    shape, size = cache(shape_text), cache("{:,}".format)
+    tables = []
     for place, entries in groups.items():
         tensors = [entry.tensor for entry in entries]
         inner = sharding_summary(survey.reader, entries)
@@ -67,20 +63,19 @@ def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
         line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
         if inner:
             line += clean(f": what {inner.owner} had, spread over {inner.over}")
-        found.append(Section(headers, columns, line))
-    return found
+        tables.append(Section(headers, columns, line))
+    return tables
 
 
-#: The columns of tensors that are spread over ranks: the shape here, which indices these are, how it was cut.
+#: Columns of tensors spread over ranks: the shape of the part here, its indices, how the tensor was cut.
 _PARTS = ("here", "indices", "placements")
 
 
 def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], ...]:
     rows = []
     for entry in entries:
-        found = sharding(survey.reader, entry.ref, entry.tensor)
-        slices = found.slices(entry.tensor.shape) if found else ""
-        rows.append((found.here, slices, ", ".join(found.placements)) if found else ("", "", ""))
+        cut = sharding(survey.reader, entry.ref, entry.tensor)
+        rows.append((cut.here, cut.slices(entry.tensor.shape), ", ".join(cut.placements)) if cut else ("", "", ""))
     return tuple(list(column) for column in zip(*rows))
 
 
@@ -90,9 +85,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def drawn(sections: Sequence[Section], rest: int) -> str:
-    """The tables one below the other; ``rest`` tensors are not listed."""
-    parts = [
-        f"{column_table(part.headers, part.columns, right=(len(part.headers) - 1,))}\n\n{part.total}"
-        for part in sections
-    ]
+    """Return the tables one below the other; ``rest`` tensors are not listed."""
+    tables = [column_table(part.headers, part.columns, right=(len(part.headers) - 1,)) for part in sections]
+    parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

@@ -1,21 +1,29 @@
-"""``lock`` and ``hash``: what a checkpoint holds, written down."""
+"""The commands lock and hash: the content of a checkpoint, recorded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 import ckptool
 
-from ..base.errors import CkptoolError
+from ..base.text import shape_text
 from .compare import label
-from .options import REPORT_FORMATS, format_option, key_option, one_path, paths, worst
-from .render import clean, emit, emit_json, emit_lines, failure, say_error, say_problems
-from .streams import progress_bar
+from .options import (
+    REPORT_FORMATS,
+    force_option,
+    format_option,
+    key_option,
+    one_path,
+    paths,
+    progress_option,
+    quiet_options,
+)
+from .render import clean, emit, emit_lines, say_problems
+from .streams import Outcomes, Progress, progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import TensorHash
@@ -32,11 +40,10 @@ Examples:
 @one_path
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@force_option
+@quiet_options
 def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
-    """Record what a checkpoint holds, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
+    """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
     The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
     same bytes, and a review shows what changed.
@@ -65,9 +72,9 @@ Examples:
 What goes in (version 1 of the contract), for each tensor a line of compact JSON:
   [path, kind, dtype, shape, SHA-256 of its elements]
 in the order of their bytes; the fingerprint is the SHA-256 of all lines. Elements
-are taken as they count, little-endian. The path is that of inspect, from the root
-of the file or of the state dict that --key names. Container, key order, devices,
-compression, strides, sharing and what is no tensor do not count.
+are taken in row-major order, little-endian. The path is that of inspect, from the
+root of the file or of the state dict that --key names. Container, key order,
+devices, compression, strides, sharing and what is not a tensor do not count.
 """
 
 
@@ -77,7 +84,7 @@ compression, strides, sharing and what is no tensor do not count.
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
 @format_option(REPORT_FORMATS)
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def hash_command(
     paths: tuple[str, ...], key: str | None, structure: bool, each: bool, style: str, no_progress: bool
 ) -> int:
@@ -89,35 +96,26 @@ def hash_command(
     """
     from ..reports.comparing.fingerprint import hash_report
 
-    reports: list[Mapping[str, Any]] = []
-    codes = []
+    outcomes = Outcomes("hash", paths, style)
     for path in paths:
-        try:
+        with outcomes.input(path):
             with ckptool.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
                 say_problems(checkpoint)
                 report = hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("hash", path, error))
-            continue
-        codes.append(0)
-        reports.append(report)
-        if style == "table" and each:
-            emit_lines([clean(_each(item)) for item in report["each"]])
-        elif style == "table":
-            emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
-    if style != "table":
-        emit_json(reports, style, len(paths) > 1)
-    return worst(codes)
+            outcomes.add(report)
+            if style == "table" and each:
+                emit_lines([clean(_each(item)) for item in report["each"]])
+            elif style == "table":
+                emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
+    return outcomes.finish()
 
 
 def _each(item: TensorHash) -> str:
-    shape = "x".join(map(str, item["shape"])) or "scalar"
-    return f"{item['hash'] + '  ' if item['hash'] else ''}{item['dtype']} {shape}  {label(item['path'])}"
+    digest = item["hash"] + "  " if item["hash"] else ""
+    return f"{digest}{item['dtype']} {shape_text(item['shape'])}  {label(item['path'])}"
 
 
-def _bar(path: str, wanted: bool) -> AbstractContextManager[Callable[[int], None] | None]:
-    """A progress bar where reading takes long enough, and somebody looks."""
+def _bar(path: str, wanted: bool) -> AbstractContextManager[Progress]:
+    """Return a progress bar for reading a file."""
     size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
     return progress_bar(size, "hashing")

@@ -1,4 +1,4 @@
-"""The entry point: finds commands without importing them all, and turns errors into exit codes."""
+"""The entry point: it imports only the command that is run, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Final
 
@@ -112,7 +113,7 @@ def cli() -> None:
 
 
 class _Ended(BaseException):
-    """A signal that ends the program; an exception, so that temporary files go."""
+    """A signal that ends the program; an exception, so that temporary files are removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -125,11 +126,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    # One run makes millions of small tuples and no cycles worth collecting: scanning them takes longer than
-    # making them.
+    # A run makes millions of small tuples and no cycles worth collecting: scanning them takes longer than making them.
     gc.disable()
     for name in ("SIGTERM", "SIGHUP"):
-        # nohup ignores SIGHUP, and so must we.
+        # Under nohup, SIGHUP must stay ignored.
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), _end)
     for stream in (sys.stdout, sys.stderr):
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = run(arguments)
     except BrokenPipeError:
-        # The reader has gone (``| head``): nothing more to say, and nothing to say it to.
+        # The reader has ended (``| head``).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + getattr(signal, "SIGPIPE", 13)
     sys.exit(code)
@@ -149,7 +149,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     typed = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
         # Not cli.main(): it turns a closed pipe into exit 1, "the answer is no".
-        # Click takes words out of the list: what was typed is kept for ``retyped``.
+        # Click removes words from its list: ``typed`` is kept for ``retyped``.
         with cli.make_context("ckptool", list(typed), obj=typed) as ctx:
             result = cli.invoke(ctx)
         flush()
@@ -157,10 +157,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        try:
+        with suppress(OSError):  # stderr is full or closed: the exit code still counts
             error.show()
-        except OSError:
-            return error.exit_code  # stderr is full or closed: the code still counts
         return error.exit_code
     except CkptoolError as error:
         retype(error, typed)

@@ -1,7 +1,8 @@
-"""``match``: what would load, what would not, and the edit that makes it fit."""
+"""The command match: what would load into a model, and the edit that makes the rest load."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -14,17 +15,12 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
-from .options import format_option, one_path
+from .options import Writing, as_writing, force_option, format_option, one_path, quiet_options
 from .render import clean, emit, emit_json, say, say_problems, table
 
-#: What becomes of keys, and the heads of the columns.
-_KINDS = {
-    "loads": "loads",
-    "missing": "missing",
-    "unexpected": "unexpected",
-    "size_mismatches": "other size",
-}
-#: Lines of differences, and modules, before the rest is counted.
+#: What happens to keys, and the headers of the columns.
+_KINDS = {"loads": "loads", "missing": "missing", "unexpected": "unexpected", "size_mismatches": "other size"}
+#: Differences and modules listed; the rest is counted.
 _LINES = 12
 
 EPILOG = """\b
@@ -54,11 +50,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
     help="The state dict of PATH, as inspect prints it ('.' for the root). Default: the one that fits best.",
 )
 @click.option("--target-key", metavar="PATH", help="The state dict of TARGET. Default: the one with the most keys.")
-@click.option(
-    "--anywhere",
-    is_flag=True,
-    help="Ignore where in the file the state dict is: your code extracts it.",
-)
+@click.option("--anywhere", is_flag=True, help="Ignore where in the file the state dict is: your code extracts it.")
 @click.option(
     "--strict/--no-strict",
     default=True,
@@ -67,10 +59,10 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 )
 @click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@force_option
 @format_option()
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@quiet_options
+@as_writing
 def match(
     path: str,
     target: str | None,
@@ -80,11 +72,7 @@ def match(
     anywhere: bool,
     strict: bool,
     applied: bool,
-    output: str | None,
-    force: bool,
-    style: str,
-    quiet: bool,
-    no_progress: bool,
+    how: Writing,
 ) -> int:
     """Show what would load into a model and what would not, and find the shortest edit that makes it fit.
 
@@ -92,11 +80,11 @@ def match(
     "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
     """
     if (target is None) == (model is None):
-        raise click.UsageError("Name a TARGET, or a model with --model: one of them.")
-    if applied and output is None:
-        raise click.UsageError("--apply writes a file: say where with -o.")
-    if not applied and (output is not None or force):
-        raise click.UsageError("-o and --force go with --apply.")
+        raise click.UsageError("Name either a TARGET or a model with --model.")
+    if applied and how.output is None:
+        raise click.UsageError("--apply writes a file: name it with -o.")
+    if not applied and (how.output is not None or how.force):
+        raise click.UsageError("-o and --force need --apply.")
     if model is not None:
         say(f"--model imports and runs {model}")
     wanted = match_target(target, model, target_key)
@@ -105,35 +93,32 @@ def match(
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict)
 
     if applied:
-        how: dict[str, Any] = {"output": output, "out_dir": None, "force": force, "dry_run": False}
-        job = _job(matched, wanted, target)
-        return edit_all(job, (path,), **how, style=style, quiet=quiet, no_progress=no_progress)
+        return edit_all(_job(matched, wanted, target), (path,), how)
     with ckptool.open(path) as checkpoint:
         report = matched(checkpoint).report
         say_problems(checkpoint)
-    if not quiet:
-        if style == "table":
+    if not how.quiet:
+        if how.style == "table":
             emit("\n".join(_words(report)))
         else:
-            emit_json([report], style, False)
+            emit_json([report], how.style, False)
     return 0 if report["fits"] else 1
 
 
-def _job(matched: Any, wanted: MatchTarget, target: str | None) -> Job:
-    """Match, and do what was found; the report of the match is part of that of the edit."""
-    from ..edits.pipeline import apply_fix  # with all edits there are: for --apply only
+def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: str | None) -> Job:
+    """Return the job that matches and applies the edit; its report includes that of the match."""
+    from ..edits.pipeline import apply_fix  # imports all edits: for --apply only
 
     reports: list[dict[str, Any]] = []
-    shapes = wanted.shapes
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         say_problems(checkpoint)
-        found: Match = matched(checkpoint)
-        reports.append(found.report)
-        if found.steps is None:
+        result = matched(checkpoint)
+        reports.append(result.report)
+        if result.steps is None:
             what = f"no edit makes it fit {wanted.source}; nothing is written"
-            raise RefusedError(what, path=checkpoint.path, next=found.report["next"])
-        return apply_fix(checkpoint, found.steps, shapes, key=found.key)
+            raise RefusedError(what, path=checkpoint.path, next=result.report["next"])
+        return apply_fix(checkpoint, result.steps, wanted.shapes, key=result.key)
 
     def more(edited: Checkpoint) -> dict[str, Any]:
         return {name: value for name, value in reports[-1].items() if name not in ("schema", "path")}
@@ -144,12 +129,12 @@ def _job(matched: Any, wanted: MatchTarget, target: str | None) -> Job:
     return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code)
 
 
-#: Edits whose account ends with a number of keys.
+#: Edits that change a number of keys.
 _OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 
 def _applied(report: dict[str, Any]) -> list[str]:
-    """What was done, and what it comes to."""
+    """Return what was done, and its result."""
     lines = []
     for change in report["changes"]:
         where = f"{change['path']}: " if change["path"] else ""
@@ -164,10 +149,10 @@ def _applied(report: dict[str, Any]) -> list[str]:
 
 
 def _words(report: dict[str, Any]) -> list[str]:
-    """The whole report for people: the verdict, what differs, the fix."""
+    """Return the whole report for people: the verdict, what differs, the fix."""
     fix = report["fix"]
     lines = [_verdict(report), *_remarks(report["notes"])]
-    # Where a fix turns every name around, a table of them all is no news.
+    # If nothing matches and a fix renames everything, a table of all modules says nothing.
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
         lines += _section([_modules(report)])
@@ -204,7 +189,7 @@ def _share(loads: int, report: dict[str, Any]) -> str:
 
 
 def _modules(report: dict[str, Any]) -> str:
-    """A line for each module, a column for each kind that there is."""
+    """Return a table with a line for each module, and a column for each kind that occurs."""
     kinds = [kind for kind in _KINDS if any(item[kind] for item in report["modules"])]
     rows = [
         (cut(item["module"] or ".", 60), *(f"{item[kind]:,}" if item[kind] else "" for kind in kinds))
@@ -216,33 +201,31 @@ def _modules(report: dict[str, Any]) -> str:
     return drawn if more <= 0 else f"{drawn}\n... and {pluralize(more, 'more module')}"
 
 
-def _differences(found: dict[str, Any]) -> list[str]:
-    """What is missing, unexpected, of another size or dtype, the first few by name."""
+def _differences(report: dict[str, Any]) -> list[str]:
+    """Return what is missing, unexpected, of another size or dtype, the first few by name."""
     lines = [
         clean(f"other size: {cut(item['key'])} is {cut(item['have'])} here, {cut(item['wanted'])} in the target")
-        for item in found["size_mismatches"][:_LINES]
+        for item in report["size_mismatches"][:_LINES]
     ]
-    more = len(found["size_mismatches"]) - _LINES
+    more = len(report["size_mismatches"]) - _LINES
     lines += [f"other size: {more:,} more"] if more > 0 else []
-    lines += [
-        clean(f"{kind}: {join_limited(found[kind], most=3)}") for kind in ("missing", "unexpected") if found[kind]
-    ]
-    return lines + _dtypes(found)
+    named = [(kind, report[kind]) for kind in ("missing", "unexpected") if report[kind]]
+    lines += [clean(f"{kind}: {join_limited(keys, most=3)}") for kind, keys in named]
+    return lines + _dtypes(report)
 
 
-def _dtypes(found: dict[str, Any]) -> list[str]:
-    """What torch converts and makes up: no obstacle, but worth a line."""
+def _dtypes(report: dict[str, Any]) -> list[str]:
+    """Return what torch converts or fills in: no obstacle, but worth a line."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for item in found["dtype_differences"]:
+    for item in report["dtype_differences"]:
         groups.setdefault((item["have"], item["wanted"]), []).append(item["key"])
     lines = [
         clean(f"other dtype: {have} here, {wanted} in the target, converted on loading: {join_limited(names, most=3)}")
         for (have, wanted), names in groups.items()
     ]
-    if found["filled_in"] and found["loads"]:
-        lines.append(
-            f"filled in by torch: {pluralize(len(found['filled_in']), 'counter')} of batch norms, not in the file"
-        )
+    if report["filled_in"] and report["loads"]:
+        count = pluralize(len(report["filled_in"]), "counter")
+        lines.append(f"filled in by torch: {count} of batch norms, not in the file")
     return lines
 
 
@@ -251,7 +234,7 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: dict[str, Any]) -> list[str]:
-    """What to do about what is left, and the command for it."""
+    """Return the next step for what remains, and its command."""
     if not report["next"]:
         return []
     command = [clean(f"     {report['next_command']}")] if report["next_command"] else []

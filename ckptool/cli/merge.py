@@ -11,7 +11,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, edit_all
-from .options import choosing, key_option, one_path, paths, writing
+from .options import Writing, choosing_keys, one_path, paths, writing
 
 MERGE_EPILOG = """\b
 Examples:
@@ -28,8 +28,7 @@ Examples:
 )
 @click.option("--from", "other_key", metavar="PATH", help="Which state dict of OTHER, if it has several.")
 @click.option("--no-new", is_flag=True, help="Replace existing keys only; add none.")
-@key_option
-@choosing
+@choosing_keys
 @writing
 def merge(
     path: str,
@@ -39,7 +38,7 @@ def merge(
     no_new: bool,
     key: str | None,
     only: Globs,
-    **how: Any,
+    how: Writing,
 ) -> int:
     """Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
 
@@ -48,7 +47,7 @@ def merge(
     """
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
     if entries and only:
-        raise click.UsageError("--entry takes whole entries: --include and --exclude do not go with it.")
+        raise click.UsageError("--entry takes whole entries: --include and --exclude cannot be used with it.")
     with ckptool.open(other) as foreign:
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
@@ -56,7 +55,7 @@ def merge(
                 checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, add=not no_new
             )
 
-        return edit_all(Job("merge", run), (path,), **how)
+        return edit_all(Job("merge", run), (path,), how)
 
 
 AVERAGE_EPILOG = """\b
@@ -71,17 +70,9 @@ Examples:
 @click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
 @click.option("--in", "dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
               help="The dtype to sum in.")  # fmt: skip
-@key_option
-@choosing
+@choosing_keys
 @writing
-def average(
-    paths: tuple[str, ...],
-    weights: str | None,
-    dtype: Any,
-    key: str | None,
-    only: Globs,
-    **how: Any,
-) -> int:
+def average(paths: tuple[str, ...], weights: str | None, dtype: Any, key: str | None, only: Globs, how: Writing) -> int:
     """Average the weights of several checkpoints of one model.
 
     The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
@@ -93,7 +84,7 @@ def average(
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.average([checkpoint, *others], weights=factors, dtype=dtype, key=key, only=only)
 
-    return edit_all(Job("average", run), paths[:1], **how)
+    return edit_all(Job("average", run), paths[:1], how)
 
 
 def _numbers(text: str | None) -> list[float] | None:
@@ -102,4 +93,4 @@ def _numbers(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r} are no numbers, such as 0.7,0.3", param_hint="--weights") from None
+        raise click.BadParameter(f"{text!r} is not a list like 0.7,0.3", param_hint="--weights") from None

@@ -1,4 +1,4 @@
-"""The command line that was typed, with what it lacked: a next step that can be typed as it is printed."""
+"""Next steps that can be typed as they are printed: the failed command line, corrected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from shlex import quote
 from ..base.errors import CkptoolError
 from ..base.text import argument
 
-#: Options that are given once, by all their names; every other one is added.
+#: Options that are given once, by all their names; any other is appended.
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
 
 
 def retype(error: CkptoolError, typed: object) -> None:
-    """Let ``next`` be the whole command where an error says what the one that was typed lacks.
+    """Set ``next`` to the whole corrected command if the error has a correction.
 
-    ``typed`` are the words behind the name of the program, and anything else where nothing was typed.
+    ``typed`` are the words after the name of the program, or anything but a tuple if nothing was typed.
     """
     if error.again is None or not isinstance(typed, tuple):
         return
@@ -28,13 +28,13 @@ def retype(error: CkptoolError, typed: object) -> None:
         words = _with(words, name, value)
     around = error.again.around
     if words[:1] == ["salvage"]:
-        around = around.replace(" && ", "; ")  # it ends with 1 where something is lost, and went well
+        around = around.replace(" && ", "; ")  # it exits with 1 if something is lost, although it did its work
     before, _, after = around.partition("{}")
     error.next = f"{before}{retyped(words)}{after}"
 
 
 def retyped(words: Sequence[str]) -> str:
-    """Words as a shell takes them; an option with a leading dash stays one."""
+    """Return a command line for a shell; words with a leading dash stay options."""
     return " ".join(["ckptool", *map(_quoted, words)])
 
 
@@ -43,7 +43,7 @@ def _quoted(word: str) -> str:
 
 
 def _with(words: list[str], name: str, value: str) -> list[str]:
-    """The words with an option: in its own place where it was there and holds once, else at the end."""
+    """Return the words with an option: in its place if it is there and given once, otherwise at the end."""
     for place, word in enumerate(words):
         if word in _SINGLE.get(name, ()) and place + 1 < len(words):
             return [*words[: place + 1], value, *words[place + 2 :]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 
@@ -22,18 +22,18 @@ _GRAVITY = (70, 5, 3, 4, 2, 1, 0)
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The exit code for several inputs."""
-    found = set(codes)
-    return next((code for code in _GRAVITY if code in found), 0)
+    """Return the exit code for several inputs."""
+    occurred = set(codes)
+    return next((code for code in _GRAVITY if code in occurred), 0)
 
 
 def paths(command: Command) -> Command:
-    """One input or more. They are opened by ckptool, which says more about them than click would."""
+    """Take one input or more. They are opened by ckptool, whose errors say more than those of click."""
     return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path())(command)
 
 
 def one_path(command: Command) -> Command:
-    """One input, because what follows it on the command line says what to do with it."""
+    """Take exactly one input: the arguments after it say what to do with it."""
     return click.argument("path", metavar="PATH", type=click.Path())(command)
 
 
@@ -48,59 +48,115 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     return values[0] if values else None
 
 
-def choosing(command: Command) -> Command:
-    """Which keys or tensors an edit is about: ``only``, made of two options."""
+def _globs(command: Command, exclude_help: str) -> Command:
+    """Take --include and --exclude, and pass them on as ``only``."""
 
     @wraps(command)
-    def with_choice(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
+    def with_globs(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
         return command(*args, only=Globs(include, exclude), **how)
 
-    exclude = click.option("--exclude", multiple=True, metavar="GLOB", help="Leave matching keys alone; repeatable.")
-    include = click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
-    return cast(Command, include(exclude(with_choice)))
+    without = repeatable("--exclude", metavar="GLOB", help=exclude_help)
+    include = repeatable("--include", metavar="GLOB", help="Only matching keys")
+    return cast(Command, include(without(with_globs)))
+
+
+def choosing(command: Command) -> Command:
+    """Take the options that choose the keys or tensors to edit, as ``only``."""
+    return _globs(command, "Leave matching keys alone")
+
+
+def choosing_keys(command: Command) -> Command:
+    """Take the options that choose a state dict and its keys to edit, as ``key`` and ``only``."""
+    return key_option(choosing(command))
+
+
+def listing(command: Command) -> Command:
+    """Take the options that choose the tensors to list, as ``everything`` and ``only``."""
+    text = "List every tensor in the file by its path, including optimizer state."
+    option = click.option("--all", "everything", is_flag=True, help=text)
+    return option(_globs(command, "No matching keys"))
+
+
+def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Command]:
+    """Take an option that may be given several times."""
+    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
+
+
+def sort_option(orders: Sequence[str], help: str) -> Callable[[Command], Command]:
+    return click.option("--sort", type=click.Choice(orders), default="file", show_default=True, help=help)
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        return click.option(
-            "--format", "style", type=click.Choice(formats), default="table", show_default=True, help="Output format."
-        )(command)
-
-    return decorate
+    style = click.Choice(formats)
+    return click.option("--format", "style", type=style, default="table", show_default=True, help="Output format.")
 
 
-def in_place(command: Command) -> Command:
-    """What commands that change metadata alone take beside ``writing``."""
-    text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
-    return click.option("--in-place", is_flag=True, help=text)(command)
+def progress_option(command: Command) -> Command:
+    return click.option("--no-progress", is_flag=True, help="Show no progress bar.")(command)
+
+
+def quiet_option(command: Command) -> Command:
+    return click.option("-q", "--quiet", is_flag=True, help="Print errors only.")(command)
+
+
+def quiet_options(command: Command) -> Command:
+    return quiet_option(progress_option(command))
+
+
+def force_option(command: Command) -> Command:
+    return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
+
+
+class Writing(NamedTuple):
+    """The options of a command that writes: where and how to write, and how to report it."""
+
+    output: str | None = None
+    out_dir: str | None = None
+    force: bool = False
+    follow_links: bool = False
+    dry_run: bool = False
+    style: str = "table"
+    quiet: bool = False
+    no_progress: bool = False
+    in_place: bool = False
+
+
+_OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
+_OUT_DIR = "The folder to write the outputs of several inputs to."
+_LINKS = "Also write the targets of links that lead out of a folder."
+_DRY_RUN = "Only show what would change, and the size of the output."
+#: The options of ``writing``, the last one first.
+_WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    quiet_options,
+    format_option(),
+    click.option("--dry-run", is_flag=True, help=_DRY_RUN),
+    click.option("--follow-links", is_flag=True, help=_LINKS),
+    force_option,
+    click.option("--out-dir", type=click.Path(), metavar="DIR", help=_OUT_DIR),
+    click.option("-o", "--output", type=click.Path(), metavar="OUT", help=_OUTPUT),
+)
+
+
+def as_writing(command: Command) -> Command:
+    """Pass those options that are fields of ``Writing`` on as ``how``."""
+
+    @wraps(command)
+    def with_writing(*args: Any, **options: Any) -> Any:
+        how = Writing(**{name: options.pop(name) for name in Writing._fields if name in options})
+        return command(*args, how=how, **options)
+
+    return cast(Command, with_writing)
 
 
 def writing(command: Command) -> Command:
-    """What every command that writes takes."""
-    for option in reversed(
-        (
-            click.option(
-                "-o",
-                "--output",
-                type=click.Path(),
-                metavar="OUT",
-                help="The file to write; {hash8} in its name becomes its SHA-256.",
-            ),
-            click.option(
-                "--out-dir",
-                type=click.Path(),
-                metavar="DIR",
-                help="The folder to write the outputs of several inputs to.",
-            ),
-            click.option("--force", is_flag=True, help="Replace an existing output."),
-            click.option(
-                "--follow-links", is_flag=True, help="Also write the targets of links that lead out of a folder."
-            ),
-            click.option("--dry-run", is_flag=True, help="Only show what would change, and the size of the output."),
-            format_option(),
-            click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-            click.option("--no-progress", is_flag=True, help="Show no progress bar."),
-        )
-    ):
-        command = option(command)
-    return command
+    """Take the options of every command that writes, as ``how``."""
+    decorated: Callable[..., Any] = as_writing(command)
+    for option in _WRITING:
+        decorated = option(decorated)
+    return cast(Command, decorated)
+
+
+def writing_in_place(command: Command) -> Command:
+    """Take the options of ``writing``, and --in-place: for commands that change metadata alone."""
+    text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
+    return click.option("--in-place", is_flag=True, help=text)(writing(command))

@@ -13,7 +13,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import MODIFIERS, STEPS
 from .editing import Job, edit_all
-from .options import choosing, in_place, key_option, paths, writing
+from .options import Writing, choosing, choosing_keys, paths, writing, writing_in_place
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ _ORDER = "ckptool.order"
 
 
 class Ordered(click.Command):
-    """A command that remembers in which order its options were given."""
+    """A command that remembers the order of its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -30,7 +30,7 @@ class Ordered(click.Command):
 
 
 def steps_of(ctx: click.Context, names: Iterable[str]) -> list[tuple[str, str | bool]]:
-    """The options with these names (without dashes) and their texts, in the order of the command line."""
+    """Return the options with these names (without dashes) and their values, in the order of the command line."""
     wanted = set(names)
     taken: dict[str, int] = {}
     steps: list[tuple[str, str | bool]] = []
@@ -54,7 +54,7 @@ Examples:
   ckptool rename model.pth --like other.pth --by-order -o renamed.pth
 """
 
-#: Options of rename, and the steps that they are.
+#: Options of rename, and their steps.
 _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "like": "like", "by-order": "by-order"}
 
 
@@ -67,12 +67,10 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "lik
 @click.option("--map", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
 @click.option("--like", metavar="OTHER", help="By the names of another checkpoint.")
 @click.option("--by-order", is_flag=True, help="With --like: pair the names in order; shapes must agree.")
-@key_option
-@choosing
-@in_place
-@writing
+@choosing_keys
+@writing_in_place
 @click.pass_context
-def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, **how: Any) -> int:
+def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, how: Writing, **_: Any) -> int:
     """Rename keys of state dicts. Renames apply one after the other, in the order given.
 
     _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
@@ -80,12 +78,11 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
     """
     given = steps_of(ctx, _RENAMES)
     if not any(name != "by-order" for name, _ in given):
-        raise click.UsageError("Say how: --glob, --regex, --map or --like.")
+        raise click.UsageError("Say how to rename: --glob, --regex, --map or --like.")
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
-    writing = _writing(how)
     job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
-    return edit_all(job, paths, **writing)
+    return edit_all(job, paths, how)
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
@@ -94,14 +91,8 @@ def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
 
 
 def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
-    """The other files that steps read."""
+    """Return the other files that the steps read."""
     return tuple(str(value) for name, value in steps if name in ("like", "rename-map"))
-
-
-def _writing(how: dict[str, Any]) -> dict[str, Any]:
-    """The options of every command that writes."""
-    names = ("output", "out_dir", "force", "follow_links", "dry_run", "style", "quiet", "no_progress", "in_place")
-    return {name: how[name] for name in names}
 
 
 SLIM_EPILOG = """\b
@@ -117,22 +108,14 @@ Examples:
 @click.option("--dedupe", is_flag=True, help="Merge storages with the same bytes into one: tied tensors.")
 @choosing
 @writing
-def slim(
-    paths: tuple[str, ...],
-    purpose: Any,
-    dedupe: bool,
-    only: Globs,
-    **how: Any,
-) -> int:
+def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: Writing) -> int:
     """Drop bytes that no tensor uses: a slice of a large storage gets a storage of its own size.
 
     Tensors that overlap still share a storage. No value changes.
     """
 
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only)
-
-    return edit_all(Job("slim", run), paths, **how)
+    job = Job("slim", lambda checkpoint: ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only))
+    return edit_all(job, paths, how)
 
 
 CAST_EPILOG = """\b
@@ -148,17 +131,10 @@ Examples:
 @click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
 @click.option("--strict", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
 @click.option("--all", "everything", is_flag=True, help="Also convert optimizer state.")
-@key_option
-@choosing
+@choosing_keys
 @writing
 def cast(
-    paths: tuple[str, ...],
-    dtype: str,
-    strict: bool,
-    everything: bool,
-    key: str | None,
-    only: Globs,
-    **how: Any,
+    paths: tuple[str, ...], dtype: str, strict: bool, everything: bool, key: str | None, only: Globs, how: Writing
 ) -> int:
     """Convert floating-point tensors to another dtype, exactly like torch's own .to(dtype).
 
@@ -172,7 +148,7 @@ def cast(
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.cast(checkpoint, dtype, key=key, only=only, strict=strict, everything=everything)
 
-    return edit_all(Job("cast", run), paths, **how)
+    return edit_all(Job("cast", run), paths, how)
 
 
 EDIT_EPILOG = """\b
@@ -184,30 +160,27 @@ Examples:
 
 
 def _steps(command: Command) -> Command:
-    """Every step as an option, in the order of the table."""
+    """Take every step as an option, in the order of the table."""
     for name, text in reversed(list(MODIFIERS.items())):
         command = click.option(f"--{name}", is_flag=True, help=text)(command)
     for option, metavar, text in (
-        ("--exclude", "GLOB", "The steps behind it leave keys alone that match."),
-        ("--include", "GLOB", "The steps behind it are about keys that match."),
-        ("--key", "PATH", "The steps behind it are about this state dict; '*': all."),
+        ("--exclude", "GLOB", "Later steps leave matching keys alone."),
+        ("--include", "GLOB", "Later steps apply to matching keys only."),
+        ("--key", "PATH", "Later steps apply to this state dict; '*': all."),
     ):
         command = click.option(option, multiple=True, metavar=metavar, help=text)(command)
-    for name, kind in reversed(list(STEPS.items())):
-        if kind.metavar:
-            command = click.option(f"--{name}", multiple=True, metavar=kind.metavar, help=kind.help)(command)
-        else:
-            command = click.option(f"--{name}", is_flag=True, help=kind.help)(command)
+    for name, step in reversed(list(STEPS.items())):
+        values: dict[str, Any] = {"multiple": True, "metavar": step.metavar} if step.metavar else {"is_flag": True}
+        command = click.option(f"--{name}", help=step.help, **values)(command)
     return command
 
 
 @click.command(cls=Ordered, epilog=EDIT_EPILOG)
 @paths
 @_steps
-@in_place
-@writing
+@writing_in_place
 @click.pass_context
-def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
+def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) -> int:
     """Apply several edits in one pass over the file, in the order given.
 
     --key, --include and --exclude apply to the edits after them, until given again. The file is written once, at the
@@ -215,12 +188,10 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], **how: Any) -> int:
     """
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):
-        raise click.UsageError("There is no edit to do: name one, such as --strip-module.")
-    # What says how an edit is done may stand before or behind it.
+        raise click.UsageError("No edit is given: name one, such as --strip-module.")
+    # A modifier may be given before or after its edit.
     steps.sort(key=lambda step: step[0] not in MODIFIERS)
     if steps[-1][0] in ("key", "include", "exclude"):
-        raise click.UsageError(
-            f"--{steps[-1][0]} holds for the edits behind it, and none follows: name it before them."
-        )
+        raise click.UsageError(f"--{steps[-1][0]} applies to later edits, and none follows: give it before them.")
     job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
-    return edit_all(job, paths, **_writing(how))
+    return edit_all(job, paths, how)

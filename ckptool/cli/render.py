@@ -1,4 +1,4 @@
-"""The only place that prints. Nothing from a file reaches the terminal unescaped."""
+"""The only module that prints. Nothing from a file reaches the terminal unescaped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,23 +20,22 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
 
-#: Control characters, line separators, bidi marks, lone surrogates and what is no character.
+#: Control characters, line separators, bidi marks, lone surrogates and noncharacters.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 _UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
-#: What the runner of GitHub takes for a command: "##[" anywhere, "::" at the start of a line.
+#: Commands to the runner of GitHub: "##[" anywhere, "::" at the start of a line.
 _COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
-#: The same within JSON, where a string may come to stand anywhere.
+#: The same within JSON, where a string may be anywhere in a line.
 _COMMAND_JSON = re.compile(r"(?<=##)\[|(?<=:):")
 
-#: From so many rows on tabulate's 20 milliseconds to be imported and 15 microseconds a row are felt, and the same
-#: table is drawn here.
+#: Rows from which tables are drawn here: tabulate takes 20 ms to import, and 15 microseconds per row.
 _LARGE = 100
-#: Lines that are drawn at a time.
+#: Lines drawn at a time.
 _BLOCK = 1000
 
 
 def clean(text: str) -> str:
-    """The text with everything escaped that could act on a terminal, or on the runner of GitHub where that reads it."""
+    """Escape everything in a text that a terminal could interpret, or the runner of GitHub if that reads it."""
     if not (text.isascii() and text.isprintable()):
         text = _UNSAFE.sub(_escape, text)
     if ("#" in text or ":" in text) and "GITHUB_ACTIONS" in os.environ:
@@ -44,7 +44,7 @@ def clean(text: str) -> str:
 
 
 def cleaned(texts: Sequence[str]) -> Sequence[str]:
-    """``clean`` for each of many texts: nearly always there is nothing to do, and that is seen in one look at all."""
+    """Return the texts, each escaped by ``clean``; nearly always all are clean, which one look at them shows."""
     everything = "".join(texts)
     if everything.isascii() and everything.isprintable() and "GITHUB_ACTIONS" not in os.environ:
         return texts
@@ -57,7 +57,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def draws(text: str) -> bool:
-    """Can stdout show these characters?"""
+    """Return whether stdout can show these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -76,22 +76,23 @@ def emit_part(text: str) -> None:
 
 
 def _write(text: str) -> None:
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         raise StdoutError(errno.EBADF, "stdout is closed")
-    try:
+    with _stdout_errors():
         sys.stdout.write(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise StdoutError(error.errno, error.strerror) from error
 
 
 def flush() -> None:
-    """Bring everything written to stdout there; raises StdoutError where that fails."""
-    if sys.stdout is None:
-        return
+    """Flush stdout; raises StdoutError if that fails."""
+    if sys.stdout is not None:
+        with _stdout_errors():
+            sys.stdout.flush()
+
+
+@contextmanager
+def _stdout_errors() -> Iterator[None]:
     try:
-        sys.stdout.flush()
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -99,30 +100,30 @@ def flush() -> None:
 
 
 class StdoutError(OSError):
-    """What was to be told could not be written to stdout: a full disk behind a redirection."""
+    """Writing to stdout failed: it is redirected to a full disk, for example."""
 
 
 def emit_lines(lines: Sequence[str]) -> None:
-    """Write lines, already clean, to stdout: none at all for none."""
+    """Write lines, already clean, to stdout; nothing if there are none."""
     if lines:
         emit("\n".join(lines))
 
 
-#: Characters that are escaped and written in one go.
+#: Characters escaped and written at once.
 _PIECES: Final = 1 << 16
 
 
 def emit_pieces(pieces: Iterable[str]) -> None:
     """Write JSON that comes in pieces, escaped as ``to_json`` does, and end the line."""
-    held: list[str] = []
+    pending: list[str] = []
     size = 0
     for piece in pieces:
-        held.append(piece)
+        pending.append(piece)
         size += len(piece)
-        if size > _PIECES:  # a million of them are numbers
-            _write(_safe_json("".join(held)))
-            held, size = [], 0
-    _write(_safe_json("".join(held)) + "\n")
+        if size > _PIECES:  # there may be a million pieces, one per number
+            _write(_safe_json("".join(pending)))
+            pending, size = [], 0
+    _write(_safe_json("".join(pending)) + "\n")
 
 
 def _safe_json(text: str) -> str:
@@ -138,14 +139,14 @@ def _escape_json(match: re.Match[str]) -> str:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """UTF-8 JSON in which controls, bidi marks and lone surrogates are escaped."""
+    """Return UTF-8 JSON with control characters, bidi marks and lone surrogates escaped."""
     import json
 
     return _safe_json(json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True))
 
 
 def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -> None:
-    """One report as an object, several as a list; with ``jsonl`` an object a line."""
+    """Write one report as an object, several as a list; with ``jsonl`` one object per line."""
     if style == "jsonl":
         for report in reports:
             emit(to_json(report, None))
@@ -156,14 +157,14 @@ def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
 ) -> str:
-    """Rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
+    """Return rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
     return column_table(headers, list(zip(*rows, strict=True)), style, right)
 
 
 def column_table(
     headers: Sequence[str], columns: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
 ) -> str:
-    """The same table from its columns: for many rows, of which none is made an object."""
+    """Return the same table from its columns, without an object per row."""
     columns = [cleaned(column) for column in columns]
     if columns and len(columns[0]) >= _LARGE and style in ("table", "plain"):
         return "\n".join(_drawn(headers, columns, style, right))
@@ -192,9 +193,9 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
-    """What tabulate draws for the same columns, in one pass; some lines at a time."""
+    """Yield the table as tabulate draws it, in one pass, a block of lines at a time."""
     columns = [_stripped(column) for column in columns]
-    # tabulate keeps two columns more than a header has letters.
+    # As in tabulate, a column is at least two wider than its header.
     widths = [max(len(header) + 2, *map(len, column)) for header, column in zip(headers, columns)]
     form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
     lines = [form % tuple(headers)]
@@ -207,19 +208,19 @@ def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str,
 
 
 def _stripped(texts: Sequence[str]) -> Sequence[str]:
-    """Without the spaces around them, as tabulate prints them; seldom there is one at all."""
+    """Return the texts without the spaces around them, as tabulate does; few texts have any."""
     everything = "".join(texts)
     return texts if everything.isascii() and " " not in everything else [text.strip() for text in texts]
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """A label and a text a line, the texts aligned."""
+    """Return lines of a label and a text, with the texts aligned."""
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
 def say_error(error: CkptoolError) -> None:
-    """One sentence on stderr, and what to do next."""
+    """Write an error and its next step to stderr."""
     say(str(error))
     if error.next:
         tell(f"  -> {error.next}")
@@ -228,7 +229,7 @@ def say_error(error: CkptoolError) -> None:
 
 
 def report_lines(error: CkptoolError) -> list[str]:
-    """What to send where the error is a bug of ckptool."""
+    """Return the lines of a bug report, if the error is a bug in ckptool."""
     if not isinstance(error, ReadBackError):
         return []
     typed = click.get_current_context(silent=True)
@@ -237,12 +238,12 @@ def report_lines(error: CkptoolError) -> list[str]:
 
 
 def say(text: str) -> None:
-    """A remark on stderr."""
+    """Write a message to stderr."""
     tell(f"ckptool: {text}")
 
 
 def tell(text: str) -> None:
-    """A line on stderr. Where that is full or closed there is nobody to tell, and the exit code still counts."""
+    """Write a line to stderr. If that is full or closed, the exit code still counts."""
     try:
         click.echo(clean(text), err=True)
     except OSError:
@@ -250,13 +251,13 @@ def tell(text: str) -> None:
 
 
 def say_problems(checkpoint: Checkpoint) -> None:
-    """What is wrong with the file itself, on stderr, for commands that go on all the same."""
+    """Write to stderr what is wrong with the file itself, for commands that continue nevertheless."""
     for line in problem_lines(checkpoint):
         tell(line)
 
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
-    """What ``say_problems`` says."""
+    """Return the lines of ``say_problems``."""
     from ..base.text import salvage_step
     from ..checkpoint.container import CUT
 
@@ -270,8 +271,8 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
-    """The report on an input that cannot be read or edited, so that JSON has an object for each input."""
-    found: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
+    """Return the report on an input that cannot be read or edited: JSON has an object for every input."""
+    report: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
     kind = getattr(error, "kind", None)
     lines = report_lines(error)
-    return found | ({"format": kind} if kind else {}) | ({"report": lines} if lines else {})
+    return report | ({"format": kind} if kind else {}) | ({"report": lines} if lines else {})

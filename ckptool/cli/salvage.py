@@ -1,4 +1,4 @@
-"""``salvage``: what is whole in a damaged file."""
+"""The command salvage: recover what is intact in a damaged file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import Salvaged
 from ..edits.salvage import salvage as salvaged
 from .editing import Job, edit_all
-from .options import paths, writing
+from .options import Writing, paths, writing
 from .render import clean
 
-#: Lost tensors that are named one by one for people; JSON names all.
+#: Lost tensors listed for people; JSON lists all.
 _SHOWN = 20
 
 EPILOG = """\b
@@ -28,7 +28,7 @@ Examples:
 @click.command(epilog=EPILOG)
 @paths
 @writing
-def salvage(paths: tuple[str, ...], **how: Any) -> int:
+def salvage(paths: tuple[str, ...], how: Writing) -> int:
     """Recover what is intact in a cut or damaged checkpoint.
 
     Every tensor whose bytes are complete and match their checksum is written to a new file, with everything that is not
@@ -38,23 +38,23 @@ def salvage(paths: tuple[str, ...], **how: Any) -> int:
     results: dict[int, Salvaged] = {}
 
     def opener(path: str) -> Checkpoint:
-        found = salvaged(path)
-        results[id(found.checkpoint)] = found
-        return found.checkpoint
+        result = salvaged(path)
+        results[id(result.checkpoint)] = result
+        return result.checkpoint
 
     def more(checkpoint: Checkpoint) -> dict[str, Any]:
-        found = results[id(checkpoint)]
-        lost = [item._asdict() for item in found.lost]
-        return {"saved": found.saved, "lost": lost, "verified": found.verified, "refused": list(found.refused)}
+        result = results[id(checkpoint)]
+        lost = [item._asdict() for item in result.lost]
+        return {"saved": result.saved, "lost": lost, "verified": result.verified, "refused": list(result.refused)}
 
     job = Job("salvage", lambda checkpoint: checkpoint, opener, more, _words, lambda report: 1 if report["lost"] else 0)
-    return edit_all(job, paths, **how)
+    return edit_all(job, paths, how)
 
 
 def _words(report: dict[str, Any]) -> list[str]:
-    lines = [f"  saved: {pluralize(report['saved'], 'tensor')}, and everything that is no tensor"]
+    lines = [f"  saved: {pluralize(report['saved'], 'tensor')}, and everything that is not a tensor"]
     if not report["verified"]:
-        lines.append("  the format has no checksums: what was saved could not be verified")
+        lines.append("  the format has no checksums: the saved tensors could not be verified")
     if report["refused"]:
         lines.append(f"  torch.load(weights_only=True) refuses it: {clean(join_limited(report['refused']))}")
     lost = report["lost"]

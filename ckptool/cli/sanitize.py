@@ -1,4 +1,4 @@
-"""The commands that make a file fit for others: sanitize and redact."""
+"""The commands that prepare a file for others: sanitize and redact."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, PrivateItem, find_private
 from .editing import Job, account, edit_all
-from .options import choosing, paths, writing
-from .render import clean, emit, emit_json, failure, say_error
+from .options import Writing, choosing, paths, writing
+from .render import clean, emit
+from .streams import Outcomes
 
 SANITIZE_EPILOG = """\b
 Examples:
@@ -32,7 +33,7 @@ Examples:
 @click.option("--drop-unknown", is_flag=True, help="Drop what cannot be converted, and name it.")
 @click.option("--local-parts", is_flag=True, help="Replace a DTensor or ShardedTensor by the part of its rank.")
 @writing
-def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, local_parts: bool, **how: Any) -> int:
+def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, local_parts: bool, how: Writing) -> int:
     """Make a checkpoint that plain torch.load(path) of torch 2.6 and later loads, without running it.
 
     Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors, paths
@@ -52,10 +53,10 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
         if report["changed"]:
             return account(report)
         if pickled[report["path"]] and (report["output"] or "").endswith(".safetensors"):
-            return ["  nothing to do but to rename it: torch.load reads what ends in .safetensors as safetensors"]
-        return ["  nothing to do: torch.load takes it; the output is the input, byte for byte"]
+            return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
+        return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
 
-    return edit_all(Job("sanitize", edit, words=words), paths, **how)
+    return edit_all(Job("sanitize", edit, words=words), paths, how)
 
 
 REDACT_EPILOG = """\b
@@ -83,7 +84,7 @@ def redact(
     arguments: bool,
     everything: bool,
     only: Globs,
-    **how: Any,
+    how: Writing,
 ) -> int:
     """Find what a published file should not reveal, and remove what the options name.
 
@@ -93,51 +94,39 @@ def redact(
     flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
     kinds = [kind for kind in KINDS if flags[kind] or everything]
     if not kinds:
-        if how["output"] is not None or how["out_dir"] is not None:
-            raise click.UsageError("Say what to take out: --all, or --paths, --users, --sources, --args.")
-        return _list(paths, only, how["style"], how["quiet"])
-    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, only=only)), paths, **how)
+        if how.output is not None or how.out_dir is not None:
+            raise click.UsageError("Say what to remove: --all, or --paths, --users, --sources, --args.")
+        return _list(paths, only, how)
+    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, only=only)), paths, how)
 
 
-def _list(paths: tuple[str, ...], only: Globs, style: str, quiet: bool) -> int:
-    reports, code = [], 0
+def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:
+    """List what is private in each input."""
+    outcomes = Outcomes("redact", paths, how.style, how.quiet)
     for path in paths:
-        try:
+        with outcomes.input(path):
             with ckptool.open(path) as checkpoint:
-                found = find_private(checkpoint, only=only)
-        except ckptool.CkptoolError as error:
-            say_error(error)
-            reports.append(failure("redact", path, error))
-            code = max(code, error.exit_code)
-            continue
-        reports.append({"schema": "ckptool.redact/1", "path": path, "found": [_as_dict(item) for item in found]})
-        if style == "table" and not quiet:
-            emit("\n".join([_head(path, found), *(f"  {clean(_line(item))}" for item in found), *_way(path, found)]))
-    if style != "table" and not quiet:
-        emit_json(reports, style, len(paths) > 1)
-    return code
+                items = find_private(checkpoint, only=only)
+            found = [{"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items]
+            outcomes.add({"schema": "ckptool.redact/1", "path": path, "found": found})
+            if how.style == "table" and not how.quiet:
+                emit("\n".join(_list_lines(path, items)))
+    return outcomes.finish()
 
 
-def _as_dict(finding: PrivateItem) -> dict[str, Any]:
-    return {"kind": finding.kind, "path": finding.path, "what": finding.what, "new": finding.new}
-
-
-def _head(path: str, found: list[PrivateItem]) -> str:
-    kinds = [kind for kind in KINDS if any(item.kind == kind for item in found)]
-    if not kinds:
-        return f"{clean(path)}: nothing private is recognised"
-    return f"{clean(path)}: {pluralize(len(found), 'private matter')}"
-
-
-def _way(path: str, found: list[PrivateItem]) -> list[str]:
-    """The command that takes all of them out."""
+def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
+    """Return the private items for people, and the command that removes them all."""
     from ..reports.findings import command
 
-    options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in found)]
-    return [f"  -> {clean(command('redact', path, *options, word='redacted'))}"] if options else []
+    options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in items)]
+    if not options:
+        return [f"{clean(path)}: nothing private is recognised"]
+    step = clean(command("redact", path, *options, word="redacted"))
+    head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
+    return [head, *(f"  {clean(_line(item))}" for item in items), f"  -> {step}"]
 
 
-def _line(finding: PrivateItem) -> str:
-    new = "the entry goes" if finding.new is None else repr(finding.new)
-    where = f"{finding.path}: " if finding.path else ""
-    return f"--{finding.kind}  {where}{finding.what} -> {new}"
+def _line(item: PrivateItem) -> str:
+    new = "the entry is removed" if item.new is None else repr(item.new)
+    where = f"{item.path}: " if item.path else ""
+    return f"--{item.kind}  {where}{item.what} -> {new}"

@@ -1,4 +1,4 @@
-"""``inspect`` and ``keys``."""
+"""The commands inspect and keys."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..formats.checkpoint_search import find_checkpoints, names_one_file
 from ..reports.keys import keys_report, select_entries
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
-from .options import ALL_FORMATS, format_option, key_option, paths, worst
+from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
-from .streams import Reports, Rows, on_terminal, progress_bar, report_text, watched
+from .streams import Progress, Reports, Rows, on_terminal, progress_bar, report_text, watched
 
-#: From so many files on a bar is worth looking at.
+#: Files from which a progress bar is worth it.
 _MANY: Final = 500
-#: Errors that are told one by one below the overview of many files.
+#: Errors printed one by one below an overview.
 _EACH: Final = 5
 
 INSPECT_EPILOG = """\b
@@ -40,8 +40,8 @@ Examples:
 """
 
 
-class _Told(NamedTuple):
-    """What a file gave: exit code, text for stdout, line of the overview and bytes, lines for stderr, error, rows."""
+class _Answer(NamedTuple):
+    """The answer for a file: exit code, text for stdout, overview row, bytes, lines for stderr, error, rows."""
 
     code: int
     text: str = ""
@@ -53,17 +53,15 @@ class _Told(NamedTuple):
 
 
 @contextmanager
-def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Any]]:
-    """The files behind the paths, or what is wrong with one; and a function to be called with 1 for each."""
-    found: Iterator[str | UnreadableError] = (
-        item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths)
-    )
+def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Progress]]:
+    """Yield the files for the paths, or errors in their place, and a function to call with 1 for each, or None."""
+    items = (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
     if not (bar and watched()) or names_one_file(paths):
-        yield found, None
+        yield items, None
         return
-    every = list(found)
-    with progress_bar(len(every), "reading", least=_MANY) as moving:
-        yield iter(every), moving
+    files = list(items)
+    with progress_bar(len(files), "reading", least=_MANY) as progress:
+        yield iter(files), progress
 
 
 @click.command(epilog=INSPECT_EPILOG)
@@ -78,7 +76,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
 @click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def inspect(
     paths: tuple[str, ...],
     tree: bool,
@@ -98,22 +96,31 @@ def inspect(
     JSON is an object for one named file, otherwise a list.
     """
     if overview and (verbose or tree or load):
-        raise click.UsageError("--overview is one line a file: not with --verbose, --tree or --load.")
+        raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
     location = parse_map_location(map_location)
     bar = not no_progress and (style == "json" or not on_terminal())
-    with _files(paths, bar) as (files, moving):
+    with _files(paths, bar) as (files, progress):
         if style == "table" and not (overview or verbose or tree or load):
             first = list(islice(files, 2))
             files = chain(first, files)
             overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
         work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as told:
+        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as every:
+            results = _counted(every, progress)
             if style != "table":
-                return _json(told, Reports(style, not names_one_file(paths)), moving)
-            return _overview(told, moving) if overview else _summaries(told, moving)
+                return _json(results, Reports(style, not names_one_file(paths)))
+            return _overview(results) if overview else _summaries(results)
 
 
-def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Told:
+def _counted(results: Iterator[_Answer], progress: Progress) -> Iterator[_Answer]:
+    """Yield the answers; each moves the progress bar."""
+    for answer in results:
+        yield answer
+        if progress:
+            progress(1)
+
+
+def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Answer:
     from ..reports.inspection import inspection
     from .summary import overview_row, summary
 
@@ -133,59 +140,55 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
     except CkptoolError as error:
         return _not_read("inspect", style, path, error)
     if style != "table":
-        return _Told(code, report_text(report, style))
-    return _Told(code, summary(report), overview_row(report), report["bytes"])
+        return _Answer(code, report_text(report, style))
+    return _Answer(code, summary(report), overview_row(report), report["bytes"])
 
 
-def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Told:
+def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Answer:
     text = report_text(failure(command, path, error), style) if style in ("json", "jsonl") else ""
     row = (path, "", getattr(error, "kind", ""), "", "", "", "", f"error: {cut(error.what, 60)}")
-    return _Told(error.exit_code, text, row, error=error)
+    return _Answer(error.exit_code, text, row, error=error)
 
 
-def _json(told: Iterator[_Told], reports: Reports, moving: Any) -> int:
+def _json(results: Iterator[_Answer], reports: Reports) -> int:
     codes = set()
-    kept: list[_Told] = []
-    for item in told:
+    kept: list[_Answer] = []
+    for item in results:
         reports.add(item.text)
         codes.add(item.code)
         if reports.style == "json":
             kept += [item._replace(text="")] if item.error or item.remarks else []  # not into the middle of a list
         else:
             _say(item)
-        if moving:
-            moving(1)
     reports.close()
     for item in kept:
         _say(item)
     return worst(codes)
 
 
-def _say(item: _Told) -> None:
+def _say(item: _Answer) -> None:
     if item.error is not None:
         say_error(item.error)
     for line in item.remarks:
         tell(line)
 
 
-def _summaries(told: Iterator[_Told], moving: Any) -> int:
-    """All about each file."""
+def _summaries(results: Iterator[_Answer]) -> int:
+    """Write everything about each file."""
     codes = set()
-    any_told = False
-    for item in told:
+    separator = ""
+    for item in results:
         _say(item)
         if item.text:
-            emit(("\n" if any_told else "") + item.text)
+            emit(separator + item.text)
             flush()
-            any_told = True
+            separator = "\n"
         codes.add(item.code)
-        if moving:
-            moving(1)
     return worst(codes)
 
 
-def _overview(told: Iterator[_Told], moving: Any) -> int:
-    """A line for each file, and what could not be read."""
+def _overview(results: Iterator[_Answer]) -> int:
+    """Write a line for each file, and what could not be read."""
     from .summary import OVERVIEW
 
     rows = Rows(OVERVIEW, right=(1, 4))
@@ -193,7 +196,7 @@ def _overview(told: Iterator[_Told], moving: Any) -> int:
     errors: list[CkptoolError] = []
     files = size = bad = 0
     remarkable = ""
-    for item in told:
+    for item in results:
         rows.add(item.row)
         codes.add(item.code)
         files += 1
@@ -203,12 +206,10 @@ def _overview(told: Iterator[_Told], moving: Any) -> int:
             errors += [item.error] if bad <= _EACH else []
         elif item.row[-1] and not remarkable:
             remarkable = item.row[0]
-        if moving:
-            moving(1)
     rows.close()
     emit(f"\n{pluralize(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
     if remarkable:
-        emit(clean(f"  -> all about it: ckptool inspect {quote(remarkable)}"))
+        emit(clean(f"  -> details: ckptool inspect {quote(remarkable)}"))
     flush()
     for error in errors:
         say_error(error)
@@ -230,24 +231,17 @@ Examples:
 @click.command(epilog=KEYS_EPILOG)
 @paths
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
-@click.option(
-    "--all", "everything", is_flag=True, help="List every tensor in the file by its path, including optimizer state."
-)
-@click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No matching keys; repeatable.")
-@click.option(
-    "--sort", type=click.Choice(("file", "name", "bytes")), default="file", show_default=True, help="Order of the keys."
-)
+@listing
+@sort_option(("file", "name", "bytes"), "Order of the keys.")
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def keys(
     paths: tuple[str, ...],
     names: bool,
     everything: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    only: Globs,
     sort: str,
     key: str | None,
     jobs: int,
@@ -261,35 +255,36 @@ def keys(
     JSON has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
     several = not names_one_file(paths)
-    how = {"key": key, "everything": everything, "globs": Globs(include, exclude), "sort": sort}
+    how = {"key": key, "everything": everything, "globs": only, "sort": sort}
     bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
-    with _files(paths, bar) as (files, moving):
+    with _files(paths, bar) as (files, progress):
         work = partial(_listed, how=how, names=names, several=several, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as told:
+        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as every:
+            results = _counted(every, progress)
             if style in ("json", "jsonl"):
-                return _json(told, Reports(style, several), moving)
-            return _keys(told, style, names, several, moving)
+                return _json(results, Reports(style, several))
+            return _keys(results, style, names, several)
 
 
-#: The columns for machines, behind "file" where there are several.
+#: The columns for machines, after "file" if there are several.
 _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
 
 
-def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Told:
+def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Answer:
     try:
-        told, parts, rest = _read(path, how, names, several, style)
+        answer, parts, rest = _read(path, how, names, several, style)
     except CkptoolError as error:
         return _not_read("keys", style, path, error)
     if parts is not None:
-        # Drawn when the checkpoint is gone: the text takes its place in memory.
-        told = told._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
-    return told
+        # Drawn once the checkpoint is closed: the text takes its place in memory.
+        answer = answer._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
+    return answer
 
 
 def _read(
     path: str, how: dict[str, Any], names: bool, several: bool, style: str
-) -> tuple[_Told, list[Section] | None, int]:
-    """What ``keys`` has to tell of a file; the tables are still to be drawn, with the number of tensors not in them."""
+) -> tuple[_Answer, list[Section] | None, int]:
+    """Return the answer for a file, the tables still to be drawn, and the number of tensors that they leave out."""
     text, rows = "", []
     parts, rest = None, 0
     with ckptool.open(path) as checkpoint:
@@ -308,18 +303,18 @@ def _read(
         rows = [((path,) if several else ()) + cells(survey, entry) for entry in entries]
         if style == "csv" and rows:
             text, rows = table(_headers(several), rows, style), []
-    return _Told(0, text, remarks=tuple(remarks), rows=tuple(rows)), parts, rest
+    return _Answer(0, text, remarks=tuple(remarks), rows=tuple(rows)), parts, rest
 
 
 def _headers(several: bool) -> tuple[str, ...]:
     return (("file",) if several else ()) + _COLUMNS
 
 
-def _keys(told: Iterator[_Told], style: str, names: bool, several: bool, moving: Any) -> int:
+def _keys(results: Iterator[_Answer], style: str, names: bool, several: bool) -> int:
     codes = set()
     rows: list[tuple[str, ...]] = []
     begun = False
-    for number, item in enumerate(told):
+    for number, item in enumerate(results):
         _say(item)
         codes.add(item.code)
         text = item.text
@@ -331,9 +326,7 @@ def _keys(told: Iterator[_Told], style: str, names: bool, several: bool, moving:
             emit(text)
             flush()
             begun = True
-        rows += item.rows  # their columns are as wide as the widest of all
-        if moving:
-            moving(1)
+        rows += item.rows  # drawn as one table
     if not names and (style in ("markdown", "plain") or (style == "csv" and not begun)):
         headers = _headers(several)
         emit(table(headers, rows, style, right=(len(headers) - 1,)))

@@ -1,4 +1,4 @@
-"""``stats``."""
+"""The command stats."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.errors import UnreadableError
 from ..base.globs import Globs
-from ..base.text import join_limited, pluralize, salvage_step
+from ..base.text import join_limited, pluralize, salvage_step, shape_text
 from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
-from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, paths, worst
-from .render import clean, draws, emit, emit_json, failure, say, say_error, say_problems, table, tell
-from .streams import progress_bar, watched
+from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
+from .render import clean, draws, emit, say, say_problems, table, tell
+from .streams import Outcomes, progress_bar, watched
 
 STATS_EPILOG = """\b
 Examples:
@@ -34,94 +34,58 @@ goes from min to max in ten equal steps; --format json has its counts and edges,
 and every number in full. A number beyond JSON is a text there: "nan", "inf".
 """
 
-#: A chart: from few to many, and what stands around it.
+#: The characters of a chart from few to many, and its left and right edges.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
 
 
 @click.command(epilog=STATS_EPILOG)
 @paths
-@click.option(
-    "--all", "everything", is_flag=True, help="List every tensor in the file by its path, including optimizer state."
-)
-@click.option("--include", multiple=True, metavar="GLOB", help="Only matching keys; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No matching keys; repeatable.")
-@click.option(
-    "--sort",
-    type=click.Choice(SORTS),
-    default="file",
-    show_default=True,
-    help="Order of the rows: by name, or by a number, largest first.",
-)
+@listing
+@sort_option(SORTS, "Order of the rows: by name, or by a number, largest first.")
 @key_option
 @format_option(ALL_FORMATS)
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
 
     Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
     """
     several = len(paths) > 1
-    reports: list[Mapping[str, Any]] = []
     rows: list[tuple[str, ...]] = []
-    codes = []
+    outcomes = Outcomes("stats", paths, style)
     for number, path in enumerate(paths):
-        try:
+        with outcomes.input(path):
             report = _report(path, bar=not no_progress and watched(), **how)
-        except CkptoolError as error:
-            say_error(error)
-            codes.append(error.exit_code)
-            reports.append(failure("stats", path, error))
-            continue
-        codes.append(_code(path, report))
-        reports.append(report)
-        if how["include"] + how["exclude"] and not report["tensors"]:
-            say(f"{path}: no key matches")
-        if style == "table":
-            title = [clean(path)] if several else []
-            drawn = [_sections(report), ""] if report["tensors"] else []
-            emit("\n".join(([""] if number else []) + title + drawn + _summary(report, how["everything"])))
-        else:
-            rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
-    if style in ("json", "jsonl"):
-        emit_json(reports, style, several)
-    elif style != "table":
+            outcomes.add(report, _code(path, report))
+            if how["only"] and not report["tensors"]:
+                say(f"{path}: no key matches")
+            if style == "table":
+                title = [""] * (number > 0) + [clean(path)] * several
+                drawn = [_sections(report), ""] if report["tensors"] else []
+                emit("\n".join([*title, *drawn, *_summary(report, how["everything"])]))
+            else:
+                rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
+    if style in ("csv", "markdown", "plain"):
         headers = (("file",) if several else ()) + _COLUMNS
         emit(table(headers, rows, style, right=range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)))
-    return worst(codes)
+    return outcomes.finish()
 
 
-def _report(
-    path: str,
-    *,
-    bar: bool,
-    key: str | None,
-    everything: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    sort: str,
-) -> StatsReport:
-    globs = Globs(include, exclude)
+def _report(path: str, *, bar: bool, key: str | None, everything: bool, only: Globs, sort: str) -> StatsReport:
     with ckptool.open(path) as checkpoint:
         say_problems(checkpoint)
-        total = bytes_to_read(select_entries(checkpoint, key, everything, globs)) if bar else 0
-        with progress_bar(total, "measuring", bar) as moving:
-            return statistics_of(
-                checkpoint,
-                key=key,
-                everything=everything,
-                globs=globs,
-                sort=sort,
-                progress=moving,
-            )
+        total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if bar else 0
+        with progress_bar(total, "measuring", bar) as progress:
+            return statistics_of(checkpoint, key=key, everything=everything, globs=only, sort=sort, progress=progress)
 
 
 def _code(path: str, report: StatsReport) -> int:
-    """What is missing is said, and makes the whole unreadable: its other rows are told all the same."""
+    """Return the exit code: a file with missing bytes counts as unreadable, although its other rows are shown."""
     missing = report["summary"]["missing"]
     if not missing:
         return 0
-    say(f"{path}: the bytes of {pluralize(len(missing), 'tensor')} are not there: {join_limited(missing, most=3)}")
+    say(f"{path}: the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}")
     tell(f"  -> {salvage_step(path)}")
     return UnreadableError.exit_code
 
@@ -131,18 +95,18 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "re
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line for machines: always the same columns, numbers in full."""
-    shape = "x".join(map(str, row["shape"])) or "scalar"
-    told = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
-    return row["state_dict"] or "", row["key"], row["path"], row["dtype"], shape, *told, row["reason"] or ""
+    """Return a row for machines: always the same columns, numbers in full."""
+    numbers = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
+    names = row["state_dict"] or "", row["key"], row["path"]
+    return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""
 
 
 def _sections(report: StatsReport) -> str:
-    """A table for each state dict, and one for what is outside."""
+    """Return a table for each state dict, and one for the tensors outside of them."""
     groups: dict[str | None, list[Mapping[str, Any]]] = {}
     for row in report["tensors"]:
         groups.setdefault(row["state_dict"], []).append(row)
-    # Columns that would hold nothing but 0 are left to the summary.
+    # Columns of nothing but zeros are left to the summary.
     summary: Mapping[str, Any] = report["summary"]
     bad = [(name, label) for name, label in (("nans", "NaN"), ("infs", "Inf")) if summary[name]]
     marks = _BLOCKS if draws("".join(_BLOCKS)) else _ASCII
@@ -159,10 +123,10 @@ def _sections(report: StatsReport) -> str:
 
 
 def _shown(report: StatsReport) -> dict[str, str]:
-    """What a path is called: by its key, where there is one state dict."""
+    """Return the names to show for paths: the keys, if there is one state dict."""
     rows = report["tensors"]
-    one = len({row["state_dict"] for row in rows}) == 1
-    return {row["path"]: (row["key"] if one else row["path"]) or "." for row in rows}
+    single = len({row["state_dict"] for row in rows}) == 1
+    return {row["path"]: (row["key"] if single else row["path"]) or "." for row in rows}
 
 
 def _dtype(row: Mapping[str, Any]) -> str:
@@ -172,22 +136,19 @@ def _dtype(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any], counts: list[str]) -> list[str]:
-    shape = "x".join(map(str, row["shape"])) or "scalar"
     numbers = [_short(row[name]) for name in ("min", "max", "mean", "std", "norm")]
-    return [shape, *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
+    return [shape_text(row["shape"]), *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
 
 
 def _short(value: object) -> str:
-    """Four digits that count."""
-    if isinstance(value, int) and abs(value) < 1_000_000:
-        return str(value)
-    if isinstance(value, int):
+    """Format a number with four significant digits."""
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) >= 1_000_000):
         return f"{value:.4g}"
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return "" if value is None else str(value)
 
 
 def _chart(row: Mapping[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
-    """The histogram, one character a bin; in words what has none."""
+    """Return the histogram, one character per bin, or the reason why there is none."""
     levels, left, right = marks
     if row["reason"] is not None:
         return f"({row['reason']})"
@@ -203,7 +164,7 @@ def _chart(row: Mapping[str, Any], marks: tuple[str, str, str], names: dict[str,
 
 
 def _summary(report: StatsReport, everything: bool) -> list[str]:
-    """What there is in all, and what to look at."""
+    """Return the totals, and what is suspicious."""
     summary: Mapping[str, Any] = report["summary"]
     names = _shown(report)
     rest = report["in_file"] - report["listed"]

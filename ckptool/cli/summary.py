@@ -1,10 +1,10 @@
-"""The summary that ``inspect`` prints for people."""
+"""The summary of ``inspect`` for people."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.text import cut, human_bytes, human_count, join_limited, pluralize
+from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text
 from .render import clean, pairs, table
 
 if TYPE_CHECKING:
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
-#: Findings that columns of the overview tell already.
-_TOLD = frozenset(("prefix", "device", "together", "map-location"))
+#: Findings that columns of the overview show already.
+_SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 
 def summary(report: InspectReport) -> str:
-    """The report of ``inspect`` as text."""
+    """Return the report of ``inspect`` as text."""
     head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}"
     head += f", written by {clean(report['writer'])}"
     parts = [head, pairs([(label, clean(text)) for label, text in _facts(report)])]
@@ -33,9 +33,11 @@ def summary(report: InspectReport) -> str:
 
 
 def overview_row(report: InspectReport) -> tuple[str, ...]:
-    """The report of ``inspect`` in one line: the columns of ``OVERVIEW``. ``keys`` and prefixes are those of the state
-    dicts that are ones for certain; of the findings it has the codes, worst first, of
-    those that are no mere notes and that no column tells."""
+    """Return the report of ``inspect`` in one line: the columns of ``OVERVIEW``.
+
+    Keys and prefixes are those of state dicts of high confidence; findings are listed by their codes, worst first,
+    without notes and those that a column shows.
+    """
     sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
     kind, container = report["layout"]["kind"], report["layout"]["container"]
     prefixes = []
@@ -45,7 +47,7 @@ def overview_row(report: InspectReport) -> tuple[str, ...]:
         prefixes += [f"{prefix['name']}{part}"] if prefix["keys"] else []
     lands = [(item["location"], item.get("lands_on", item["location"])) for item in report["devices"]]
     devices = [tag if tag == there else f"{tag} -> {there}" for tag, there in lands]
-    bad = [item for item in report["findings"] if item["level"] != "note" and item["code"] not in _TOLD]
+    bad = [item for item in report["findings"] if item["level"] != "note" and item["code"] not in _SHOWN_BY_COLUMNS]
     return (
         report["path"],
         human_bytes(report["bytes"]),
@@ -59,7 +61,7 @@ def overview_row(report: InspectReport) -> tuple[str, ...]:
 
 
 def layout_words(report: InspectReport) -> str:
-    """The layout in words: "wrapped dict; state dict under 'state_dict', 62 tensors, prefix 'module.' on all keys"."""
+    """Describe the layout: "wrapped dict; state dict under 'state_dict', 62 tensors, prefix 'module.' on all keys"."""
     kind, container = report["layout"]["kind"], report["layout"]["container"]
     sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
     if kind == "bare":
@@ -68,7 +70,7 @@ def layout_words(report: InspectReport) -> str:
         return "a single tensor"
     if kind == "module":
         return f"a pickled module of class {container}"
-    start = "wrapped dict" if kind == "wrapped" else f"{container}"
+    start = "wrapped dict" if kind == "wrapped" else container
     if "program" in report and not report["tensors"]:
         return "a program without parameters and buffers by name"
     if not sure:
@@ -123,7 +125,7 @@ def _facts(report: InspectReport) -> list[tuple[str, str]]:
         by_torch = f"torch.load of torch {verdict['torch']} by its name"
         facts.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
     else:
-        # Nobody loads a DCP folder by torch.load: what is said is said of the one file that convert makes of it.
+        # torch.load does not load a DCP folder: the verdict is about the file that convert makes of it.
         facts.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
     if "load" in report:
         facts.append(("loaded", _loaded(report["load"])))
@@ -148,16 +150,15 @@ def _verdict(report: InspectReport) -> str:
         return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
-    # Of the rules the findings speak; the many opcodes of a protocol would drown everything here.
+    # The findings name the rules; the many opcodes of a protocol would hide everything else here.
     reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
     return f"weights_only=True of torch {verdict['torch']} refuses it: {join_limited(reasons, most=4)}"
 
 
 def _loaded(load: LoadReport) -> str:
     if load["ok"]:
-        places = ", ".join(f"{pluralize(count, 'tensor')} on {device}" for device, count in load["devices"].items())
-        places = places or "no tensors"
-        return f"yes: {places}"
+        places = (f"{pluralize(count, 'tensor')} on {device}" for device, count in load["devices"].items())
+        return f"yes: {', '.join(places) or 'no tensors'}"
     return f"no: {load['error']}"
 
 
@@ -176,17 +177,13 @@ def _value(entry: EntryReport, report: InspectReport) -> str:
     if "arguments" in entry:
         return f"({', '.join(map(repr, entry['arguments']))})"
     if "shape" in entry:
-        return f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
+        return f"{entry['dtype']} {shape_text(entry['shape'])}"
     if "state_dict" in entry:
         item = report["state_dicts"][entry["state_dict"]]
         maybe = " (low confidence)" if item["confidence"] == "low" else ""
         return f"state dict{maybe}: {_state_dict_words(item)}"
-    words = []
-    if "length" in entry:
-        words.append(pluralize(entry["length"], "entry"))
-    if entry["tensors"]:
-        words.append(pluralize(entry["tensors"], "tensor"))
-    return ", ".join(words)
+    counts = ((entry.get("length"), "entry"), (entry["tensors"] or None, "tensor"))
+    return ", ".join(pluralize(count, noun) for count, noun in counts if count is not None)
 
 
 def _tree_line(line: BranchReport) -> str:

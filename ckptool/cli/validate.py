@@ -1,4 +1,4 @@
-"""``validate``: checkpoint files in CI."""
+"""The command validate: checks of checkpoint files, in CI."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..reports.expectations import Policy, policy_of
 from ..reports.validate import ValidateReport, check_policy, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
-from .options import paths, worst
+from .options import format_option, paths, progress_option, repeatable, worst
 from .render import emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
-#: Formats that are made of all reports together.
+#: Formats made of all reports together.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
 _CODES: Final = {"valid": 0, "invalid": 1, "unreadable": 3}
 
@@ -57,14 +57,10 @@ A policy file says the same as the options, in TOML:
 @click.option("--policy", "policy_file", type=click.Path(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
-@click.option(
-    "--device", multiple=True, metavar="TAG", help="Expect every storage on this device, such as cuda:*; repeatable."
-)
-@click.option(
-    "--dtype", multiple=True, metavar="DTYPE", help="Expect this dtype of floating-point tensors; repeatable."
-)
-@click.option("--require", multiple=True, metavar="KEYGLOB", help="Expect a matching key; repeatable.")
-@click.option("--forbid", multiple=True, metavar="KEYGLOB", help="Expect no matching key; repeatable.")
+@repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
+@repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
+@repeatable("--require", metavar="KEYGLOB", help="Expect a matching key")
+@repeatable("--forbid", metavar="KEYGLOB", help="Expect no matching key")
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
 @click.option(
@@ -77,12 +73,10 @@ A policy file says the same as the options, in TOML:
 @click.option("--strict", is_flag=True, help="Count warnings, and what could not be checked, as failures.")
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @jobs_option
-@click.option(
-    "--format", "style", type=click.Choice(FORMATS), default="table", show_default=True, help="Output format."
-)
+@format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@progress_option
 def validate(
     paths: tuple[str, ...],
     policy_file: str | None,
@@ -108,18 +102,15 @@ def validate(
     one = names_one_file(paths)
     tally = _Tally()
     files = _files(paths, policy.torch or NEWEST, tally)
-    if not (quick or quiet or no_progress or style == "github") and watched():
-        files = iter(list(files))  # a bar knows its end
-        bar = True
-    else:
-        bar = False
+    bar = not (quick or quiet or no_progress or style == "github") and watched()
+    files = iter(list(files)) if bar else files  # a bar needs the total
     first = list(islice(files, 2))
     how = _How(style, verbose or len(first) < 2, verbose, quiet)
     work = partial(_validated, how=how, policy=policy, quick=quick)
     reports = Reports(style, not one)
     whole: list[ValidateReport] = []
-    with closing(_told(work, chain(first, files), jobs, how, bar)) as told:
-        for item in told:
+    with closing(_answers(work, chain(first, files), jobs, how, bar)) as results:
+        for item in results:
             tally.add(item)
             if style in ("json", "jsonl"):
                 reports.add(item.text)
@@ -131,15 +122,17 @@ def validate(
     if style in _WHOLE:
         emit(_WHOLE[style](whole))
     reports.close()
-    tally.tell(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
+    tally.write(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
     if tally.others and not quiet:
         say(f"not validated, as these are not torch checkpoints: {join_limited(tally.others, most=5)}")
     return worst(tally.codes)
 
 
 def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | UnreadableError]:
-    """The checkpoints behind the paths, and of the other files in their folders those in which a pickle would run code:
-    a program that is given a folder may load any of them. ``tally`` gets the rest, but for text."""
+    """Yield the checkpoints for the paths, and other files of their folders in which a pickle would run code.
+
+    A program that is given a folder may load any of them. The rest is counted in ``tally``, except text.
+    """
     for item in find_files(paths):
         if isinstance(item, UnreadableError):
             yield item
@@ -147,16 +140,16 @@ def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | Un
         if not isinstance(item, SkippedFile):
             yield item.path
             continue
-        seen = check_companion(item.path, item.path, torch)
-        if any(note.code == "dangerous-call" for note in seen.notes):
+        companion = check_companion(item.path, item.path, torch)
+        if any(note.code == "dangerous-call" for note in companion.notes):
             yield item.path
-        elif seen.pickles or not seen.looked_at:
-            tally.partial += any(pickle.graph is None for pickle in seen.pickles)
+        elif companion.pickles or not companion.looked_at:
+            tally.partial += any(pickle.graph is None for pickle in companion.pickles)
             tally.others.append(item.path)
 
 
 class _How(NamedTuple):
-    """How a report is to be told: the format, in full, with every detail, only if it is bad."""
+    """How to print a report: its format, whether in full, with every detail, or only if it is bad."""
 
     style: str
     full: bool
@@ -164,8 +157,8 @@ class _How(NamedTuple):
     quiet: bool
 
 
-class _Told(NamedTuple):
-    """What is kept of a report: its text, and what the summary wants to know."""
+class _Answer(NamedTuple):
+    """The part of a report that is kept: its text, and what the summary needs."""
 
     text: str
     status: str
@@ -174,11 +167,11 @@ class _Told(NamedTuple):
     report: ValidateReport | None
 
 
-def _validated(path: str, *, how: _How, policy: Policy, quick: bool, progress: Any = None) -> _Told:
-    return _worded(validation_report(path, policy, quick=quick, progress=progress), how)
+def _validated(path: str, *, how: _How, policy: Policy, quick: bool, progress: Any = None) -> _Answer:
+    return _answer(validation_report(path, policy, quick=quick, progress=progress), how)
 
 
-def _worded(report: ValidateReport, how: _How) -> _Told:
+def _answer(report: ValidateReport, how: _How) -> _Answer:
     error, text = None, ""
     if report["status"] == "unreadable":
         error = UnreadableError(report["error"] or "", path=report["path"], next=report["next"])
@@ -188,56 +181,55 @@ def _worded(report: ValidateReport, how: _How) -> _Told:
         text = "\n".join(github_lines(report))
     elif how.style == "table" and not (how.quiet and report["valid"]):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
-    return _Told(
-        text, report["status"], report["coverage"] == "complete", error, report if how.style in _WHOLE else None
-    )
+    whole = report if how.style in _WHOLE else None
+    return _Answer(text, report["status"], report["coverage"] == "complete", error, whole)
 
 
-def _told(
-    work: partial[_Told], files: Iterable[str | UnreadableError], jobs: int, how: _How, bar: bool
-) -> Generator[_Told, None, None]:
-    """The answers; with a bar that moves while a file is read, or where several are read at once, behind each.
+def _answers(
+    work: partial[_Answer], files: Iterable[str | UnreadableError], jobs: int, how: _How, bar: bool
+) -> Generator[_Answer, None, None]:
+    """Yield the answers; with a bar that moves while a file is read or, with several jobs, after each file.
 
-    Where the answers come to the terminal one by one, each large file has a bar of its own.
+    If the answers appear on the terminal one by one, each large file has a bar of its own.
     """
 
-    def lost(path: str, error: CkptoolError) -> _Told:
-        told = _worded(unreadable_report(path, error), how)
-        # Of a folder without a checkpoint stderr tells; there is no file to speak of.
-        return told if how.style != "table" or os.path.isfile(path) else told._replace(text="")
+    def lost(path: str, error: CkptoolError) -> _Answer:
+        answer = _answer(unreadable_report(path, error), how)
+        # A folder without a checkpoint is an error on stderr only.
+        return answer if how.style != "table" or os.path.isfile(path) else answer._replace(text="")
 
     if not bar:
         yield from answers(work, files, jobs, lost)
         return
-    every = list(files)
-    sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in every]
+    items = list(files)
+    sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in items]
     if jobs == 1 and how.style in ("table", "jsonl") and on_terminal():
-        for file, size in zip(every, sizes):
-            with progress_bar(size, os.path.basename(str(file))) as moving:
-                answer = work(file, progress=moving) if isinstance(file, str) else lost(file.path, file)
+        for file, size in zip(items, sizes):
+            with progress_bar(size, os.path.basename(str(file))) as progress:
+                answer = work(file, progress=progress) if isinstance(file, str) else lost(file.path, file)
             yield answer
         return
-    with progress_bar(sum(sizes), "validating", jobs == 1 or not on_terminal()) as moving:
+    with progress_bar(sum(sizes), "validating", jobs == 1 or not on_terminal()) as progress:
         if jobs == 1:
-            yield from answers(partial(work, progress=moving), every, 1, lost)
+            yield from answers(partial(work, progress=progress), items, 1, lost)
             return
-        for answer, size in zip(answers(work, every, jobs, lost), sizes):
-            if moving:
-                moving(size)
+        for answer, size in zip(answers(work, items, jobs, lost), sizes):
+            if progress:
+                progress(size)
             yield answer
 
 
 class _Tally:
-    """What the reports come to."""
+    """The sums over all reports."""
 
     def __init__(self) -> None:
         self.files = self.good = self.partial = self.unreadable = 0
         self.codes: set[int] = set()
         self.errors: list[UnreadableError] = []
-        #: Files of folders that were passed over.
+        #: Files of folders that were skipped.
         self.others: list[str] = []
 
-    def add(self, item: _Told) -> None:
+    def add(self, item: _Answer) -> None:
         self.files += 1
         self.good += item.status == "valid"
         self.partial += not item.complete
@@ -246,8 +238,8 @@ class _Tally:
             self.unreadable += 1
             self.errors.append(item.error)
 
-    def tell(self, several: bool, words: bool) -> None:
-        """What could not be read on stderr, and the sum where several were asked for."""
+    def write(self, several: bool, words: bool) -> None:
+        """Write the errors to stderr, and for ``several`` files the sums to stdout if ``words`` are wanted."""
         for error in self.errors:
             say_error(error)
         if not words or not several or self.unreadable == self.files:
@@ -257,13 +249,13 @@ class _Tally:
 
 
 def _policy(path: str | None, options: dict[str, Any]) -> Policy:
-    """The policy file, with the options on top."""
+    """Return the policy of the file, overridden by the options."""
     values: dict[str, Any] = {}
     if path is not None:
         values = {key.replace("-", "_"): value for key, value in _toml(path).items()}
         policy_of(values, path)
         if "lock" in values:
-            # Beside the policy that names it, from wherever that is used.
+            # Relative to the policy file, whatever the working directory is.
             values["lock"] = os.path.join(os.path.dirname(path), values["lock"])
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
     return policy_of(values | given)
@@ -284,4 +276,4 @@ def _toml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
     except ValueError as error:
-        raise TargetError(f"the policy is no TOML: {error}", path=path) from error
+        raise TargetError(f"the policy is not TOML: {error}", path=path) from error

@@ -1,4 +1,4 @@
-"""The report of ``validate`` for people and for the machines of CI: table, JUnit, SARIF, GitHub annotations."""
+"""The formats of ``validate``: tables for people; JUnit, SARIF and GitHub annotations for CI."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from .render import clean, table, to_json
 if TYPE_CHECKING:
     from ..reports.validate import CheckReport, GlobalReport, ValidateReport
 
-#: Notes of one check that are printed one by one for people.
+#: Notes of one check listed for people.
 _SHOWN: Final = 20
-#: Characters of a message in the table; what is longer stands below it.
+#: Characters of a message in the table; a longer one is printed below it.
 _WIDE: Final = 160
 _BAD: Final = ("fail", "warning")
 
 
 def _head(report: ValidateReport) -> str:
-    words = [report["format"] or "", human_bytes(report["bytes"]) if report["bytes"] is not None else ""]
-    facts = ", ".join(filter(None, words))
+    size = human_bytes(report["bytes"]) if report["bytes"] is not None else ""
+    facts = ", ".join(filter(None, (report["format"], size)))
     return f"{clean(report['path'])}: {report['status'].upper()}" + (f" ({facts})" if facts else "")
 
 
 def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
-    """A table of the checks, the single finds of those that have several, and how much was looked at."""
+    """Return a table of the checks, the notes of checks that have several, and the coverage."""
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
     rows = [(check["name"], check["status"], cut(check["message"], _WIDE)) for check in report["checks"]]
     lines = [_head(report), "", table(("check", "result", "what"), rows)]
-    # Why a file is no checkpoint stands on stderr as a whole.
-    told = (check for check in report["checks"] if check["name"] != "readable")
-    for check in told:
-        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_told(check):
+    # The reason why a file is not a checkpoint is printed in full on stderr.
+    for check in (check for check in report["checks"] if check["name"] != "readable"):
+        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
             lines += [f"  {note['level']}: {clean(note['message'])}" for note in notes]
@@ -47,63 +46,62 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
         lines += ["", table(("global", "word", "times", "in"), named, right=(2,))]
         rest = report["globals_in_all"] - len(report["globals"])
         lines += [f"and {rest:,} more"] if rest else []
-    return [*lines, "", _coverage(report), *_strict(report), *_next(report)]
+    coverage = _partial(report) or "COMPLETE: every check was made"
+    return [*lines, "", f"coverage {coverage}", *_strict(report), *_next(report)]
 
 
-def _is_told(check: CheckReport) -> bool:
-    """Is there something to say of it: it is bad, or could not be made for reasons that are named one by one?"""
+def _is_notable(check: CheckReport) -> bool:
+    """Return whether a check is bad, or was not possible for reasons that are listed."""
     return check["status"] in _BAD or (check["status"] == "not possible" and bool(check["notes"]))
 
 
 def _next(report: ValidateReport) -> list[str]:
-    """What to do about it; of a file that is no checkpoint stderr tells."""
+    """Return the next step, which for an unreadable file is on stderr."""
     return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] != "unreadable" else []
 
 
 def _strict(report: ValidateReport) -> list[str]:
-    """Why a file without a failure is not valid."""
+    """Return the reason why a file without a failure is not valid."""
     if not report["strict"] or report["failures"] or report["valid"]:
         return []
-    return ["--strict: warnings, and checks that could not be made, are failures"]
+    return ["--strict: warnings, and checks that were not possible, are failures"]
 
 
 def _spelled(item: GlobalReport) -> str:
-    """Where it is named, and how, where Python 3 spells it otherwise."""
+    """Return the pickle that names a global, and its spelling if Python 3 has another."""
     spelled = f"{item['module']}.{item['name']}"
     return item["pickle"] if spelled == item["mapped"] else f"{item['pickle']}, as {item['module']} {item['name']}"
 
 
-def _coverage(report: ValidateReport) -> str:
-    if report["coverage"] == "complete":
-        return "coverage COMPLETE: every check was made"
-    return f"coverage PARTIAL: not checked: {', '.join(report['not_checked'])}"
-
-
 def _partial(report: ValidateReport) -> str:
-    """What was left unchecked, behind the verdict."""
-    return "" if report["coverage"] == "complete" else f", PARTIAL: not checked: {', '.join(report['not_checked'])}"
+    """Return what was not checked, or nothing if everything was."""
+    return "" if report["coverage"] == "complete" else f"PARTIAL: not checked: {', '.join(report['not_checked'])}"
+
+
+def _verdict(report: ValidateReport) -> str:
+    return ", ".join(filter(None, (_head(report), _partial(report))))
 
 
 def short_lines(report: ValidateReport) -> list[str]:
-    """One line, and one for each check that did not pass."""
+    """Return one line, and one for each check that did not pass."""
     if report["status"] == "unreadable":
         return [_head(report)]
-    lines = [_head(report) + _partial(report), *(f"  {line}" for line in _strict(report))]
-    bad = (check for check in report["checks"] if _is_told(check))
+    lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
+    bad = (check for check in report["checks"] if _is_notable(check))
     lines += [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
     return lines + _next(report)
 
 
-# -- for machines -------------------------------------------------------------------------------------
+# -- for machines
 
 
 def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
-    """(check, level, message, offset) of everything that failed or warns."""
+    """Yield (check, level, message, offset) of every failure and warning."""
     for check in report["checks"]:
         if check["status"] in _BAD and check["group"] == "expectations":
-            # One says what was expected and all that was found instead.
+            # The message contains what was expected, and everything found instead.
             yield check["name"], "error", check["message"], -1
-        elif _is_told(check):
+        elif _is_notable(check):
             for note in check["notes"]:
                 yield check["name"], note["level"], note["message"], note["offset"]
         elif check["status"] == "not possible" and report["strict"]:
@@ -111,20 +109,19 @@ def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
 
 
 def github_lines(report: ValidateReport) -> list[str]:
-    """Workflow commands, one an annotation."""
-    found = [
+    """Return workflow commands of GitHub, one per annotation."""
+    lines = [
         f"::{'error' if level == 'error' or report['strict'] else 'warning'}"
         f" file={_property(_relative(report['path']))},title={_property('ckptool ' + check)}::{_data(message)}"
         for check, level, message, _ in _finds(report)
     ]
     if report["valid"]:
-        text = _head(report) + _partial(report)
-        found.append(f"::notice file={_property(_relative(report['path']))},title=ckptool::{_data(text)}")
-    return found
+        lines.append(f"::notice file={_property(_relative(report['path']))},title=ckptool::{_data(_verdict(report))}")
+    return lines
 
 
 def _relative(path: str) -> str:
-    """The path as a repository spells it: without a leading ``./``."""
+    """Return the path as a repository spells it: without a leading ``./``."""
     return os.path.normpath(path) if path else path
 
 
@@ -137,7 +134,7 @@ def _property(text: str) -> str:
 
 
 def junit(reports: Sequence[ValidateReport]) -> str:
-    """A test suite a file, a test case a check; what could not be checked is skipped."""
+    """Return JUnit XML: a test suite per file, a test case per check; checks that were not possible are skipped."""
     from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
     root = Element("testsuites", name="ckptool validate")
@@ -174,7 +171,7 @@ def _fails(check: CheckReport, strict: bool) -> bool:
 
 
 def sarif(reports: Sequence[ValidateReport]) -> str:
-    """SARIF 2.1.0: a rule a check, a result a find."""
+    """Return SARIF 2.1.0: a rule per check, a result per note."""
     rules: dict[str, dict[str, Any]] = {}
     results = []
     for report in reports:
@@ -203,6 +200,6 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
 
 
 def _uri(path: str) -> str:
-    """Relative paths stay relative, as code scanning wants them."""
+    """Return the URI of a path; a relative one stays relative, as code scanning needs it."""
     parts = path.replace(os.sep, "/").encode("utf-8", "surrogateescape")
     return ("file://" if os.path.isabs(path) else "") + quote(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from itertools import islice
 from shlex import quote
@@ -44,15 +44,17 @@ class CheckpointMember(NamedTuple):
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Split an address into (file, members behind its separator), with the longest file; ("", "") if it has none."""
+    """Split an address into (file, members after its separator), with the longest file; ("", "") if it has none."""
     if SEPARATOR not in path or os.path.lexists(path):
         return "", ""
+    outer = next((start for start in _starts(path) if os.path.isfile(start)), "")
+    return (outer, path[len(outer) + 1 :]) if outer else ("", "")
+
+
+def _starts(path: str) -> Iterator[str]:
+    """Yield the parts of a path before each of its separators, the longest first."""
     parts = path.split(SEPARATOR, _MAX_SEPARATORS)
-    for count in range(len(parts) - 1, 0, -1):
-        outer = SEPARATOR.join(parts[:count])
-        if os.path.isfile(outer):
-            return outer, path[len(outer) + 1 :]
-    return "", ""
+    return (SEPARATOR.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
 
 
 def is_address(path: str) -> bool:
@@ -63,9 +65,7 @@ def is_address(path: str) -> bool:
 def file_name(path: str) -> str:
     """Return the name of the file itself, to name an output after: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
     inner = _split(path)[1]
-    return (
-        os.path.basename(inner.rpartition(SEPARATOR)[2] or inner) if inner else os.path.basename(os.path.normpath(path))
-    )
+    return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
 
 def open_any(path: FilePath) -> FileSource | ContainedSource:
@@ -96,8 +96,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
     """Open the innermost member of the members ``rest``, archive by archive."""
     for _ in range(LIMITS.nesting):
         # Names may contain the separator: the longest is tried first.
-        parts = rest.split(SEPARATOR, _MAX_SEPARATORS)
-        names = [rest, *(SEPARATOR.join(parts[:count]) for count in range(len(parts) - 1, 0, -1))]
+        names = [rest, *_starts(rest)]
         head = source.read(0, 1024)
         gzipped = head[:2] == _GZIP_MAGIC
         if head[:2] == b"PK":
@@ -117,9 +116,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
 
 def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
     archive = read_archive(source)
-    name = next((name for name in names if name in archive.by_name), None)
-    if name is None:
-        raise _no_member(address, names[-1], [record.name for record in archive.records])
+    name = _pick(names, archive.by_name, address, [record.name for record in archive.records])
     record = archive.by_name[name]
     if record.flags & 1:
         raise UnreadableError(f"{quoted(name)} is encrypted")
@@ -144,9 +141,7 @@ def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> 
             first.append(member.name)
         if member.name in wanted:
             matches[member.name.removeprefix("./")] = member  # of two members with one name the last counts, as in tar
-    name = next((name for name in names if name in matches), None)
-    if name is None:
-        raise _no_member(address, names[-1], first)
+    name = _pick(names, matches, address, first)
     member = matches[name]
     if not member.plain:
         raise UnreadableError(f"{quoted(name)} is not a regular file, or is a sparse one")
@@ -166,9 +161,8 @@ def gzip_name(path: str) -> str:
 
 def _from_gzip(source: Source, address: str, names: list[str]) -> tuple[str, Source]:
     """Open the only member of gzip data that is not a tar archive."""
-    name = gzip_name(address)
-    if name not in names:
-        raise _no_member(address, names[-1], [name])
+    own = [gzip_name(address)]
+    name = _pick(names, own, address, own)
     data = _GzipSource(source).read(0, LIMITS.member_bytes + 1)
     if len(data) > LIMITS.member_bytes:
         raise UnreadableError(f"it has more than {human_bytes(LIMITS.member_bytes)}, which are not inflated to memory")
@@ -181,12 +175,16 @@ def _check_size(name: str, size: int, how: str) -> None:
         raise UnreadableError(f"{what} are not inflated to memory")
 
 
-def _no_member(address: str, wanted: str, names: list[str]) -> UnreadableError:
-    what = f"there is no {quoted(wanted)} in {quoted(address)}"
-    similar = next((name for name in names if name.lower().endswith(_SUFFIXES)), None)
+def _pick(names: list[str], members: Container[str], address: str, listed: list[str]) -> str:
+    """Return the first of the names that is a member; raises UnreadableError if none is, naming those ``listed``."""
+    for name in names:
+        if name in members:
+            return name
+    what = f"there is no {quoted(names[-1])} in {quoted(address)}"
+    similar = next((name for name in listed if name.lower().endswith(_SUFFIXES)), None)
     if similar is not None:
-        return UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
-    return UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, names)), most=3) or 'nothing'}")
+        raise UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
+    raise UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, listed)), most=3) or 'nothing'}")
 
 
 def _unpack_command(file: FileSource, member: str) -> str:

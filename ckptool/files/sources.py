@@ -157,11 +157,7 @@ class FolderSource:
     """
 
     def __init__(
-        self,
-        name: str,
-        files: Sequence[FileSource],
-        beside: Sequence[str] = (),
-        strays: Collection[str] = (),
+        self, name: str, files: Sequence[FileSource], beside: Sequence[str] = (), strays: Collection[str] = ()
     ) -> None:
         self.name = name
         self.files = tuple(files)

@@ -82,14 +82,14 @@ def test_reports_come_in_the_order_of_the_paths(runs: Path, capsys: pytest.Captu
 def test_a_report_is_told_before_the_next_file_is_opened(
     command: str, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, told = ckptool.api.open, [0]
+    real, told = ckptool.open, [0]
 
     def slow(path: str) -> Any:
         assert told[0] + len(capsys.readouterr().out.splitlines()) == told[0] + (1 if told[0] else 0)
         told[0] += 1
         return real(path)
 
-    monkeypatch.setattr("ckptool.api.open", slow)
+    monkeypatch.setattr("ckptool.open", slow)
     run([command, "runs", "--format", "jsonl"])
     assert told[0] == len(NAMES) * 3
 
@@ -178,13 +178,13 @@ def test_a_file_that_goes_meanwhile_is_one_that_is_not_there(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = sorted(runs.rglob("*.pth"))
-    real = ckptool.api.open
+    real = ckptool.open
 
     def opened(path: str) -> Any:
         second.unlink(missing_ok=True)
         return real(path)
 
-    monkeypatch.setattr("ckptool.api.open", opened)
+    monkeypatch.setattr("ckptool.open", opened)
     assert run(["inspect", "runs/0", "-v"]) == 3
     told = capsys.readouterr()
     assert f"{second.relative_to(runs.parent)}: no such file" in told.err
@@ -309,12 +309,12 @@ def test_errors_travel_between_processes(error: CkptoolError) -> None:
 STUCK = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-import ckptool.api
+import ckptool
 def stuck(path):
     os.write(1, b"begun\\n")
     while True:
         time.sleep(60)
-ckptool.api.open = stuck
+ckptool.open = stuck
 from ckptool.cli.main import main
 main(["inspect", "runs", "--jobs", "2", "--format", "jsonl"])
 """

@@ -31,7 +31,7 @@ import pytest
 from conftest import FIXTURES, GENERATORS, REAL, ROOT
 
 from ckptool.base import errors
-from ckptool.cli import editing, main, show, validate
+from ckptool.cli import main, show, streams, validate
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.render import say_error
 
@@ -168,7 +168,7 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
 @contextmanager
 def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
-    modules = (main, editing, show, validate)
+    modules = (main, show, streams, validate)
 
     def noted(error: errors.CkptoolError) -> None:
         said.add(type(error))

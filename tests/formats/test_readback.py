@@ -166,7 +166,7 @@ def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, mon
 
 
 def test_a_disk_that_fails_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail(monkeypatch, output, "_stands")
+    _fail(monkeypatch, output, "_is_there")
     with pytest.raises(OutputError, match="Input/output error"):
         output.write_plan(Plan((b"abc",)), str(tmp_path / "out"), ())
     assert os.listdir(tmp_path) == []

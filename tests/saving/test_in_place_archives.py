@@ -109,7 +109,7 @@ def test_bytes_behind_an_edit(more: bytes, tmp_path: Path, capsys: pytest.Captur
     assert oracle.load(path)["w"]
     listed = ckptool.history(path)
     assert listed["bytes"] == len(whole + more) and [v["bytes"] for v in listed["versions"]] == [3740, len(whole)]
-    with pytest.raises(RefusedError, match="stand behind the last edit in place, and would be cut off"):
+    with pytest.raises(RefusedError, match="follow the last edit in place, and would be cut off"):
         ckptool.undo(path)
     with pytest.raises(RefusedError, match="bytes follow the archive") as caught:
         in_place(path, wrapped)
@@ -267,7 +267,7 @@ def test_a_former_version_that_is_no_archive(was: int, tmp_path: Path, capsys: p
     assert run(["history", str(path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["versions"][-1]["time"] is None
     assert run(["undo", str(path)]) == 4
-    assert "does not read, so nothing is cut off" in capsys.readouterr().err
+    assert "cannot be read, so nothing is cut off" in capsys.readouterr().err
     assert path.read_bytes() == forged
     assert run(["validate", str(path)]) in (0, 1)
 

@@ -202,7 +202,7 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("  -> ")]
     assert len(steps) == 2
-    for step, words in zip(reversed(steps), ("without the former version", "take it back")):
+    for step, words in zip(reversed(steps), ("remove the former version", "undo it")):
         begin, _, command = step.partition(": ")
         assert begin == f"  -> {words}" and command.isprintable()
         words = shlex.join(TOOL) + command.removeprefix("ckptool")

@@ -37,6 +37,10 @@ _UNABLE: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, err
 Progress: TypeAlias = Callable[[int], None]
 
 
+def _ignore(size: int) -> None:
+    """Report no progress."""
+
+
 @contextmanager
 def writing() -> Iterator[None]:
     """Give a ChangedError the exit code of OutputError: an input changed while an output was made of it."""
@@ -52,14 +56,14 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
 
     Holes of sparse inputs stay holes. Raises OSError, and ChangedError if an input ends too early.
     """
+    progress = progress or _ignore
     with _Flusher(fd, plan.size), _Ahead(plan.pieces) as ahead:
         at = 0
         for piece in plan.pieces:
             if isinstance(piece, bytes):
                 write_all(fd, piece)
                 at += len(piece)
-                if progress:
-                    progress(len(piece))
+                progress(len(piece))
             elif isinstance(piece, Computed):
                 _compute(piece, ahead.chunks(piece), fd, progress)
                 at += piece.size
@@ -67,8 +71,7 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
                 for stretch, hole in _stretches(piece):
                     if hole:
                         os.lseek(fd, stretch.size, os.SEEK_CUR)
-                        if progress:
-                            progress(stretch.size)
+                        progress(stretch.size)
                     else:
                         _copy(stretch, fd, at, progress)
                     at += stretch.size
@@ -76,14 +79,13 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
             os.ftruncate(fd, at)  # it ends with a hole
 
 
-def rehearse(plan: Plan | Files, progress: Progress | None = None) -> None:
+def rehearse(plan: Plan | Files) -> None:
     """Compute everything that writing the plan would compute, but write nothing; raises what that raises."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
     with _Ahead(pieces) as ahead:
         for piece in pieces:
-            for data in ahead.chunks(piece) if isinstance(piece, Computed) else ():
-                if progress:
-                    progress(len(data))
+            for _ in ahead.chunks(piece) if isinstance(piece, Computed) else ():
+                pass
 
 
 def _stretches(piece: Span) -> Iterator[tuple[Span, bool]]:
@@ -106,7 +108,7 @@ def _stretches(piece: Span) -> Iterator[tuple[Span, bool]]:
         at = hole
 
 
-def _copy(piece: Span, fd: int, at: int, progress: Progress | None) -> None:
+def _copy(piece: Span, fd: int, at: int, progress: Progress) -> None:
     """Copy from file to file; ``at`` is the offset in the output."""
     source = piece.source
     done = 0
@@ -122,11 +124,10 @@ def _copy(piece: Span, fd: int, at: int, progress: Progress | None) -> None:
             raise ChangedError("the input ends before the bytes to copy")
         write_all(fd, data)
         done += len(data)
-        if progress:
-            progress(len(data))
+        progress(len(data))
 
 
-def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -> int:
+def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress) -> int:
     """Let the kernel copy or share bytes; return how many, fewer if it is unable to."""
     done = 0
     while done < piece.size:
@@ -139,20 +140,18 @@ def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress | None) -
         if count == 0:
             return done
         done += count
-        if progress:
-            progress(count)
+        progress(count)
     return done
 
 
-def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progress | None) -> None:
+def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progress) -> None:
     left = piece.size
     for data in chunks:
         left -= len(data)
         if left < 0:
             break
         write_all(fd, data)
-        if progress:
-            progress(len(data))
+        progress(len(data))
     if left:
         raise ChangedError("the input yielded another number of bytes than planned")
 

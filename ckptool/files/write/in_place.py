@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-#: Of the 65,557 bytes in which an end record is looked for; it stands within the last sector of a step.
+#: Part of the 65,557 bytes in which readers search the end record, which is in the last sector of a step.
 _SIGHT: Final = 15 * BLOCK
 
 

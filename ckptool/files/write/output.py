@@ -12,8 +12,8 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
@@ -93,12 +93,12 @@ def as_planned(plan: Plan) -> Check:
         at = 0
         for piece in plan.pieces:
             try:
-                stands = _stands(piece, staged, at)
+                matches = _is_there(piece, staged, at)
             except UnreadableError as error:
                 if error.path == staged.name and isinstance(error.__cause__, OSError):
                     raise error.__cause__ from None  # writing failed, and the disk reports it late
                 raise
-            if not stands:
+            if not matches:
                 promised = f"{size_of(piece):,} bytes from byte {at:,} on"
                 raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
             at += size_of(piece)
@@ -106,8 +106,8 @@ def as_planned(plan: Plan) -> Check:
     return check
 
 
-def _stands(piece: Piece, staged: Source, at: int) -> bool:
-    """Return whether the piece is at ``at``, as far as that shows without computing or reading all of it."""
+def _is_there(piece: Piece, staged: Source, at: int) -> bool:
+    """Return whether the piece is at ``at``, as far as can be seen without computing or reading all of it."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
     if not isinstance(piece, Span):
@@ -191,8 +191,8 @@ def write_plan(
     folder, name = os.path.split(target)
     remove_leftovers(folder, name)
     temporary = temporary_name(folder, name)
-    try:
-        # Within the try: a signal may come as soon as the file exists.
+    with _discarded_on_error(temporary, path):
+        # Within the context: a signal may come as soon as the file exists.
         _fill(plan, _opened(temporary), path, mode, sources, progress, check or as_planned(plan))
         if HASH in name:
             digest = _digest(temporary)
@@ -205,16 +205,30 @@ def write_plan(
         else:
             _take_name(temporary, target)
         sync_folder(folder)
+    return Written(path, plan.size)
+
+
+@contextmanager
+def _discarded_on_error(
+    temporary: str, path: str, names: Sequence[str] | None = None, sources: Sequence[Source] | None = None
+) -> Iterator[None]:
+    """Discard the temporary file, or folder of the files ``names``, if writing the output ``path`` fails.
+
+    An OSError becomes an OutputError. Any other error without a path gets that of the output. So does, for a folder,
+    an error about a file that is none of ``sources``: nobody knows the temporary names of its files.
+    """
+    try:
+        yield
     except OSError as error:
-        left = discard(temporary)
+        left = discard(temporary, names)
         what = f"writing failed: {error.strerror or error}"
         raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        discard(temporary)
-        if isinstance(error, CkptoolError) and not error.path:
-            error.path = path
+        discard(temporary, names)
+        if isinstance(error, CkptoolError):
+            about_input = sources is None or any(source.name == error.path for source in sources)
+            error.path = error.path if error.path and about_input else path
         raise
-    return Written(path, plan.size)
 
 
 def temporary_name(folder: str, name: str) -> str:
@@ -236,13 +250,7 @@ def _opened(path: str) -> int:
 
 
 def _fill(
-    plan: Plan,
-    fd: int,
-    path: str,
-    mode: int,
-    sources: Sequence[Source],
-    progress: Progress | None,
-    check: Check,
+    plan: Plan, fd: int, path: str, mode: int, sources: Sequence[Source], progress: Progress | None, check: Check
 ) -> None:
     """Write the pieces to a new file and read them back; ``path`` is its final name."""
     try:
@@ -394,9 +402,8 @@ def _check_what_is_there(target: str, path: str, force: bool, names: Collection[
     if not os.path.lexists(target):
         return
     if not os.path.isdir(target):
-        raise RefusedError(
-            "the output is a folder, and a file of that name exists", path=path, next="choose another name"
-        )
+        what = "the output is a folder, and a file of that name exists"
+        raise RefusedError(what, path=path, next="choose another name")
     there = os.listdir(target)
     if there and not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
@@ -435,42 +442,33 @@ def write_files(
     temporary = temporary_name(parent, name)
     fd = -1
     try:
-        os.mkdir(temporary)
-        fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
-        if fd >= 0:
-            lock(fd)
-        for file, plan in files.files:
-            write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
-        # Once for all files: with a thousand ranks, each is checked once, not once per file.
-        copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
-        for source in {*sources, *copied}:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
-        sync_folder(temporary)
-        if check is not None:
-            check(temporary)
-        # What was put there in the meantime must not be lost, either.
-        _check_what_is_there(target, path, force, names)
-        if os.path.isdir(target):
-            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
-            former = os.listdir(target)
-            exchange(target, temporary)
-            names = former
-            sync_folder(parent)
-            discard(temporary, names)
-        else:
-            os.rename(temporary, target)
-            sync_folder(parent)
-    except OSError as error:
-        left = discard(temporary, names)
-        what = f"writing failed: {error.strerror or error}"
-        raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
-    except BaseException as error:
-        discard(temporary, names)
-        # An error that is not about an input is about a file of the folder, whose temporary name nobody knows.
-        if isinstance(error, CkptoolError) and all(source.name != error.path for source in sources):
-            error.path = path
-        raise
+        with _discarded_on_error(temporary, path, names, sources):
+            os.mkdir(temporary)
+            fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
+            if fd >= 0:
+                lock(fd)
+            for file, plan in files.files:
+                write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+            # Once for all files: with a thousand ranks, each is checked once, not once per file.
+            copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
+            for source in {*sources, *copied}:
+                if isinstance(source, FileSource):
+                    source.check_unchanged()
+            sync_folder(temporary)
+            if check is not None:
+                check(temporary)
+            # What was put there in the meantime must not be lost, either.
+            _check_what_is_there(target, path, force, names)
+            if os.path.isdir(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+                former = os.listdir(target)
+                exchange(target, temporary)
+                names[:] = former
+                sync_folder(parent)
+                discard(temporary, names)
+            else:
+                os.rename(temporary, target)
+                sync_folder(parent)
     finally:
         if fd >= 0:
             with suppress(OSError):  # nothing was written to it

@@ -30,6 +30,7 @@ from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_not
 from .writer import (
     RecordContent,
     directory_entry,
+    end_records,
     extra_field,
     header_and_descriptor,
     local_zip64_values,
@@ -111,7 +112,7 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MAX_EXTRA:
         layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
-    end = end_records(archive, len(archive.records), layout.size, len(directory))
+    end = _end_records(archive, len(archive.records), layout.size, len(directory))
     # The comment, and whatever follows the archive.
     rest = Span(source, archive.end.tail, source.size - archive.end.tail)
     return Plan(merged([*layout.pieces, directory, end, rest]))
@@ -133,10 +134,8 @@ def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid
     limits = [record.header for record in ordered[1:]] + [archive.end.directory]
     run: list[Record] = []
     for record, limit in zip(ordered, limits):
-        usual = (
-            record.name not in contents and record is not filler.record and _lies_as_torch(archive, record, limit, grid)
-        )
-        if usual:
+        changed = record.name in contents or record is filler.record
+        if not changed and _lies_as_torch(archive, record, limit, grid):
             run.append(record)
             continue
         if run:
@@ -148,12 +147,7 @@ def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid
 
 
 def _layout(
-    archive: Archive,
-    runs: Sequence[_Run],
-    contents: Mapping[str, bytes],
-    grid: int,
-    filler: _Filler,
-    padding: int,
+    archive: Archive, runs: Sequence[_Run], contents: Mapping[str, bytes], grid: int, filler: _Filler, padding: int
 ) -> _Layout:
     """Place the runs one after another, with ``padding`` bytes more than needed in the header of the filler."""
     source = archive.source
@@ -370,22 +364,18 @@ def _entry(archive: Archive, new: _NewRecord) -> bytes:
     return bytes(fixed) + raw[46:extra_at] + extra + raw[extra_at + extra_size :]
 
 
-def end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
+def _end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
     """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
 
     They include zip64 if the archive has it, the offsets need it, or ``wide``; the length of the comment stays.
     """
-    parts = b""
-    if wide or archive.end.zip64 >= 0 or directory >= FULL32 or count >= 0xFFFF:
-        if archive.end.zip64 >= 0:
-            head = archive.source.read(archive.end.zip64, 24)
-        else:
-            head = b"PK\x06\x06" + _u64(44) + _u16(45) + _u16(45) + bytes(8)
-        parts += head[:4] + _u64(44) + head[12:24] + _u64(count) * 2 + _u64(size) + _u64(directory)
-        parts += b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
-    counts = _u16(min(count, 0xFFFF)) * 2
-    end = archive.source.read(archive.end.plain, 22)
-    return parts + end[:8] + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + end[20:22]
+    fields, source = b"", archive.source
+    if archive.end.zip64 >= 0:
+        fields = source.read(archive.end.zip64 + 12, 12)
+    elif wide or directory >= FULL32 or count >= 0xFFFF:
+        fields = _u16(45) * 2 + bytes(8)
+    end = source.read(archive.end.plain, 22)
+    return end_records(count, directory, size, wide=fields, head=end[:8], comment=end[20:22])
 
 
 def plan_append(
@@ -417,23 +407,21 @@ def plan_append(
             continue
         new = RecordContent(record.name, content, zlib.crc32(content), len(content))
         # Padded like the record it replaces: archives by other writers have no padding.
-        header, descriptor = header_and_descriptor(
-            new, source.size + len(body), padded=padding_field(archive, record) is not None
-        )
-        entries.append(directory_entry(new, source.size + len(body)))
+        padded, at = padding_field(archive, record) is not None, source.size + len(body)
+        header, descriptor = header_and_descriptor(new, at, padded=padded)
+        entries.append(directory_entry(new, at))
         assert isinstance(descriptor, bytes)
         body += header + content + descriptor
     # Its locator points to the old zip64 end record; a second copy of that would be taken for an archive.
     hold = source.read(archive.end.plain - 20, 42)[0 if archive.end.zip64 >= 0 else 20 :].rjust(42)
-    note = hold + encode_note(
-        EditNote(source.size, zlib.crc32(source.read(source.size - END_SIZE, END_SIZE)), edit, time)
-    )
+    old_end = zlib.crc32(source.read(source.size - END_SIZE, END_SIZE))
+    note = hold + encode_note(EditNote(source.size, old_end, edit, time))
     directory = source.size + len(body)
     # The file ends at the end of a page, and so of a sector, which contains the whole note and the end records.
     spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % BLOCK
     entries[-1] = _with_field(entries[-1], b" " * spare + note, source.name)
     listing = b"".join(entries)
-    end = end_records(archive, len(entries), directory, len(listing), wide=True)
+    end = _end_records(archive, len(entries), directory, len(listing), wide=True)
     unsigned = end[:-PLAIN_END_SIZE] + b"\0" + end[1 - PLAIN_END_SIZE :]
     return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
 

@@ -219,9 +219,8 @@ class Archive:
         if record.method and record.size > max(LIMITS.inflation * record.compressed, _ALWAYS_INFLATED):
             what = f"{record.compressed:,} bytes would inflate to {record.size:,}: a decompression bomb, not a pickle"
             raise MalformedError(what, where=record.name)
-        return b"".join(content_chunks(self.payload(record), record.size, record.method != 0, record.name))[
-            : record.size
-        ]
+        chunks = content_chunks(self.payload(record), record.size, record.method != 0, record.name)
+        return b"".join(chunks)[: record.size]
 
     def text(self, name: str) -> bytes | None:
         """Return a small text record under the root folder, or None; raises beyond ``limits.text_bytes`` bytes."""

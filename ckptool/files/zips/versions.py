@@ -85,9 +85,9 @@ def unfinished_end(source: Source, end: int) -> int:
 
     -1 for none. Its note follows within the same sector. A file that was still growing has zeros after that version.
     """
-    found = source.read(end, _SECTOR).find(_NOTE_MAGIC)
-    size = end + found + len(_NOTE_MAGIC) + END_SIZE
-    return size if found >= 0 and read_note(source, size) is not None else -1
+    at = source.read(end, _SECTOR).find(_NOTE_MAGIC)
+    size = end + at + len(_NOTE_MAGIC) + END_SIZE
+    return size if at >= 0 and read_note(source, size) is not None else -1
 
 
 def is_leftover_growth(source: Source, begin: int) -> bool:

@@ -23,6 +23,8 @@ _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 #: A directory entry: signature, flags, method, CRC-32, sizes stored and inflated, lengths of name, extra fields and
 #: comment, offset of the local header; versions, time, disk and attributes are zeros.
 _ENTRY: Final = Struct("<4s4x2H4x3I3H8xI").pack
+#: The signature and disks of a plain end record.
+_END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,8 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
         at += len(header) + size_of(content.body) + size_of(descriptor)
     deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
     pieces.append(_deferred(_directory, *directory) if deferred else _directory(*directory))
-    return Plan(merged([*pieces, _end_records(len(directory), at, size_of(pieces[-1]))]))
+    end = end_records(len(directory), at, size_of(pieces[-1]), wide=_u16(0x031E) + _u16(45) + bytes(8))
+    return Plan(merged([*pieces, end]))
 
 
 def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:
@@ -176,9 +179,16 @@ def directory_entry(content: RecordContent, at: int) -> bytes:
     return _ENTRY(b"PK\x01\x02", flags, method, _crc_bytes(content), *sizes, *lengths, min(at, FULL32)) + name + wide
 
 
-def _end_records(count: int, directory: int, size: int) -> bytes:
-    wide = b"PK\x06\x06" + _u64(44) + _u16(0x031E) + _u16(45) + bytes(8) + _u64(count) * 2 + _u64(size)
-    locator = b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
+def end_records(
+    count: int, directory: int, size: int, *, wide: bytes, head: bytes = _END_HEAD, comment: bytes = bytes(2)
+) -> bytes:
+    """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
+
+    ``wide`` are the versions and disks of the zip64 end record (12 bytes), empty to write none; ``head`` are the first
+    8 bytes of the plain one, and ``comment`` is its length of the comment.
+    """
+    if wide:
+        wide = b"PK\x06\x06" + _u64(44) + wide + _u64(count) * 2 + _u64(size) + _u64(directory)
+        wide += b"PK\x06\x07" + bytes(4) + _u64(directory + size) + _u32(1)
     counts = _u16(min(count, 0xFFFF)) * 2
-    plain = b"PK\x05\x06" + bytes(4) + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + bytes(2)
-    return wide + _u64(directory) + locator + plain
+    return wide + head + counts + _u32(min(size, FULL32)) + _u32(min(directory, FULL32)) + comment
