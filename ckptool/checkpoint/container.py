@@ -179,7 +179,8 @@ class Container:
 
     def stored_size(self, key: str) -> int | None:
         """Return the bytes that are there for the storage ``key``, inflated; None where there are none."""
-        raise NotImplementedError
+        stored = self.stored(key)
+        return None if stored.span is None else stored.size
 
     def stored(self, key: str) -> StoredBytes:
         """Return where the bytes of the storage ``key`` are."""

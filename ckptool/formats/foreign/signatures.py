@@ -11,6 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import UnreadableError
@@ -88,17 +89,11 @@ def _beside(suffix: str, pattern: bytes) -> Test:
     """Return a test of the file that describes these bare numbers: the same name with another suffix."""
 
     def test(source: Source, at: int) -> bool:
-        other = os.path.splitext(source.name)[0] + suffix
-        if not os.path.isfile(other):
-            return False
         try:
-            file = open_source(other)
+            with closing(open_source(os.path.splitext(source.name)[0] + suffix)) as other:
+                return re.search(pattern, other.read(0, 1024), re.S) is not None
         except UnreadableError:
             return False
-        try:
-            return re.search(pattern, file.read(0, 1024), re.S) is not None
-        finally:
-            file.close()
 
     return test
 

@@ -88,7 +88,7 @@ def devices_in(text: str) -> Counter[str]:
 def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
     """Read the records ``code/**.py`` of an archive, bounded in number and size."""
     code = ScriptCode([], {}, Counter(), [])
-    start = f"{archive.root}/{folder}" if archive.root else folder
+    start = archive.prefix + folder
     left, names = _MAX_CODE, _MAX_NAMES
     for record in archive.records:
         if not (record.name.startswith(start) and record.name.endswith(".py")):

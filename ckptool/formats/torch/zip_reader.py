@@ -6,7 +6,7 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
@@ -112,16 +112,12 @@ class TorchZip(Container):
         return StoredBytes(None, 0) if record is None else stored_in(self.archive, record)
 
     def records(self) -> Iterator[StoredRecord]:
-        keys = self._keys()
-        for record in sorted(self.archive.records, key=lambda record: record.header):
-            span, size, compressed, crc = stored_in(self.archive, record)
-            assert span is not None
-            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
+        return stored_records(self.archive, self._keys())
 
     @property
     def _data(self) -> str:
         """What the names of storages begin with, as torch compares them."""
-        return fold_case(f"{self.archive.root}/data/" if self.archive.root else "data/")
+        return fold_case(f"{self.archive.prefix}data/")
 
     def _keys(self) -> dict[int, str]:
         """The keys of storages by the directory entry of their record: of those in use as the pickle has them, which
@@ -148,7 +144,7 @@ class TorchZip(Container):
         archive = self.archive
         known = {problem.code for problem in self.problems}
         found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
-        root = archive.root + "/" if archive.root else ""
+        root = archive.prefix
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
         twins = {fold_case(name) for name in used}
         for record in archive.records:
@@ -256,6 +252,14 @@ def stored_in(archive: Archive, record: Record) -> StoredBytes:
     """The content of a record. An empty one that is stored has the checksum 0 and nothing to check."""
     crc = record.crc if record.size or record.crc or record.method else None
     return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
+
+
+def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:
+    """Yield the records in the order of the file; ``keys`` are those of storages, by their directory entries."""
+    for record in sorted(archive.records, key=lambda record: record.header):
+        span, size, compressed, crc = stored_in(archive, record)
+        assert span is not None
+        yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
 
 
 def problem_of(oddity: Oddity) -> Problem:
