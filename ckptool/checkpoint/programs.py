@@ -21,8 +21,8 @@ PROGRAM_CODES: Final = frozenset(
 #: The text for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
-#: Records about the archive itself.
-_ARCHIVE_RECORDS: Final = frozenset(
+#: The records about the archive itself, which torch.save writes beside the object and the storages.
+ARCHIVE_RECORDS: Final = frozenset(
     ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id")
 )
 
@@ -76,7 +76,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
         for record in checkpoint.container.records()
         if record.key not in weights
     }
-    ignored = {name for name in records if name in _ARCHIVE_RECORDS or name.endswith(".debug_pkl")}
+    ignored = {name for name in records if name in ARCHIVE_RECORDS or name.endswith(".debug_pkl")}
     return {name: text for name, text in records.items() if name not in ignored}
 
 

@@ -37,18 +37,9 @@ class Rescued(Container):
 
     writer = "torch 1.6 or later"
 
-    def __init__(
-        self,
-        source: Source,
-        root: str,
-        graph: Graph,
-        pickle: bytes,
-        byteorder: str,
-        format: str = "torch-zip",
-        traits: Traits = Traits(),
-    ) -> None:
-        self.source, self.root, self.graph, self._pickle = source, root, graph, pickle
-        self.byteorder, self.format, self.traits = byteorder, format, traits
+    def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
+        self.source, self.root, self.graph, self._pickle, self.byteorder = source, root, graph, pickle, byteorder
+        self.format, self.traits = "torch-zip", Traits()
         self.problems = []
         self.lost: dict[str, str] = {}
         self._stored: dict[str, StoredBytes] = {}

@@ -13,11 +13,12 @@ from ..pickles.nodes import Graph
 
 
 class ZipFormat(NamedTuple):
-    """A kind of zip archive: its name, a description, the groups of records of which one must be complete, and the
-    module whose ``read(archive)`` reads it."""
+    """A kind of zip archive: its name, a description, a noun, the groups of records of which one must be complete, and
+    the module whose ``read(archive)`` reads it."""
 
     name: str
     words: str
+    noun: str
     records: tuple[tuple[str, ...], ...]
     module: str
 
@@ -34,24 +35,28 @@ ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat(
         "torchscript",
         "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights",
+        "a TorchScript archive",
         (("constants.pkl",),),
         "torchscript",
     ),
     ZipFormat(
         "pt2",
         "torch.export archives (`.pt2`): the weights of a program, by name",
+        "a torch.export program (.pt2)",
         (("archive_format", "archive_version"), ("serialized_exported_program.json",)),
         "pt2",
     ),
     ZipFormat(
         "torch-package",
         "torch.package archives: each pickle an entry of a dict",
+        "a torch.package archive",
         ((".data/extern_modules",), (".data/python_version",)),
         "package",
     ),
     ZipFormat(
         "torchscript-1.0",
         "TorchScript archives of torch 1.0 to 1.3 (`model.json`)",
+        "a TorchScript archive of torch 1.0",
         (("model.json",),),
         "torchscript_json",
     ),

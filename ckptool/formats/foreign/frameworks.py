@@ -187,10 +187,8 @@ def foreign_archive(archive: Archive) -> ForeignFormat | None:
     """Return the format of a zip archive that is not one of torch's."""
     records = {record.name: record for record in archive.records}
     if records and all(name.endswith(".npy") for name in records):
-        arrays = [
-            f"{name.removesuffix('.npy')} {npy_header_summary(_head(archive, record)) or '(?)'}"
-            for name, record in list(records.items())[:4]
-        ]
+        first = ((name.removesuffix(".npy"), _head(archive, record)) for name, record in list(records.items())[:4])
+        arrays = [f"{name} {npy_header_summary(head) or '(?)'}" for name, head in first]
         count = pluralize(len(records), "array")
         description = f"a NumPy archive (npz) of {count}: {join_limited(arrays, len(records), most=4)}"
         return ForeignFormat("npz", description, "numpy.load reads it")

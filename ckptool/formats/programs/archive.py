@@ -52,7 +52,7 @@ class ProgramArchive(Program):
         self.byteorder = "big" if archive.text("byteorder") == b"big" else "little"
         self.writer = ""
         self.beside: list[str] = []
-        self.described: dict[str, Any] = {}
+        self.described: Mapping[str, Any] = {}
         self.named_devices: list[NamedDevice] = []
         self.graph = Graph([None], 0, self.builder.graph(0).style)
         self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
@@ -61,25 +61,16 @@ class ProgramArchive(Program):
         """Return the names of its records within its folder."""
         return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
 
+    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Add the problems and the facts of the program."""
+        describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
+
     def warn_of_devices(self, consequence: str) -> None:
         """Warn of devices other than the CPU in its code; ``consequence`` says what does not move them."""
         away = [item for item in self.named_devices if item.device != "cpu"]
         if away:
             what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
             self.problems.append(Problem("code-devices", "warning", what))
-
-    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Add the problems that say that it is a program and what it holds, and the facts as JSON-ready data."""
-        self.described = {
-            "kind": self.kind,
-            "executable": True,
-            **facts,
-            "devices": {"code": [item._asdict() for item in self.named_devices]},
-        }
-        self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
-        if self.beside:
-            subject = "beside its weights it holds " if self.records_of or self.inner else "it holds "
-            self.problems.append(Problem("program-parts", "note", subject + "; ".join(self.beside)))
 
     def stored_size(self, key: str) -> int | None:
         if record := self.records_of.get(key):
@@ -113,6 +104,18 @@ class ProgramArchive(Program):
         raise RefusedError(f"{self.kind} is read-only in ckptool", path=self.archive.source.name)
 
 
+def describe(program: Program, what: str, facts: Mapping[str, Any], beside: str, **devices: Any) -> None:
+    """Add the problems that say that a file is a program and what it holds, and the facts as JSON-ready data.
+
+    ``beside`` introduces what it holds besides its weights; ``devices`` are those outside of its code.
+    """
+    devices["code"] = [item._asdict() for item in program.named_devices]
+    program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
+    program.problems.insert(0, Problem(PROGRAM, "warning", what, True))
+    if program.beside:
+        program.problems.append(Problem("program-parts", "note", f"{beside} {'; '.join(program.beside)}"))
+
+
 def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
     """Return ``cuda:0 (2 times) in code/a.py``, with at most ``most`` devices."""
     counts = Counter[str]()
@@ -123,7 +126,7 @@ def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
     return f"{join_limited(names, most=most)} in {join_limited(files, most=3)}"
 
 
-def damaged_part(archive: Archive, name: str, flaw: str) -> MalformedError:
+def damaged(archive: Archive, name: str, flaw: str) -> MalformedError:
     """Return the error for a record; ``flaw`` follows its name."""
     return MalformedError(f"{quoted(name)}{flaw}", path=archive.source.name, where=name)
 
@@ -148,7 +151,7 @@ def read_json(archive: Archive, record: Record) -> Any:
         return json.loads(archive.read(record, _MAX_JSON))
     except (ValueError, RecursionError) as error:
         what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
-        raise damaged_part(archive, record.name, f": {what}") from error
+        raise damaged(archive, record.name, f": {what}") from error
 
 
 def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
@@ -181,11 +184,11 @@ def nested_file(archive: Archive, record: Record) -> TorchZip:
     span = archive.payload(record)
     content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
     if record.method or content.read(0, 4) != b"PK\x03\x04":
-        raise damaged_part(archive, record.name, " is not an uncompressed file of torch.save")
+        raise damaged(archive, record.name, " is not an uncompressed file of torch.save")
     inner = read_whole(content)
     pickle = inner.find("data.pkl")
     if pickle is None:
-        raise damaged_part(archive, record.name, " has no data.pkl")
+        raise damaged(archive, record.name, " has no data.pkl")
     return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
 
 

@@ -24,7 +24,7 @@ from .archive import (
     ProgramArchive,
     append_graph,
     count_locations,
-    damaged_part,
+    damaged,
     integers,
     name_parts,
     nested_file,
@@ -134,7 +134,7 @@ class Pt2(ProgramArchive):
         config = self._json(name)
         entries = config.get("config") if isinstance(config, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
-            raise damaged_part(self.archive, name, " describes no weights")
+            raise damaged(self.archive, name, " describes no weights")
         return entries
 
     def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
@@ -153,7 +153,7 @@ class Pt2(ProgramArchive):
         return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
 
     def _damaged(self, name: str, key: str, why: str) -> MalformedError:
-        return damaged_part(self.archive, name, f" is damaged at {quoted(key)}: {why}")
+        return damaged(self.archive, name, f" is damaged at {quoted(key)}: {why}")
 
     def _old_weights(self, name: str) -> Ref:
         """Build the state dict of an archive before torch 2.8: a file of torch.save."""

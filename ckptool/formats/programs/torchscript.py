@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
-from ...checkpoint.programs import NO_WEIGHTS, PROGRAM, NamedDevice, Program
+from ...checkpoint.programs import NO_WEIGHTS, NamedDevice, Program
 from ...checkpoint.survey import DeviceName, survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -23,7 +23,7 @@ from ...pickles.decode import decode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
 from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
-from .archive import describe_devices, graph_of, name_parts
+from .archive import describe, describe_devices, graph_of, name_parts
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 #: The pickles beside data.pkl whose storages have tags, and the folders of these storages.
@@ -90,7 +90,6 @@ class TorchScript(TorchZip, Program):
         named = {ref for _, ref in self.modules.state}
         self.plain = [name for name, ref in self.modules.plain if ref not in named]
         self.beside = self._parts_beside()
-        self.described = self._facts()
         self._add_problems()
 
     def _check_protocol(self, record: Record, data: bytes) -> None:
@@ -147,8 +146,6 @@ class TorchScript(TorchZip, Program):
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
-            "executable": True,
             "code_files": len(self.code.files),
             "parameters": sum(self.modules.parameters),
             "buffers": len(self.modules.state) - sum(self.modules.parameters),
@@ -158,10 +155,6 @@ class TorchScript(TorchZip, Program):
             "mobile": self.mobile,
             "restored_by_code": self.modules.hidden,
             "extra_files": self.extra,
-            "devices": {
-                "attributes": [{"path": name.path, "device": name.device} for name in self.attribute_devices],
-                "code": [item._asdict() for item in self.named_devices],
-            },
         }
 
     def _add_problems(self) -> None:
@@ -169,11 +162,11 @@ class TorchScript(TorchZip, Program):
         modules = self.modules
         what = (
             f"it is {self.kind}, executable by nature: torch.jit.load reads it, torch.load(weights_only=True) refuses"
-            " it, and its code runs when it is called"
         )
-        self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
-        subject = "beside its parameters and buffers it holds " if modules.state else f"{NO_WEIGHTS}; it holds "
-        self._note("program-parts", "note", subject + "; ".join(self.beside))
+        what += " it, and its code runs when it is called"
+        beside = "beside its parameters and buffers it holds" if modules.state else f"{NO_WEIGHTS}; it holds"
+        attributes = [{"path": name.path, "device": name.device} for name in self.attribute_devices]
+        describe(self, what, self._facts(), beside, attributes=attributes)
         if modules.unclear:
             names = join_limited(modules.unclear, most=3)
             what = "its code, of torch before 1.6, does not say which tensors are buffers: in later versions"
@@ -221,8 +214,7 @@ class TorchScript(TorchZip, Program):
         ]
 
     def pickles(self) -> Iterator[FoundPickle]:
-        first = self.parts[0]
-        yield FoundPickle("data.pkl", first.graph, "", self.record.size - self.end)
+        yield FoundPickle("data.pkl", self.parts[0].graph, "", self.record.size - self.end)
         audited = self._audit()
         yield from zip_pickles(self.archive, self.record, audited.hidden, audited.former)
 
@@ -230,7 +222,7 @@ class TorchScript(TorchZip, Program):
         version = (self.archive.text("version") or b"").strip()[:3].decode("ascii", "replace")
         if self.archive.find("byteorder") is not None:
             era = "torch 2.1 or later"
-        elif self.code.files and any(one.buffers is not None for one in self.code.classes.values()):
+        elif self.code.files and any(item.buffers is not None for item in self.code.classes.values()):
             era = "torch 1.6 to 2.0"
         else:
             era = "torch 1.3 to 2.0"
@@ -258,12 +250,12 @@ _FIRST: Final = frozenset(name[0] for name in _DEVICE_TYPES)
 
 def _devices(graph: Graph) -> list[DeviceName]:
     """Return the ``torch.device`` objects and the strings that name a device, with their paths."""
-    for node in graph.nodes:
-        if type(node) is str:
-            if node[:1] in _FIRST and node.partition(":")[0] in _DEVICE_TYPES:
-                return survey(graph).devices
-        elif type(node) is Global and (node.module, node.name) == ("torch", "device"):
-            return survey(graph).devices
+    if any(
+        (type(node) is str and node[:1] in _FIRST and node.partition(":")[0] in _DEVICE_TYPES)
+        or (type(node) is Global and (node.module, node.name) == ("torch", "device"))
+        for node in graph.nodes
+    ):
+        return survey(graph).devices
     return []
 
 

@@ -15,7 +15,7 @@ from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.objects import callable_name, elements, scalar
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
-from .archive import ProgramArchive, damaged_part, devices_in_sources, graph_of, integers, read_json
+from .archive import ProgramArchive, damaged, devices_in_sources, graph_of, integers, read_json
 
 #: ``TensorProto.DataType`` of caffe2, where lowercasing does not give torch's name.
 _DTYPES: Final = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
@@ -41,7 +41,7 @@ class JsonScript(ProgramArchive):
         tensors = model.get("tensors", []) if isinstance(model, dict) else None
         module = model.get("mainModule") if isinstance(model, dict) else None
         if not isinstance(tensors, list) or not isinstance(module, dict):
-            raise damaged_part(archive, record.name, " describes no module")
+            raise damaged(archive, record.name, " describes no module")
         self._tensors = tensors
         self._refs: dict[int, Ref] = {}
         self.parameters = 0
@@ -65,7 +65,7 @@ class JsonScript(ProgramArchive):
             visited += 1
             characters += len(prefix)
             if visited > _MAX_MODULES or characters > _MAX_CHARACTERS:
-                raise damaged_part(self.archive, "model.json", " has modules that nest endlessly")
+                raise damaged(self.archive, "model.json", " has modules that nest endlessly")
             for parameter in _dicts(module.get("parameters")):
                 number = _int(parameter.get("tensorId", 0))
                 if number is not None:
@@ -120,7 +120,7 @@ class JsonScript(ProgramArchive):
         return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
 
     def _damaged(self, number: int, why: str) -> MalformedError:
-        return damaged_part(self.archive, "model.json", f" is damaged at tensor {number}: {why}")
+        return damaged(self.archive, "model.json", f" is damaged at tensor {number}: {why}")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:

@@ -11,17 +11,7 @@ from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, pluralize
-from ...checkpoint.container import (
-    CUT,
-    DAMAGED,
-    Container,
-    FoundPickle,
-    Manifest,
-    Problem,
-    StoredBytes,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import TensorReader, storage_mention
 from ...files.sources import Appending, Plan, Source, Span, merged
@@ -87,9 +77,6 @@ class TorchLegacy(Container):
         for key, stored in self._places.items():
             if stored.span is not None:
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
-
-    def manifest(self, *, checked: bool = False) -> Manifest:
-        return {key: (place.size,) for key, place in self._places.items()}
 
     def pickles(self) -> Iterator[FoundPickle]:
         for number in (3, 0, 1, 2, 4):

@@ -11,6 +11,7 @@ from ...base.text import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import Body
 from ...checkpoint.graph_editor import used_storages
+from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
 from ...checkpoint.views import without_views
 from ...files.sources import Computed, Plan, size_of
@@ -24,8 +25,6 @@ from ..repickled import is_exact
 _ROOT: Final = "archive"
 #: Decimal digits in ``.data/serialization_id``.
 _ID_DIGITS: Final = 40
-#: The records that torch.save writes beside the object and the storages.
-_OWN: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
@@ -37,7 +36,7 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
     """Return the promise of the object, its storages under other keys, and torch's own records."""
     graph = without_views(checkpoint.graph)
     order = checkpoint.container.byteorder
-    return Promise("torch-zip", graph, _OWN, storage_facts(checkpoint, graph), byteorder=order)
+    return Promise("torch-zip", graph, ARCHIVE_RECORDS, storage_facts(checkpoint, graph), byteorder=order)
 
 
 def archive_plan(checkpoint: Checkpoint) -> Plan:
