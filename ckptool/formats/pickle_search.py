@@ -237,7 +237,7 @@ def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[Found
         yield from _with_nested(_broken(name, error), search)
         return
     yield from _with_nested(FoundPickle(name, graph, "", content.size - end), search)
-    yield from _bare(content, end, f"{name}, behind its end", search)
+    yield from _bare(content, end, f"{name}, after its end", search)
 
 
 def _broken(where: str, error: MalformedError) -> FoundPickle:
@@ -307,7 +307,7 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
         header = at + blank // 512 * 512
         at = header if is_header(source.read(header, 512)) else at + blank
         for pickle in _in_file(SliceSource(source, at, source.size - at, source.name), search.deeper()):
-            yield pickle._replace(where=f"behind the archive: {pickle.where}")
+            yield pickle._replace(where=f"after the archive: {pickle.where}")
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:

@@ -157,12 +157,12 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     record = archive.find("data.pkl") if archive is not None and clear else None
     current = _directory_records(archive).get(record.name) if archive is not None and record is not None else None
     if current is not None and (scan.main is None or scan.main[0].header != current.header):
-        # An edit in place leaves the former pickle where it was: the directory tells which one counts.
+        # An edit in place leaves the former pickle where it was: the directory says which one counts.
         scan.main = None
         scan.read_pickle(current)
     elif len({(pickle.crc, pickle.size) for pickle in scan.pickles}) > 1:
         scan.main = None
-        scan.reason = "it has two pickles named data.pkl, and nothing tells which one counts"
+        scan.reason = "it has two pickles named data.pkl, and nothing says which one counts"
     if scan.main is None:
         raise MalformedError(f"nothing can be saved: {scan.reason}", path=source.name, next="get another copy")
     _, data, graph = scan.main

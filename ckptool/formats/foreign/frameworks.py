@@ -40,7 +40,9 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
 
 #: Fields of a protobuf message that are read.
 _MAX_FIELDS: Final = 64
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+#: Bytes of a value by its wire type: a varint and a byte string carry their own sizes.
+_WIDTHS: Final = {_VARINT: 0, 1: 8, _BYTES: 0, 5: 4}
 
 
 class Field(NamedTuple):
@@ -59,26 +61,20 @@ def fields(source: Source) -> list[Field]:
     while at < source.size and len(message) < _MAX_FIELDS:
         block = source.read(at, 20)
         tag, used = _varint(block, 0)
-        if used < 0 or not 0 < tag >> 3 < 1 << 29:
-            return []
         number, wire = tag >> 3, tag & 7
-        if wire == _VARINT:
+        field, width = Field(number, -1, b"", 0), _WIDTHS.get(wire, 0)
+        if used > 0 and wire in (_VARINT, _BYTES):
             value, used = _varint(block, used)
-            if used < 0:
-                return []
-            message.append(Field(number, value, b"", 0))
-        elif wire == _BYTES:
-            size, used = _varint(block, used)
-            if used < 0 or at + used + size > source.size:
-                return []
-            message.append(Field(number, -1, source.read(at + used, min(size, 64)), size))
-            used += size
-        elif wire in (_FIXED32, _FIXED64):
-            message.append(Field(number, -1, b"", 0))
-            used += 4 if wire == _FIXED32 else 8
-        else:
+            field = field._replace(value=value)
+        if used < 0 or not 0 < number < 1 << 29 or wire not in _WIDTHS:
             return []
-        at += used
+        if wire == _BYTES:
+            width = field.value
+            if at + used + width > source.size:
+                return []
+            field = Field(number, -1, source.read(at + used, min(width, 64)), width)
+        message.append(field)
+        at += used + width
     return message
 
 

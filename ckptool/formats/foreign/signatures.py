@@ -105,13 +105,13 @@ def _numbers(source: Source, at: int, form: str) -> tuple[int, ...]:
 
 
 def _is_whisper(source: Source, at: int) -> bool:
-    """Whisper's vocabulary size, and 1,500 audio positions."""
+    """Return whether it has Whisper's vocabulary size, and 1,500 audio positions."""
     sizes = _numbers(source, 4, "<2i")
     return bool(sizes) and 51_000 < sizes[0] < 53_000 and sizes[1] == 1500
 
 
 def _is_llama2(source: Source, at: int) -> bool:
-    """Seven sizes without magic bytes, and exactly as many floats as they imply."""
+    """Return whether it has seven sizes, and exactly as many floats as they imply."""
     sizes = _numbers(source, 0, "<7i")
     if not sizes:
         return False
@@ -124,7 +124,7 @@ def _is_llama2(source: Source, at: int) -> bool:
 
 
 def _is_darknet(source: Source, at: int) -> bool:
-    """A version, the number of images seen, and floats of plausible magnitude."""
+    """Return whether it has a version, the number of images seen, and floats of plausible magnitude."""
     version = _numbers(source, 0, "<3i")
     if not version or version[0] != 0 or not 0 <= version[1] <= 2 or not 0 <= version[2] <= 9:
         return False
@@ -134,7 +134,7 @@ def _is_darknet(source: Source, at: int) -> bool:
 
 
 def _is_old_xgboost(source: Source, at: int) -> bool:
-    """136 bytes of parameters, then the name of the objective."""
+    """Return whether the name of an objective follows 136 bytes of parameters."""
     begin = 4 if source.read(0, 4) == b"binf" else 0
     size = _numbers(source, begin + 136, "<Q")
     if not size or not 3 < size[0] < 64:
@@ -143,13 +143,13 @@ def _is_old_xgboost(source: Source, at: int) -> bool:
 
 
 def _is_ncnn_weights(source: Source, at: int) -> bool:
-    """The tag of the first weights, or bare numbers that a .param file describes."""
+    """Return whether it has the tag of the first weights, or bare numbers that a .param file describes."""
     tagged = _begins(rb"\x47\x6b\x30\x01|\x38\x4b\x0d\0|\x56\xc0\x02\0")
     return tagged(source, at) or _beside(".param", rb"\A7767517\s")(source, at)
 
 
 def _is_flatbuffer(source: Source, at: int) -> bool:
-    """A root with a field table, before or after it, within the file."""
+    """Return whether it has a root with a field table, before or after it, within the file."""
     root = _numbers(source, 0, "<I")
     if not root or not 4 <= root[0] < source.size - 4:
         return False
@@ -159,7 +159,7 @@ def _is_flatbuffer(source: Source, at: int) -> bool:
 
 
 def _is_keras(source: Source, at: int) -> bool:
-    """Names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
+    """Return whether it has names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
     block = source.read(at, 1 << 16)
     keras2 = b"keras_version" in block or b"layer_names" in block or b"model_weights" in block
     return keras2 or (b"layers\0" in block and b"vars\0" in block)
@@ -173,7 +173,8 @@ def _skip_strings(data: bytes, at: int, tags: bytes) -> int:
 
 
 def _is_caffe(source: Source, at: int) -> bool:
-    """A NetParameter: an optional name, then a layer with name and type (field 100), or one of version 1 (field 2)."""
+    """Return whether it is a NetParameter: an optional name, then a layer with name and type (field 100), or one of
+    version 1 (field 2)."""
     data = source.read(0, 4096)
     name = _skip_strings(data, 0, b"\x0a") if data[:1] == b"\x0a" else 0
     begin = re.compile(rb"\xa2\x06[\x80-\xff]{0,4}[\0-\x7f]\x0a|\x12[\x80-\xff]{0,4}[\0-\x7f]").match(data, name)

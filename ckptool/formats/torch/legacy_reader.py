@@ -55,7 +55,7 @@ class TorchLegacy(Container):
         #: Whether one key is that of two different views.
         self._views_differ = False
         self._places: dict[str, StoredBytes] = {}
-        #: Where the last storage ends.
+        #: The end of the last storage.
         self.tail = source.size
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
@@ -84,7 +84,7 @@ class TorchLegacy(Container):
             yield FoundPickle(_PARTS[number], graph)
             yield from nested_pickles(graph, _PARTS[number])
         if self.tail < self.source.size:
-            yield from bare_pickles(self.source, self.tail, "behind the last storage")
+            yield from bare_pickles(self.source, self.tail, "after the last storage")
         if is_header(self.source.read(0, 512)):
             yield from tar_pickles(self.source)  # torch asks for a tar archive first
 
@@ -264,7 +264,7 @@ def read(source: Source) -> TorchLegacy:
     """Read the five pickles; raises MalformedError where one of them is invalid."""
     parts: list[Decoded] = []
     bounds = [0]
-    # There are no lengths: read ahead, and twice as much whenever a pickle is longer than that.
+    # No lengths are stored: read ahead, and twice as much whenever a pickle is longer than that.
     base, window = 0, source.read(0, 1 << 20)
     for name in _PARTS:
         while True:

@@ -1,6 +1,6 @@
 """The tar format of torch 0.1: an object, its tensors and its storages in three members of a tar archive.
 
-Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). It is no longer written.
+Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). Torch no longer writes it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class TorchTar(Container):
 
 
 def _number(value: Node) -> int:
-    """Return the number of a tensor or storage, of which torch takes ``int()``; -1 where it is invalid."""
+    """Return the number of a tensor or storage, to which torch applies ``int()``; -1 where it is invalid."""
     if type(value) is int:
         return value if 0 <= value < 1 << 64 else -1
     return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
@@ -259,7 +259,7 @@ class _MemberReader:
         return MalformedError(what, where=self.name, offset=self.at, path=self.source.name)
 
     def check_new(self, key: int, known: Mapping[int, object]) -> None:
-        """Storages, views and tensors share one series of numbers: torch keeps them in one dict."""
+        """Raise MalformedError for a number in use: torch keeps storages, views and tensors in one dict."""
         if key in known:
             raise self.broken(f"the number {key} for two things")
 

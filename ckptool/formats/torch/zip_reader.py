@@ -63,7 +63,7 @@ class TorchZip(Container):
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
-                error.next = "get the file again: without data.pkl nobody knows what its bytes are"
+                error.next = "get the file again: without data.pkl the meaning of its bytes is lost"
             raise
         self.graph = decoded.graph
         self.end = decoded.end
@@ -145,7 +145,7 @@ class TorchZip(Container):
         yield from nested_pickles(self.graph, "data.pkl")
         if self.end < self.record.size:
             data = BytesSource(self.pickle, self.archive.source.name)
-            yield from bare_pickles(data, self.end, "data.pkl, behind its end")
+            yield from bare_pickles(data, self.end, "data.pkl, after its end")
         found = self._audit()
         yield from zip_pickles(self.archive, self.record, found.hidden, found.former)
 
