@@ -192,12 +192,10 @@ def why_skipped(path: str) -> str:
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
             return refusal.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
-        if known.name == "torch-zip":
-            archive = read_archive(source)
-            other = explain_zip(archive) if kind_of(archive) is None else None
-            claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
-            return "" if claims or other is None else other.what
-        return ""
+        archive = read_archive(source) if known.name == "torch-zip" else None
+        other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
+        claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
+        return "" if claims or other is None else other.what
     except MalformedError:
         return ""
     except UnreadableError as error:

@@ -339,12 +339,14 @@ def _byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     nodes = graph.nodes
     loaders = {ref for ref, node in enumerate(nodes) if type(node) is Global and "load" in node.name}
     arguments = set()
-    for call in (node for node in nodes if type(node) is Call):
-        args = nodes[call.args]
-        for ref in args[:4] if type(args) is tuple else ():
-            argument_type = type(nodes[ref])
+    for node in nodes:
+        args = nodes[node.args] if type(node) is Call else None
+        if type(node) is not Call or type(args) is not tuple:
+            continue
+        for ref in args[:4]:
+            kind = type(nodes[ref])
             # Python 2 has its bytes in str; torch's own calls take strings all the time.
-            if argument_type in (bytes, ByteArray) or (argument_type is str and call.func in loaders):
+            if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
                 arguments.add(ref)
     for ref, node in enumerate(nodes):
         if type(node) is bytes:

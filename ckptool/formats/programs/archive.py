@@ -13,7 +13,6 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import PROGRAM, NamedDevice, Program
-from ...checkpoint.tensors import TensorReader
 from ...files.sources import Appending, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
@@ -190,11 +189,6 @@ def nested_file(archive: Archive, record: Record) -> TorchZip:
     if pickle is None:
         raise damaged(archive, record.name, " has no data.pkl")
     return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
-
-
-def count_locations(graph: Graph) -> Counter[str]:
-    """Return how many storages of a graph have which location tag."""
-    return Counter(storage.location for storage in TensorReader(graph).storages.values())
 
 
 def append_graph(builder: Builder, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:

@@ -18,18 +18,10 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice
+from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Ref
-from .archive import (
-    ProgramArchive,
-    append_graph,
-    count_locations,
-    damaged,
-    integers,
-    name_parts,
-    nested_file,
-    read_json,
-)
+from .archive import ProgramArchive, append_graph, damaged, integers, name_parts, nested_file, read_json
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 _DTYPES: Final = {
@@ -182,7 +174,8 @@ class Pt2(ProgramArchive):
 
     def _locations(self, record: Record) -> Counter[str]:
         try:
-            return count_locations(nested_file(self.archive, record).graph)
+            storages = TensorReader(nested_file(self.archive, record).graph).storages
+            return Counter(storage.location for storage in storages.values())
         except (MalformedError, PickleError) as error:
             what = f"{quoted(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
             self.problems.append(Problem("broken-part", "warning", what, False, record.name))

@@ -250,12 +250,12 @@ _FIRST: Final = frozenset(name[0] for name in _DEVICE_TYPES)
 
 def _devices(graph: Graph) -> list[DeviceName]:
     """Return the ``torch.device`` objects and the strings that name a device, with their paths."""
-    if any(
-        (type(node) is str and node[:1] in _FIRST and node.partition(":")[0] in _DEVICE_TYPES)
-        or (type(node) is Global and (node.module, node.name) == ("torch", "device"))
-        for node in graph.nodes
-    ):
-        return survey(graph).devices
+    for node in graph.nodes:
+        if type(node) is str:
+            if node[:1] in _FIRST and node.partition(":")[0] in _DEVICE_TYPES:
+                return survey(graph).devices
+        elif type(node) is Global and (node.module, node.name) == ("torch", "device"):
+            return survey(graph).devices
     return []
 
 

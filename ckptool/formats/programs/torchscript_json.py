@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError
-from ...base.text import pluralize
+from ...base.text import pluralize, quoted
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.objects import callable_name, elements, scalar
 from ...files.zips.reader import Archive
@@ -120,7 +120,7 @@ class JsonScript(ProgramArchive):
         return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
 
     def _damaged(self, number: int, why: str) -> MalformedError:
-        return damaged(self.archive, "model.json", f" is damaged at tensor {number}: {why}")
+        return damaged(self.archive, "model.json", f" is damaged at tensor {quoted(str(number))}: {why}")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:

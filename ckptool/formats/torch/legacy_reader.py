@@ -27,7 +27,7 @@ _MAGIC_BYTES = MAGIC.to_bytes(10, "little")
 _MAGIC_TEXT = b"%d" % MAGIC
 #: First bytes of a pickle that begins with the number: PROTO, LONG, INT, LONG1, LONG4 and MARK.
 _BEGINNINGS = (b"\x80", b"L", b"I", b"\x8a", b"\x8b", b"(")
-#: The most bytes in which the end of a zip archive begins.
+#: The last bytes of a file, among which the end record of a zip archive begins.
 _ZIP_TAIL = 22 + 0xFFFF
 _PARTS = ("magic number", "protocol version", "system info", "object pickle", "list of storage keys")
 
