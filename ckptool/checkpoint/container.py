@@ -177,7 +177,8 @@ class Container:
 
     def stored_size(self, key: str) -> int | None:
         """Return the size in bytes of the storage ``key``, inflated; None if its bytes are missing."""
-        raise NotImplementedError
+        stored = self.stored(key)
+        return None if stored.span is None else stored.size
 
     def stored(self, key: str) -> StoredBytes:
         """Return where the bytes of the storage ``key`` are."""

@@ -18,8 +18,8 @@ PROGRAM_CODES: Final = words(
 #: The text for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
-#: Records about the archive itself.
-_ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
+#: The records about the archive itself, which torch.save writes beside the object and the storages.
+ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
 
 
 class NamedDevice(NamedTuple):
@@ -71,7 +71,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
     return {
         name: f"{record.size:,} bytes, CRC-32 {record.crc or 0:08x}"
         for name, record in named
-        if name not in _ARCHIVE_RECORDS and not name.endswith(".debug_pkl")
+        if name not in ARCHIVE_RECORDS and not name.endswith(".debug_pkl")
     }
 
 

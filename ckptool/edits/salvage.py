@@ -86,9 +86,8 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
     container = _read(read_container, source)
     if not any(problem.level == "error" for problem in container.problems):
         return container, True
-    rescued = Rescued(
-        source, "", container.graph, container.pickle, container.byteorder, container.format, container.traits
-    )
+    rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder)
+    rescued.format, rescued.traits = container.format, container.traits
     for record in container.records():
         rescued.keep(record.key, container.stored(record.key))
     return rescued, False

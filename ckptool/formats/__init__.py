@@ -1,5 +1,5 @@
-"""The formats, a folder each. Each is registered here by one line that names its module, which is imported when a file
-may be of that format, and not before."""
+"""The formats. Each is registered here with the name of its module, which is imported when a file may have that format,
+and not before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Format(NamedTuple):
 
 
 _TAR: Final = "torch-tar"
-#: Only tar has no mark at its beginning, so that a file may be of that format and another one.
+#: A tar archive may begin with any bytes, so that a file may have another format as well.
 _TWINS: Final = (
     "it is a tar archive and a file of the format {} at once: torch.load and other readers take it for either"
 )
@@ -94,12 +94,12 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),
 )
 
-#: Enough to tell every format (docs/formats.md): tar has its mark at 257.
+#: First bytes that distinguish all formats (docs/formats.md): tar has its magic bytes at 257.
 _HEAD = 1024
 
 
 def folder_format(path: str) -> FolderFormat | None:
-    """The format of a folder that is one checkpoint, None for every other path."""
+    """Return the format of a folder that is one checkpoint, None for any other path."""
     try:
         names = frozenset(os.listdir(path))
     except OSError:
@@ -108,18 +108,18 @@ def folder_format(path: str) -> FolderFormat | None:
 
 
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:
-    """Read a folder in the format that the names of its files tell; None where it is no checkpoint as a whole.
+    """Read a folder in the format that the names of its files show; return None where it is not one checkpoint.
 
-    Raises as ``read_container`` does.
+    Raises the errors of ``read_container``.
     """
-    found = folder_format(path)
-    return None if found is None else found.read(path)
+    known = folder_format(path)
+    return known.read(path) if known else None
 
 
 def read_container(source: Source) -> Container:
-    """Read a source in the format that its content tells.
+    """Read a source in the format that its content shows.
 
-    Raises NotACheckpointError, which names what the file is, and MalformedError for a damaged checkpoint.
+    Raises NotACheckpointError, which names the file's format, and MalformedError for a damaged checkpoint.
     """
     head = source.read(0, _HEAD)
     known = next((known for known in FORMATS if known.sniff(head, source)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
@@ -19,7 +20,7 @@ from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .foreign.identification import explain, explain_zip
 from .zip_kinds import kind_of
 
-#: Suffixes of checkpoints: a file of no known format with one of these is a checkpoint that went wrong.
+#: Suffixes of checkpoints: a file of unknown format with one of these is a damaged checkpoint.
 _SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin", ".safetensors", ".ptl", ".pt2", ".mar")
 #: Whole files of other kinds, which may be named like a checkpoint and are not torch's.
 _OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
@@ -62,11 +63,11 @@ def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableErr
 
 
 def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | UnreadableError]:
-    """Yield the files behind the paths as they are found, in a stable order; an error for a path without a checkpoint.
+    """Yield the files that the paths lead to, in a stable order; an error for a path without a checkpoint.
 
     A folder that is one checkpoint is yielded itself; any other is searched, except hidden folders and symbolic links
-    to folders. A path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob, ``**`` any depth. A named file
-    is yielded whatever it is, and as often as it is named; another one once.
+    to folders. A path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob, with ``**`` for any depth. A
+    named file is yielded whatever it is, and as often as it is named; any other once.
     """
     seen: set[str] = set()
     for path in paths:
@@ -96,7 +97,7 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
 
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            # Brackets are part of many a name of a file that is just not there.
+            # Many file names have brackets in them.
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
             raise UnreadableError(what, path=path, next="name the folder to search all of it")
         for match in matches:
@@ -142,9 +143,8 @@ def _no_checkpoint(path: str) -> UnreadableError:
     if not first:
         return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
     words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
-    what = (
-        f"there is no torch checkpoint in this folder: {join_limited(words)}{', among others' * (len(first) > _NAMED)}"
-    )
+    what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
+    what += ", among others" * (len(first) > _NAMED)
     return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, first[0][0]))}")
 
 
@@ -157,17 +157,12 @@ def _foreign_kind(path: str) -> str:
             return ""
         return folder.description if folder is not None else ""
     try:
-        source = open_source(path)
+        with closing(open_source(path)) as source:
+            head = source.read(0, 1024)
+            archive = head[:4] == b"PK\x03\x04"
+            error = explain_zip(read_archive(source)) if archive else explain(head, source)
     except UnreadableError:
         return ""
-    try:
-        head = source.read(0, 1024)
-        archive = head[:4] == b"PK\x03\x04"
-        error = explain_zip(read_archive(source)) if archive else explain(head, source)
-    except UnreadableError:
-        return ""
-    finally:
-        source.close()
     if error is None or getattr(error, "kind", "") not in _ARCHIVES | FOREIGN_KINDS:
         return ""
     return re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
@@ -197,12 +192,10 @@ def why_skipped(path: str) -> str:
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
             return refusal.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
-        if known.name == "torch-zip":
-            archive = read_archive(source)
-            other = explain_zip(archive) if kind_of(archive) is None else None
-            claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
-            return "" if claims or other is None else other.what
-        return ""
+        archive = read_archive(source) if known.name == "torch-zip" else None
+        other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
+        claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
+        return "" if claims or other is None else other.what
     except MalformedError:
         return ""
     except UnreadableError as error:
@@ -219,20 +212,17 @@ def explain_directory(path: str) -> UnreadableError:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
     from .foreign.training_folders import training_folder
 
-    known = training_folder(path)
-    if known is not None:
+    if (known := training_folder(path)) is not None:
         return known
-    foreign = foreign_folder(names)
-    if foreign is not None:
+    if (foreign := foreign_folder(names)) is not None:
         what = f"it is {foreign.description}, not a torch checkpoint"
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
     files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     if checkpoints:
         what = f"it is a directory; it holds {join_limited(checkpoints)}"
-        return UnreadableError(
-            what, path=path, next=f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
-        )
+        step = f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
+        return UnreadableError(what, path=path, next=step)
     # Its folders may be checkpoints, as in a diffusers pipeline.
     folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
     if not folders:

@@ -1,4 +1,4 @@
-"""What a format cannot hold of a checkpoint, as data: found before anything is written."""
+"""Losses: the parts of a checkpoint that a format cannot hold, found before anything is written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..base.text import argument, join_limited, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
 
-#: Every kind of loss, and what it means.
+#: Every kind of loss in words.
 KINDS: Final = {
-    "entries": "what is no tensor of the state dict",
+    "entries": "what is not a tensor of the state dict",
     "keys": "entries under keys that have no name: tuples, bytes, objects",
-    "containers": "dicts that are empty, and keys that are no texts",
+    "containers": "dicts that are empty, and keys that are not strings",
     "shards": "that tensors are what one rank had of larger ones (DTensor, ShardedTensor)",
     "strides": "the order of the elements of tensors that are not contiguous",
     "sharing": "that tensors share memory",
@@ -25,15 +25,14 @@ KINDS: Final = {
     "devices": "the devices that tensors were on",
 }
 
-
-#: Losses that another option is about.
+#: Losses that are allowed by an option of their own.
 _WAYS: Final[Mapping[str, tuple[str, str]]] = {"sharing": ("--tied", "keep-first")}
-#: What there is instead of an option.
+#: Options that avoid a loss.
 _INSTEAD: Final = {"sharing": "--tied clone copies them"}
 
 
 class Loss(NamedTuple):
-    """Something that would not be in the output: its kind, and where (paths or names)."""
+    """Something that the output would lack: its kind, and where it is (paths or names)."""
 
     kind: str
     where: tuple[str, ...]
@@ -51,9 +50,9 @@ def refuse(
     target: str,
     ways: Mapping[str, tuple[str, str]] = _WAYS,
 ) -> None:
-    """Raise RefusedError unless every loss is of an allowed kind; the error names all that are not.
+    """Raise RefusedError unless every loss is of an allowed kind; the error names all others.
 
-    ``ways`` are the options that take the place of an allowance, by kinds of losses.
+    ``ways`` are the options that allow a loss, by its kind; ``--allow-loss`` allows any other.
     """
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     if left:
@@ -66,24 +65,18 @@ def refuse(
 
 
 def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
-    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has asked before."""
-    found = losses() if checkpoint.target is None else []
-    if found:
-        raise RefusedError(f"{output} cannot hold {found[0].words}", path=checkpoint.path, next=_way_out(checkpoint))
+    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has checked before."""
+    if checkpoint.target is None and (lost := losses()):
+        raise RefusedError(f"{output} cannot hold {lost[0].words}", path=checkpoint.path, next=_way_out(checkpoint))
 
 
 def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
-    """Return the state dict that goes into an output of one alone; raise RefusedError where there is none."""
-    found = state_dict_of(checkpoint, target)
-    if found is None:
-        what = f"{output} holds tensors by their names and nothing else"
-        raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
-    return found
-
-
-def state_dict_of(checkpoint: Checkpoint, target: Target) -> StateDict | None:
-    """Return the state dict that goes into an output of one alone."""
-    return next((item for item in checkpoint.state_dicts if item.path == target.key), None)
+    """Return the state dict for an output that holds nothing else; raise RefusedError where there is none."""
+    for state_dict in checkpoint.state_dicts:
+        if state_dict.path == target.key:
+            return state_dict
+    what = f"{output} holds tensors by their names and nothing else"
+    raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
 
 
 def _way_out(checkpoint: Checkpoint) -> str:

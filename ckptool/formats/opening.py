@@ -1,9 +1,10 @@
-"""From a path to a checkpoint."""
+"""Opening of checkpoints by their paths."""
 
 from __future__ import annotations
 
 import os
 from shlex import quote
+from typing import TypeAlias
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
 from ..base.text import argument, salvage_step
@@ -23,12 +24,11 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        found = read_folder(name)
-        if found is None:
-            from .checkpoint_search import explain_directory
+        if opened := read_folder(name):
+            return Checkpoint.of(name, *opened)
+        from .checkpoint_search import explain_directory
 
-            raise explain_directory(name)
-        return Checkpoint.of(name, *found)
+        raise explain_directory(name)
     if in_several_files(name):
         from .hf import folder as hf_folder
 
@@ -37,7 +37,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
 
 def in_several_files(path: str) -> bool:
-    """Does the path name a checkpoint in several files: a folder, or the index of one?"""
+    """Return whether a path is that of a checkpoint in several files: a folder, or the index of one."""
     if os.path.isdir(path):
         return True
     if not path.endswith(".json") or is_address(path):
@@ -47,10 +47,11 @@ def in_several_files(path: str) -> bool:
     return is_index(path)
 
 
-def _part_of_folder(
-    source: FileSource | ContainedSource, error: CkptoolError | None = None
-) -> NotACheckpointError | None:
-    """The error for a file that belongs to a folder that is a checkpoint; None for any other."""
+_File: TypeAlias = FileSource | ContainedSource
+
+
+def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotACheckpointError | None:
+    """Return the error for a file of a folder that is a checkpoint as a whole; None for any other file."""
     folder, name = os.path.split(source.name)
     known = folder_format(folder or os.curdir) if isinstance(source, FileSource) else None
     if known is None:
@@ -58,7 +59,7 @@ def _part_of_folder(
     kind = getattr(error, "kind", "")
     if known.name == "dcp" and (name == ".metadata" or name.endswith(".distcp")):
         kind = "dcp-part"
-        words = "what says which tensors are where" if name == ".metadata" else "tensors without their names"
+        words = "the index of its tensors" if name == ".metadata" else "tensors without their names"
         what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"
     elif kind == "json":
         from .hf.files import side_files
@@ -71,9 +72,9 @@ def _part_of_folder(
     return NotACheckpointError(what, kind=kind, path=source.name, next=step)
 
 
-def checkpoint_of(source: FileSource | ContainedSource) -> Checkpoint:
-    """The checkpoint in an open file, which is closed when there is none."""
-    # A part of a DCP folder is zips one behind another: alone, the last of them would be the whole.
+def checkpoint_of(source: _File) -> Checkpoint:
+    """Return the checkpoint in an open file, which is closed if there is none."""
+    # A part of a DCP folder is a series of zips: read alone, the last of them would pass for the whole.
     part = _part_of_folder(source) if source.name.endswith(".distcp") else None
     if part is not None:
         source.close()

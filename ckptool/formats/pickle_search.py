@@ -1,4 +1,4 @@
-"""Search for every pickle in a file, wherever it hides: a scanner that reads only one of them is fooled by another.
+"""Search for every pickle in a file: a scanner that reads only one of them is fooled by another.
 
 Pickles may be bare, one after the other, in any record of an archive, in a record that the directory does not list, in
 an archive within an archive, and in the bytes that another pickle hands to ``pickle.loads``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from typing import Final, NamedTuple, cast
 
 from ..base.errors import MalformedError, PickleError, TruncatedPickleError
@@ -23,12 +24,12 @@ from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Sty
 
 #: Depth to which pickles within pickles are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
-#: Bytes of a stretch that only may be a pickle.
+#: The most bytes that are decoded on the mere chance of a pickle.
 _MAX_GUESS: Final = 64 << 20
 _ZIP: Final = b"PK\x03\x04"
 #: Bytes that may be examined beyond those of the file: deflated ones, and ones examined from several offsets.
 _SPARE: Final = 16 << 20
-#: How many times less inflating a byte costs than decoding it.
+#: The cost of decoding a byte in relation to that of inflating it.
 _INFLATE_RATIO: Final = 16
 #: Bytes after the end of a tar archive that are examined: tar pads up to 10,240 with zeros.
 _TAR_REST: Final = 1 << 16
@@ -41,11 +42,11 @@ class _BudgetError(Exception):
 
 
 class _Budget:
-    """The bytes that may still be examined, and the stretches that were: (file, offset, size, how it was read)."""
+    """The bytes that may still be examined, and the spans that were: (file, offset, size, how it was read)."""
 
     def __init__(self, left: int) -> None:
         self.left = left
-        #: The sources are kept, so that no other one gets the id of one of them.
+        #: The sources are kept alive, so that none of their ids is used again.
         self.seen: dict[tuple[int, int, int, object], Source] = {}
 
     def take(self, size: int) -> None:
@@ -55,7 +56,7 @@ class _Budget:
             raise _BudgetError
 
     def is_new(self, span: Span, how: object) -> bool:
-        """Return whether a stretch was not yet examined in this way, under whatever name."""
+        """Return whether a span was not yet examined in this way, under whatever name."""
         source, offset, size = span
         while isinstance(source, SliceSource):
             offset += source.offset
@@ -109,7 +110,7 @@ def find_pickles(source: Source) -> Iterator[FoundPickle]:
 
 def _in_file(source: Source, search: _Search) -> Iterator[FoundPickle]:
     head = source.read(0, 512)
-    # The end of an archive is looked for where torch does.
+    # As torch does, look for the end of an archive.
     tail_begin = end_search_start(source.size)
     if head[:4] == _ZIP or b"PK\x05\x06" in source.read(tail_begin, source.size - tail_begin):
         try:
@@ -175,14 +176,13 @@ def _in_zip(
 ) -> Iterator[FoundPickle]:
     current = ((archive, record, "") for record in archive.records if record is not main)
     older = ((version, record, "former version: ") for version, record in former)
-    for records in (current, older):
-        for version, record, prefix in records:
-            try:
-                for pickle in _in_record(version, record, search) if record.size else ():
-                    yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
-            except MalformedError as error:
-                if _is_pickle_name(record.name):
-                    yield _broken(record.name, error)
+    for version, record, prefix in chain(current, older):
+        try:
+            for pickle in _in_record(version, record, search) if record.size else ():
+                yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
+        except MalformedError as error:
+            if _is_pickle_name(record.name):
+                yield _broken(record.name, error)
     yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
 
 
@@ -237,7 +237,7 @@ def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[Found
         yield from _with_nested(_broken(name, error), search)
         return
     yield from _with_nested(FoundPickle(name, graph, "", content.size - end), search)
-    yield from _bare(content, end, f"{name}, behind its end", search)
+    yield from _bare(content, end, f"{name}, after its end", search)
 
 
 def _broken(where: str, error: MalformedError) -> FoundPickle:
@@ -265,9 +265,7 @@ def _is_pickle_name(name: str) -> bool:
 
 def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: _Search) -> Iterator[FoundPickle]:
     """Yield the pickles in records that are found by their local headers, their sizes unknown."""
-    for number, offset in enumerate(offsets):
-        if number >= LIMITS.listed:
-            return
+    for offset in islice(offsets, LIMITS.listed):
         raw = source.read(offset, LOCAL.size + 0x200)
         size = int.from_bytes(raw[26:28], "little")
         name = raw[LOCAL.size : LOCAL.size + size].decode("utf-8", "replace")
@@ -309,7 +307,7 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
         header = at + blank // 512 * 512
         at = header if is_header(source.read(header, 512)) else at + blank
         for pickle in _in_file(SliceSource(source, at, source.size - at, source.name), search.deeper()):
-            yield pickle._replace(where=f"behind the archive: {pickle.where}")
+            yield pickle._replace(where=f"after the archive: {pickle.where}")
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:

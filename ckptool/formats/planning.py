@@ -1,8 +1,9 @@
-"""From an edited checkpoint to the plan of its file: the same file with another pickle, or a file laid out anew."""
+"""Planning of outputs: an edited checkpoint becomes its file with another pickle, or a file with a new layout."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from shlex import quote
 from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
@@ -10,13 +11,13 @@ from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
 from ..base.text import argument, salvage_step
 from ..checkpoint.checkpoint import Checkpoint, Target
-from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE, Container
+from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
 from ..files.pool import open_pooled
-from ..files.sources import Appending, Claim, Files, FolderSource, Plan, Span, leads_out
+from ..files.sources import Appending, Claim, Files, FileSource, FolderSource, Plan, Span, leads_out
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
@@ -24,30 +25,33 @@ from . import read_folder, repickled
 from .promises import Promise
 from .repickled import verified_pickle
 
-#: What the names of outputs that hold one format end with.
+#: Suffixes of outputs that are one file of the format.
 _TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
 _SAFETENSORS: Final = ".safetensors"
 
-#: Bytes of a shard where nobody says another number; that of huggingface_hub.
+#: Bytes of a shard by default, as in huggingface_hub.
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | Files, bool]
 #: Targets whose format has no checksums.
 _WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
-#: What an edit in place may take out: where storages no longer stand as torch computes it, it must look them up.
+#: The record that an edit in place may drop: without it torch looks up the offsets of storages and computes none.
 _CONTRACT: Final = "/.format_version"
 
 
 class Writer(Protocol):
-    """The functions of a writer's module: the plan of an output with whether its pickle is proven byte-exact, and what
-    the output promises, which is made of the checkpoint alone."""
+    """The functions of a writer's module.
+
+    ``plan`` returns the output, and whether its pickle is proven byte-exact; ``promise`` what the output must hold,
+    derived from the checkpoint alone.
+    """
 
     def plan(self, checkpoint: Checkpoint, target: Target) -> _Planned: ...
 
     def promise(self, checkpoint: Checkpoint, target: Target) -> Promise: ...
 
 
-#: The module that writes each format, by the name that a target has for it; "same" is the input with another pickle.
+#: The module that writes each format of a target; "same" is the input with another pickle.
 _WRITERS: Final = {
     "same": "repickled",
     "program": "programs.writer",
@@ -59,38 +63,36 @@ _WRITERS: Final = {
 
 
 def writer_of(target: Target) -> Writer:
-    """Return what writes a target, imported when it is needed."""
+    """Return the writer of a target, imported at the first use."""
     return cast(Writer, lazy.module(f"formats.{'hf.writer' if target.shard_size else _WRITERS[target.format]}"))
 
 
 def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
-    """Return what the output of a checkpoint under that name must hold; None where it is the input, byte for byte."""
+    """Return what an output of this name must hold; None where it is the input, byte for byte."""
     target = target_of(checkpoint, output)
-    if target is None:
-        return None
-    return writer_of(target).promise(checkpoint, target)._replace(odd=_problem_codes(checkpoint.container))
+    return None if target is None else _tolerating(writer_of(target).promise(checkpoint, target), checkpoint)
 
 
 def promise_in_place(checkpoint: Checkpoint) -> Promise:
     """Return what the file must hold after an edit in place."""
     container = checkpoint.container
     if program_of(checkpoint) is not None:
-        promise: Promise = lazy.module("formats.programs.writer").promise(checkpoint)
-        return promise._replace(odd=_problem_codes(container))
+        return _tolerating(lazy.module("formats.programs.writer").promise(checkpoint), checkpoint)
     gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
     dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
-    return repickled.promise(checkpoint)._replace(dropped=frozenset(dropped), odd=_problem_codes(container))
+    return _tolerating(repickled.promise(checkpoint), checkpoint)._replace(dropped=frozenset(dropped))
 
 
-def _problem_codes(container: Container) -> frozenset[str]:
-    return frozenset(problem.code for problem in container.problems)
+def _tolerating(promise: Promise, checkpoint: Checkpoint) -> Promise:
+    """Return a promise that tolerates the problems of the input."""
+    return promise._replace(odd=frozenset(problem.code for problem in checkpoint.container.problems))
 
 
 def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
-    """The output file or folder of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
+    """Return the output of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
 
-    ``output`` is its name where that is known. Raises MalformedError for a damaged file, RefusedError where something
-    would be lost, or the name says another format.
+    ``output`` is its name, "" if unknown. Raises MalformedError for a damaged file, RefusedError where something would
+    be lost, or where the name has the suffix of another format.
     """
     if not follow_links:
         _refuse_links(checkpoint)
@@ -113,36 +115,38 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
 
 
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
-    """What is written under a name; None where that is the input as it is."""
-    # A folder that is not edited is written anew where one file is to be made of it.
+    """Return the target of an output of this name; None where it is the input as it is."""
+    # Even an unedited folder is rewritten where the output is one file.
     if not checkpoint.edited and not (checkpoint.traits.sharded and not makes_folder(checkpoint, output)):
         return None
     return checkpoint.target or _own_target(checkpoint, output)
 
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
-    """Does an edit of it, under this name, write a folder?"""
+    """Return whether an edit writes a folder under this name."""
     if checkpoint.traits.sharded:
         return not output.endswith((_SAFETENSORS, *_TORCH))
     return isinstance(checkpoint.source, FolderSource)
 
 
 def parts_of(folder: str) -> frozenset[str]:
-    """The names of the files that are the checkpoint in a folder: those that its index or ``.metadata`` names. Nothing
-    where it cannot be read."""
+    """Return the names of the files of a folder that its index or ``.metadata`` names; none where it is unreadable."""
     try:
-        found = read_folder(folder)
+        opened = read_folder(folder)
     except CkptoolError:
+        opened = None
+    if opened is None:
         return frozenset()
-    if found is None:
-        return frozenset()
-    found[0].close()
-    return found[0].parts
+    opened[0].close()
+    return opened[0].parts
 
 
 class Companions(NamedTuple):
-    """Names of files of a folder that are no part of the checkpoint: those that go along with what is written, as they
-    are, those that do not, and of these the links out of the folder that would have."""
+    """Names of files of a folder that are no part of the checkpoint.
+
+    ``copied`` go into the output as they are, ``not_copied`` do not, and ``links`` are left out as links out of the
+    folder.
+    """
 
     copied: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
@@ -150,23 +154,23 @@ class Companions(NamedTuple):
 
 
 def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
-    """What becomes of the files beside the tensors of a folder."""
+    """Return what becomes of the files beside the tensors of a folder."""
     source = checkpoint.source
     if not isinstance(source, FolderSource):
         return Companions()
-    beside = [os.path.basename(path) for path in (*source.beside, *source.links)]
-    there = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
-    copied = tuple(name for name in beside if name in there)
+    planned_names = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
+    beside = map(os.path.basename, (*source.beside, *source.links))
+    copied = tuple(name for name in beside if name in planned_names)
     own = {os.path.basename(file.name) for file in source.files}
-    rest = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
-    links = {os.path.basename(path) for path in source.links} if isinstance(planned, Files) else set()
-    return Companions(copied, tuple(sorted(rest.difference(copied) - links)), tuple(sorted(links.difference(copied))))
+    others = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
+    links = set(map(os.path.basename, source.links)) if isinstance(planned, Files) else set()
+    return Companions(copied, tuple(sorted(others.difference(copied) - links)), tuple(sorted(links.difference(copied))))
 
 
 def _refuse_discarded(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where torch fails at what the pickle makes and throws away: written again, it would load.
+    """Raise RefusedError where torch fails at an object that the pickle builds and discards: rewritten, it would load.
 
-    To leave that out is what ``sanitize`` is asked for.
+    Dropping such objects is the task of ``sanitize``.
     """
     if any(change.edit == "sanitize" for change in checkpoint.changes):
         return
@@ -177,12 +181,12 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
     for flaw in storage_flaws(own):
         of_storage = flaw.code in ("missing-storage", "storage-size")
         if flaw.refused and (flaw.path not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
-            what = f"torch fails at what its pickle makes and throws away: {flaw.message}"
+            what = f"torch fails at an object that its pickle builds and discards: {flaw.message}"
             raise RefusedError(what, path=checkpoint.path)
 
 
 def _kept(graph: Graph) -> set[Ref]:
-    """What the root leads to in the object that comes of a graph: not the earlier values of a key that is set twice."""
+    """Return the nodes of the object that a graph builds: without the first value of a key that is set twice."""
     kept, work = set[Ref](), [graph.root]
     while work:
         ref = work.pop()
@@ -199,7 +203,7 @@ def _kept(graph: Graph) -> set[Ref]:
 
 
 def _refuse_links(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError for a part of a folder that is a link out of it: a repository may bring one to any file."""
+    """Raise RefusedError for a part of a folder that is a link out of it: in a repository it may lead to any file."""
     files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
     link = next((file.name for file in files if leads_out(file.name)), "")
     if link:
@@ -209,100 +213,95 @@ def _refuse_links(checkpoint: Checkpoint) -> None:
 
 
 def _with_companions(checkpoint: Checkpoint, planned: Plan | Files, follow_links: bool) -> Plan | Files:
-    """A folder that is written, with the files beside the tensors of the folder that was read."""
+    """Return a planned folder with the files beside the tensors of the folder that was read."""
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, Files):
         return planned
-    there = {name for name, _ in planned.files}
+    planned_names = {name for name, _ in planned.files}
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
-    beside = [path for path in every if os.path.basename(path) not in there and os.path.isfile(path)]
-    more = [(os.path.basename(path), open_pooled(path)) for path in beside]
-    return Files((*planned.files, *((name, Plan((Span(file, 0, file.size),))) for name, file in more)))
+    beside = [path for path in every if os.path.basename(path) not in planned_names and os.path.isfile(path)]
+    return Files((*planned.files, *_whole_files(map(open_pooled, beside)).files))
+
+
+def _whole_files(files: Iterable[FileSource]) -> Files:
+    """Return files as they are."""
+    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
 
 def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) -> Plan | Files:
-    """An output with the checksums of its input that it does not carry on, because its format has none, or because it
-    gets new ones: this is the last time to look at them."""
+    """Return an output with the checksums of its input that it does not keep, to be checked while it is written.
+
+    Its format has no checksums, or computes them for other stretches of bytes.
+    """
     every = target.format in _WITHOUT_CHECKSUMS
     if checkpoint.traits.unsummed or not (every or target.format == "dcp" or checkpoint.traits.pieces):
         return planned
-    found = checkpoint.survey
+    survey = checkpoint.survey
     names: dict[str, str] = {}
-    carried = set() if every else set(found.reader.storages)
-    for entry in found.tensors_in([target.key]) if target.key else found.tensors:
-        for part in found.reader.parts(entry.tensor):
+    carried = set() if every else set(survey.reader.storages)
+    for entry in survey.tensors_in([target.key]) if target.key else survey.tensors:
+        for part in survey.reader.parts(entry.tensor):
             names.setdefault(part.storage, entry.path)
             # An item of DCP has the elements of one tensor, which may be a part of a storage.
             if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
                 carried.discard(part.storage)
-    claims = []
-    for record in checkpoint.container.records():
-        key = record.key or record.part_of
-        if key in names and record.crc and (record.part_of or key not in carried):
-            where = f"the storage of {names[key]}"
-            claims.append(Claim(record.span, record.size, record.compressed, record.crc, where))
+    records = ((record, record.key or record.part_of) for record in checkpoint.container.records())
+    claims = tuple(
+        Claim(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
+        for record, key in records
+        if key in names and record.crc and (record.part_of or key not in carried)
+    )
     if isinstance(planned, Plan):
-        return planned._replace(claims=tuple(claims))
+        return planned._replace(claims=claims)
     (name, first), *others = planned.files
-    return Files(((name, first._replace(claims=tuple(claims))), *others))
+    return Files(((name, first._replace(claims=claims)), *others))
 
 
 def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Are its elements all the bytes of its storage as they are?"""
+    """Return whether the elements of a tensor are all the bytes of its storage, unconverted."""
     plain = checkpoint.container.byteorder == "little" and not tensor.dtype.startswith("complex")
     whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
     return plain and whole and is_contiguous(tensor)
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
-    """The format of its file, which an edit keeps."""
+    """Return the format of the checkpoint's file, which an edit keeps."""
     container, own = checkpoint.container, checkpoint.traits.written
     if checkpoint.traits.sharded:
-        size = container.shard_layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
-        return Target(
-            own,
-            "",
-            "",
-            container.metadata,
-            size,
-            stem=container.shard_layout.stem,
-            variant=container.shard_layout.variant,
-        )
+        layout = container.shard_layout
+        size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
+        return Target(own, "", "", container.metadata, size, layout.stem, layout.variant)
     return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=container.metadata)
 
 
 def _check_name(checkpoint: Checkpoint, output: str) -> None:
-    """Raise RefusedError for an output whose name says another format than it would have."""
-    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
-    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
-    again: Again | None = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
+    """Raise RefusedError for an output whose suffix is not that of the input's format, which an edit keeps."""
     if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
         what = "the name says one file, and an edit keeps the format, which is a folder"
         option = " --to-format torch" if output.endswith(".tar") else ""
-        step = (
-            f"make one file of it, and edit that: ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
-        )
-        again = None
-    elif checkpoint.pickled and output.endswith(_SAFETENSORS):
+        command = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
+        raise RefusedError(what, path=output, next=f"make one file of it, and edit that: {command}")
+    if checkpoint.pickled and output.endswith(_SAFETENSORS):
         what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
     elif not checkpoint.pickled and output.endswith(_TORCH):
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
         return
+    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
+    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
+    again = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
     raise RefusedError(what, path=output, next=step, again=again)
 
 
 def _check_target(target: Target, output: str) -> None:
-    """Raise RefusedError for an output whose name says another format than was asked for."""
+    """Raise RefusedError for an output with the suffix of another format than the one requested."""
     stem = os.path.splitext(output)[0]
     if output.endswith((_SAFETENSORS, *_TORCH)) and (target.shard_size or target.format == "dcp"):
         what, called = "the name says one file, and the output is a folder", stem
     elif output.endswith(_SAFETENSORS) and target.format != "safetensors":
-        what, called = (
-            f"the name says safetensors, and the format is {target.format}: no library would load it",
-            f"{stem}.pth",
-        )
+        what = f"the name says safetensors, and the format is {target.format}: no library would load it"
+        called = f"{stem}.pth"
     elif output.endswith(_TORCH) and target.format == "safetensors":
-        what = "the name says torch, and the format is safetensors: older versions of torch.load do not load it"
+        what = "the name says torch, and the format is safetensors: older versions of torch.load refuse it"
         called = stem + _SAFETENSORS
     else:
         return
@@ -310,17 +309,15 @@ def _check_target(target: Target, output: str) -> None:
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
-    """The input byte for byte, all its files where it is a folder."""
+    """Return the input byte for byte, all files of a folder."""
     source = checkpoint.source
-    if not isinstance(source, FolderSource):
-        return checkpoint.container.plan(None)
-    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in source.files))
+    return _whole_files(source.files) if isinstance(source, FolderSource) else checkpoint.container.plan(None)
 
 
 class InPlace(NamedTuple):
-    """What an edit in place appends, None where nothing changed; ``exact`` as in ``plan_of``.
+    """An edit in place: what it appends, None where nothing changed, and ``exact`` as in ``plan_of``.
 
-    ``unused_bytes`` are those of the storages that the edit left out: they stay in the file.
+    ``unused_bytes`` are those of storages that the edit removed: they stay in the file.
     """
 
     appending: Appending | None
@@ -329,16 +326,16 @@ class InPlace(NamedTuple):
 
 
 def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
-    """The edited checkpoint as a new version behind its own file.
+    """Return the edited checkpoint as a new version that is appended to its own file.
 
     ``edit`` says what was done and ``time`` when, in seconds since 1970. Raises RefusedError where that takes new bytes
-    of tensors, or the format has no room for it.
+    of tensors, or where the format has no room for it.
     """
     if not checkpoint.edited:
         return InPlace(None)
     refuse_damage(checkpoint)
     if checkpoint.added or checkpoint.extra_sources:
-        what = "the edit makes new bytes of tensors, which only a new file holds"
+        what = "the edit makes new bytes of tensors, which need a new file"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
     program = program_of(checkpoint)
     if program is not None:
@@ -354,7 +351,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
-    # An edit that changed nothing has looked at what may not be what torch reads, too.
+    """Raise MalformedError for a damaged input, RefusedError for one that readers may read differently."""
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = "get a whole copy of the file"

@@ -1,4 +1,4 @@
-"""What an output promises, as data: made of the checkpoint, never of the plan, which is what it is held against."""
+"""Promises of outputs, as data: derived from the checkpoint, never from the plan, which they check."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.tensors import TensorReader
 from ..pickles.nodes import Graph, Ref
 
-#: By name, what is required of a tensor.
+#: The required facts of tensors, by name.
 Facts: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 class Promise(NamedTuple):
-    """What a reader must find in the output.
+    """The contents that a reader must find in the output; None or empty for what is not promised.
 
-    ``format`` is that of the file. ``graph`` is the object; with ``storages`` these may have other keys, one for each,
-    and hold so many bytes with that checksum (None where nothing is on record), and ``beside`` are all other records
-    in its folder. ``manifest`` is what is stored beside the object, but for the names in ``replaced``, and those in
-    ``dropped`` (in lower case) may be gone. ``pickles`` are those of records by their names. ``tensors`` are facts by
-    name, ``leaves`` the objects that are items of their own, ``texts`` the texts beside the tensors. ``odd`` are the
-    codes of problems that the input has, too; not ``checked``, its places are as odd as those of the input. ``known``
-    gives the graph of a pickle that is the input's but for texts.
+    ``format`` is that of the file, ``graph`` the object. ``storages`` are sizes in bytes and checksums (None where none
+    is on record) by keys, which may differ in the output, one to one; ``beside`` are then all other records of its
+    folder. ``manifest`` lists what is stored beside the object, except for the names in ``replaced``; those in
+    ``dropped`` (in lower case) may be missing. ``pickles`` are graphs by the names of their records. ``tensors`` are
+    facts by name, ``leaves`` objects that are items of their own, ``texts`` strings beside the tensors. ``odd`` are the
+    codes of problems that the input has as well. Where ``checked`` is false, the places of records are not checked, as
+    they may be as odd as in the input. ``known`` returns the graph of a pickle that differs from the input's in strings
+    alone, None for any other.
     """
 
     format: str
@@ -46,27 +47,27 @@ class Promise(NamedTuple):
 
 
 def storage_facts(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int | None]]:
-    """The bytes of every storage that an object uses, and their checksum where one is on record."""
+    """Return the size in bytes of every storage that an object uses, and its checksum where one is on record."""
     crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
-    found: dict[str, tuple[int, int | None]] = {}
-    for key in used_storages(graph, checkpoint.path):
-        body = checkpoint.body(key)
-        if body is not None:
-            found[key] = body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None
-    return found
+    bodies = ((key, checkpoint.body(key)) for key in used_storages(graph, checkpoint.path))
+    return {
+        key: (body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None)
+        for key, body in bodies
+        if body is not None
+    }
 
 
 def tensor_facts(items: Iterable[tuple[str, Ref]], reader: TensorReader, size: Callable[[str], int | None]) -> Facts:
-    """All that makes tensors what they are, but for their values: which of them share memory, too."""
+    """Return all that makes tensors what they are, except for their values: which of them share memory, too."""
     numbers: dict[str, int] = {}
-    found: dict[str, tuple[object, ...]] = {}
+    tensors: dict[str, tuple[object, ...]] = {}
     for name, ref in sorted(items):
         tensor = reader.tensor(ref)
         facts: list[object] = []
         for part in reader.parts(tensor) if tensor else ():
-            known = reader.storages.get(part.storage)
-            held = known is not None and known.nbytes > 0
+            storage = reader.storages.get(part.storage)
+            filled = storage is not None and storage.nbytes > 0
             facts += part._replace(storage="", parts=())
-            facts += (numbers.setdefault(part.storage, len(numbers)), size(part.storage)) if held else (-1, 0)
-        found[name] = tuple(facts)
-    return found
+            facts += (numbers.setdefault(part.storage, len(numbers)), size(part.storage)) if filled else (-1, 0)
+        tensors[name] = tuple(facts)
+    return tensors

@@ -1,4 +1,4 @@
-"""The input with another pickle, and the proof, on the very file, that it can be written again without loss (law 2)."""
+"""Writer of the input with another pickle, after a proof on this very file that the codec loses nothing (law 2)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
 
     The edited pickle must differ from the one in the file in strings alone, or else the unedited graph must encode to
     the very bytes in the file; a foreign pickle that does not must at least decode to an equal graph again. Raises
-    RefusedError when not even that holds.
+    RefusedError where even that fails.
     """
     data = encode(checkpoint.graph)
     container = checkpoint.container
@@ -41,45 +41,39 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
 
 
 def codec_is_exact(checkpoint: Checkpoint) -> bool:
-    """Does the unedited graph encode to the very bytes in the file? If not, it is proven to be equal at least."""
+    """Return whether the unedited graph encodes to the very bytes in the file; if not, prove that it is equal."""
     container = checkpoint.container
     again = encode(container.graph)
-    original = container.pickle
-    if again == original[: len(again)] and len(again) <= len(original):
+    if container.pickle.startswith(again):
         return True
     prove(container.graph, again, "unedited", checkpoint.path)
     return False
 
 
 def prove(graph: Graph, data: bytes, name: str, path: str) -> None:
-    """Raise RefusedError unless the bytes decode to the graph that they were made of."""
+    """Raise RefusedError unless the bytes decode to the graph that was encoded."""
     try:
-        found = difference(graph, decode(data).graph)
+        flaw = difference(graph, decode(data).graph)
     except PickleError as error:
-        found = str(error)
-    if found:
-        what = f"the {name} pickle cannot be written again without a loss: {found}"
+        flaw = str(error)
+    if flaw:
+        what = f"the {name} pickle cannot be written again without a loss: {flaw}"
         raise RefusedError(what, path=path, next="please report this file")
 
 
 def is_exact(checkpoint: Checkpoint) -> bool:
-    """As ``codec_is_exact``; what is built of a program is new, and has no pickle that it could differ from."""
+    """Return ``codec_is_exact``, but True for a program: its state dict is new and has no pickle to differ from."""
     return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """The input with another pickle, and whether the unedited one comes out byte for byte."""
+    """Return the input with another pickle, and whether the unedited one comes out byte for byte."""
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
-    """The input with another object."""
+    """Return the promise of the input with another object."""
     container = checkpoint.container
-    return Promise(
-        container.format,
-        checkpoint.graph,
-        manifest=container.manifest(),
-        byteorder=container.byteorder,
-        known=lambda data: redecoded(container.graph, container.pickle, data),
-    )
+    promise = Promise(container.format, checkpoint.graph, manifest=container.manifest(), byteorder=container.byteorder)
+    return promise._replace(known=lambda data: redecoded(container.graph, container.pickle, data))

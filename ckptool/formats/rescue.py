@@ -1,4 +1,4 @@
-"""Rescue of what is left of a damaged checkpoint: the pickle, and the storages whose bytes are intact.
+"""Rescue of a damaged checkpoint: its pickle, and the storages whose bytes are intact.
 
 A zip has the checksum of every record; where its directory is lost or wrong, the local headers and descriptors repeat
 it (``zips.recovery``). A legacy file is intact up to where it is cut, and has no checksums.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
@@ -24,7 +24,7 @@ from ..pickles.nodes import Graph
 
 
 class CutZip(NamedTuple):
-    """The rest of a cut archive: its bytes, about how many it had, and how many tensors are whole."""
+    """The rest of a cut archive: its size and about its original one, in bytes; its whole and all tensors."""
 
     size: int
     expected_size: int
@@ -32,26 +32,14 @@ class CutZip(NamedTuple):
     tensors: int
 
 
-_TRAITS: Final = Traits()
-
-
 class Rescued(Container):
-    """The rest of a damaged checkpoint: its intact storages; ``lost`` has the reason for others."""
+    """The rest of a damaged checkpoint: its intact storages; ``lost`` has the reasons for the others."""
 
     writer = "torch 1.6 or later"
 
-    def __init__(
-        self,
-        source: Source,
-        root: str,
-        graph: Graph,
-        pickle: bytes,
-        byteorder: str,
-        format: str = "torch-zip",
-        traits: Traits = _TRAITS,
-    ) -> None:
-        self.source, self.root, self.graph, self._pickle = source, root, graph, pickle
-        self.byteorder, self.format, self.traits = byteorder, format, traits
+    def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
+        self.source, self.root, self.graph, self._pickle, self.byteorder = source, root, graph, pickle, byteorder
+        self.format, self.traits = "torch-zip", Traits()
         self.problems = []
         self.lost: dict[str, str] = {}
         self._stored: dict[str, StoredBytes] = {}
@@ -63,9 +51,6 @@ class Rescued(Container):
     def keep(self, key: str, stored: StoredBytes) -> None:
         """Accept a storage as intact."""
         self._stored[key] = stored
-
-    def stored_size(self, key: str) -> int | None:
-        return self._stored[key].size if key in self._stored else None
 
     def stored(self, key: str) -> StoredBytes:
         return self._stored.get(key, StoredBytes(None, 0))
@@ -87,7 +72,7 @@ class Rescued(Container):
 
 
 class _ZipScan:
-    """The records of a zip from its start on; once the pickle is read, it supplies the sizes."""
+    """The records of a zip, read from its start; once the pickle is read, it supplies the sizes."""
 
     def __init__(self, source: Source) -> None:
         self.sizes: dict[str, int] = {}
@@ -98,14 +83,13 @@ class _ZipScan:
         self.reason = "there is no data.pkl in what is left"
         for record in recover_records(source, self.sizes):
             self.records.append(record)
-            if "data.pkl" in (record.name.lower(), record.name.lower().partition("/")[2]):
-                self.pickles.append(record)
-                if self.main is not None:
-                    continue
-                if record.whole:
-                    self.read_pickle(record)
-                else:
-                    self.reason = "it is cut within data.pkl, which describes the bytes"
+            if "data.pkl" not in (record.name.lower(), record.name.lower().partition("/")[2]):
+                continue
+            self.pickles.append(record)
+            if self.main is None and record.whole:
+                self.read_pickle(record)
+            elif self.main is None:
+                self.reason = "it is cut within data.pkl, which describes the bytes"
 
     @property
     def folder(self) -> str:
@@ -173,12 +157,12 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     record = archive.find("data.pkl") if archive is not None and clear else None
     current = _directory_records(archive).get(record.name) if archive is not None and record is not None else None
     if current is not None and (scan.main is None or scan.main[0].header != current.header):
-        # An edit in place leaves the former pickle where it was: the directory tells which one counts.
+        # An edit in place leaves the former pickle where it was: the directory says which one counts.
         scan.main = None
         scan.read_pickle(current)
     elif len({(pickle.crc, pickle.size) for pickle in scan.pickles}) > 1:
         scan.main = None
-        scan.reason = "it has two pickles named data.pkl, and nothing tells which one counts"
+        scan.reason = "it has two pickles named data.pkl, and nothing says which one counts"
     if scan.main is None:
         raise MalformedError(f"nothing can be saved: {scan.reason}", path=source.name, next="get another copy")
     _, data, graph = scan.main
@@ -213,8 +197,7 @@ def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
         begin = record.header + LOCAL.size
         begin += int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
         if len(raw) == LOCAL.size and begin + record.compressed <= source.size:
-            span = Span(source, begin, record.compressed)
-            name = record.name
+            name, span = record.name, Span(source, begin, record.compressed)
             records[name] = RecoveredRecord(name, record.header, span, record.size, record.crc, record.method, True)
     return records
 

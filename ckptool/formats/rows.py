@@ -14,16 +14,16 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..values.elements import dtype_of, elements, storage_reader, tensor_size
 from ..values.interpretation import Reading, lazy_bits, resolved_bytes
 
-#: Classes of a tensor that are something about gradients.
+#: Classes that say no more of a tensor than how it takes gradients.
 _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
-#: Calls within calls that torch never writes deeper than this.
+#: The deepest nesting of rebuilding calls that torch writes.
 _DEPTH: Final = 8
 #: Functions of torch that make a tensor, and the place of the state among their arguments (torch/_utils.py).
 _STATES: Final = {"_rebuild_from_type_v2": 3, "_rebuild_parameter_with_state": 3}
 
 
 def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
-    """Has the tensor a class other than Parameter, or attributes that somebody set on it?"""
+    """Return whether a tensor has a class other than Parameter, or attributes that were set on it."""
     if tensor.cls not in _PARAMETERS:
         return True
     for _ in range(_DEPTH):
@@ -49,10 +49,10 @@ def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
 
 
 def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
-    """The elements of the dense ``tensor`` at ``ref``: a stretch of the input where they stand there as they must,
-    else computed. What torch would conjugate or negate when it reads them is so here; ``where`` is for errors.
+    """Return the elements of the dense ``tensor`` at ``ref``: a span of the input where it has them in this form, else
+    computed, with the conjugation and negation that torch applies when it reads them.
 
-    Raises RefusedError where bytes are missing.
+    ``where`` names the tensor in errors. Raises RefusedError where bytes are missing.
     """
     size, dtype = tensor_size(tensor), dtype_of(tensor)
     if not size or dtype is None:

@@ -1,4 +1,4 @@
-"""Which zip is it? Told by the names of its records, read by the module for its kind."""
+"""Kinds of zip archives, recognised by the names of their records, each read by a module of its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ..pickles.nodes import Graph
 
 
 class ZipFormat(NamedTuple):
-    """A kind of zip archive: its name, what it is in words, groups of records of which one group must be there, and the
-    module whose ``read(archive)`` reads it."""
+    """A kind of zip archive: its name, a description, a noun, the groups of records of which one must be complete, and
+    the module whose ``read(archive)`` reads it."""
 
     name: str
     words: str
+    noun: str
     records: tuple[tuple[str, ...], ...]
     module: str
 
@@ -27,31 +28,35 @@ class ZipFormat(NamedTuple):
         return container
 
 
-#: What every record begins with.
+#: The first bytes of every record.
 _LOCAL_HEADER: Final = b"PK\x03\x04"
-#: The first that fits counts; what fits none is a checkpoint of torch.save, or named and refused.
+#: The first match counts; any other archive is a checkpoint of torch.save, or refused by name.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat(
         "torchscript",
         "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights",
+        "a TorchScript archive",
         (("constants.pkl",),),
         "torchscript",
     ),
     ZipFormat(
         "pt2",
         "torch.export archives (`.pt2`): the weights of a program, by name",
+        "a torch.export program (.pt2)",
         (("archive_format", "archive_version"), ("serialized_exported_program.json",)),
         "pt2",
     ),
     ZipFormat(
         "torch-package",
         "torch.package archives: each pickle an entry of a dict",
+        "a torch.package archive",
         ((".data/extern_modules",), (".data/python_version",)),
         "package",
     ),
     ZipFormat(
         "torchscript-1.0",
         "TorchScript archives of torch 1.0 to 1.3 (`model.json`)",
+        "a TorchScript archive of torch 1.0",
         (("model.json",),),
         "torchscript_json",
     ),
@@ -64,9 +69,9 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -> Container:
-    """Read a zip; raises NotACheckpointError, which names what it is, and MalformedError for a damaged one.
+    """Read a zip; raises NotACheckpointError, which names its format, and MalformedError for a damaged one.
 
-    ``known`` gives the graph of a checkpoint's pickle where that need not be worked out.
+    ``known`` returns the graph of a checkpoint's pickle where it need not be decoded, None elsewhere.
     """
     zip_reader = lazy.module("formats.torch.zip_reader")
     archive: Archive = zip_reader.read_whole(source)
@@ -76,8 +81,6 @@ def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -
 
 
 def kind_of(archive: Archive) -> ZipFormat | None:
-    """The kind of an archive by its records; None for a checkpoint of torch.save, and for what is none of these."""
-    for known in ZIPS:
-        if any(all(archive.find(name) is not None for name in group) for group in known.records):
-            return known
-    return None
+    """Return the kind of an archive by its records; None for a checkpoint of torch.save, and for anything else."""
+    matches = (kind for kind in ZIPS if any(all(map(archive.find, group)) for group in kind.records))
+    return next(matches, None)

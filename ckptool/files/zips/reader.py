@@ -165,7 +165,8 @@ class EndRecords(NamedTuple):
 class Archive:
     """A zip archive: its directory, without the payloads.
 
-    ``records`` are in directory order; ``root`` is the folder of the first entry ("" for none).
+    ``records`` are in directory order; ``root`` is the folder of the first entry ("" for none), ``prefix`` the same
+    with its slash.
     """
 
     def __init__(self, source: Source, records: list[Record], end: EndRecords) -> None:
@@ -175,6 +176,7 @@ class Archive:
         self.oddities: list[Oddity] = []
         first = records[0].name if records else ""
         self.root = first.partition("/")[0] if "/" in first else ""
+        self.prefix = f"{self.root}/" if self.root else ""
         self.by_name: dict[str, Record] = {}
         self._by_fold: dict[str, Record] | None = None
         #: For local headers and descriptors: those of small records are read many at once.

@@ -21,7 +21,7 @@ _LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
 
 
 def match_magic(source: Source) -> ForeignFormat | None:
-    """Return the format of a file with known magic bytes; to be asked before it is examined as text."""
+    """Return the format of a file with known magic bytes; call it before examining the file as text."""
     return next((row.format_of(source) for row in SIGNATURES if row.magic and row.matches(source)), None)
 
 
@@ -40,7 +40,9 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
 
 #: Fields of a protobuf message that are read.
 _MAX_FIELDS: Final = 64
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+#: Bytes of a value by its wire type: a varint and a byte string carry their own sizes.
+_WIDTHS: Final = {_VARINT: 0, 1: 8, _BYTES: 0, 5: 4}
 
 
 class Field(NamedTuple):
@@ -59,26 +61,20 @@ def fields(source: Source) -> list[Field]:
     while at < source.size and len(message) < _MAX_FIELDS:
         block = source.read(at, 20)
         tag, used = _varint(block, 0)
-        if used < 0 or not 0 < tag >> 3 < 1 << 29:
-            return []
         number, wire = tag >> 3, tag & 7
-        if wire == _VARINT:
+        field, width = Field(number, -1, b"", 0), _WIDTHS.get(wire, 0)
+        if used > 0 and wire in (_VARINT, _BYTES):
             value, used = _varint(block, used)
-            if used < 0:
-                return []
-            message.append(Field(number, value, b"", 0))
-        elif wire == _BYTES:
-            size, used = _varint(block, used)
-            if used < 0 or at + used + size > source.size:
-                return []
-            message.append(Field(number, -1, source.read(at + used, min(size, 64)), size))
-            used += size
-        elif wire in (_FIXED32, _FIXED64):
-            message.append(Field(number, -1, b"", 0))
-            used += 4 if wire == _FIXED32 else 8
-        else:
+            field = field._replace(value=value)
+        if used < 0 or not 0 < number < 1 << 29 or wire not in _WIDTHS:
             return []
-        at += used
+        if wire == _BYTES:
+            width = field.value
+            if at + used + width > source.size:
+                return []
+            field = Field(number, -1, source.read(at + used, min(width, 64)), width)
+        message.append(field)
+        at += used + width
     return message
 
 
@@ -159,52 +155,40 @@ def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
 
 
 #: Records that must be there, and the format that they indicate.
-_ARCHIVES: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
+_ARCHIVES: Final = {
     # keras/src/saving/saving_lib.py
-    (
-        ("config.json", "model.weights.h5"),
-        ForeignFormat("keras", "a Keras model (.keras)", "keras.models.load_model reads it"),
+    ("config.json", "model.weights.h5"): ForeignFormat(
+        "keras", "a Keras model (.keras)", "keras.models.load_model reads it"
     ),
     # stable_baselines/common/save_util.py
-    (
-        ("data", "parameter_list", "parameters"),
-        ForeignFormat(
-            "stable-baselines",
-            "a model of Stable-Baselines 2 (TensorFlow)",
-            "stable_baselines of that version reads it; its record 'parameters' is a NumPy archive (npz)",
-        ),
+    ("data", "parameter_list", "parameters"): ForeignFormat(
+        "stable-baselines",
+        "a model of Stable-Baselines 2 (TensorFlow)",
+        "stable_baselines of that version reads it; its record 'parameters' is a NumPy archive (npz)",
     ),
     # devtools/etrecord/_etrecord.py of executorch
-    (
-        ("ETRECORD_V0",),
-        ForeignFormat(
-            "executorch", "an ExecuTorch ETRecord, for its profiler", "executorch.devtools.Inspector reads it"
-        ),
+    ("ETRECORD_V0",): ForeignFormat(
+        "executorch", "an ExecuTorch ETRecord, for its profiler", "executorch.devtools.Inspector reads it"
     ),
     # ModelSerializer.java of deeplearning4j
-    (
-        ("configuration.json", "coefficients.bin"),
-        ForeignFormat(
-            "deeplearning4j",
-            "a Deeplearning4j model",
-            "ModelSerializer.restoreMultiLayerNetwork of Deeplearning4j reads it",
-        ),
+    ("configuration.json", "coefficients.bin"): ForeignFormat(
+        "deeplearning4j",
+        "a Deeplearning4j model",
+        "ModelSerializer.restoreMultiLayerNetwork of Deeplearning4j reads it",
     ),
-)
+}
 
 
 def foreign_archive(archive: Archive) -> ForeignFormat | None:
     """Return the format of a zip archive that is not one of torch's."""
     records = {record.name: record for record in archive.records}
     if records and all(name.endswith(".npy") for name in records):
-        arrays = [
-            f"{name.removesuffix('.npy')} {npy_header_summary(_head(archive, record)) or '(?)'}"
-            for name, record in list(records.items())[:4]
-        ]
+        first = ((name.removesuffix(".npy"), _head(archive, record)) for name, record in list(records.items())[:4])
+        arrays = [f"{name} {npy_header_summary(head) or '(?)'}" for name, head in first]
         count = pluralize(len(records), "array")
         description = f"a NumPy archive (npz) of {count}: {join_limited(arrays, len(records), most=4)}"
         return ForeignFormat("npz", description, "numpy.load reads it")
-    known = next((known for names, known in _ARCHIVES if all(name in records for name in names)), None)
+    known = next((known for names, known in _ARCHIVES.items() if all(name in records for name in names)), None)
     if known is not None and known.kind == "keras":
         version = re.search(rb'"keras_version"\s*:\s*"([\w.]{1,20})"', _head(archive, records.get("metadata.json")))
         written_by = f", written by Keras {version.group(1).decode()}" if version else ""
@@ -273,34 +257,26 @@ _ORBAX: Final = ForeignFormat(
     "orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"
 )
 #: Names that must be there, or with a backslash patterns of names, and the format that they indicate.
-_FOLDERS: Final[tuple[tuple[tuple[str, ...], ForeignFormat], ...]] = (
-    (("saved_model.pb",), _SAVED_MODEL),
-    (("saved_model.pbtxt",), _SAVED_MODEL),
-    (
-        (r"\.index\Z", r"\Acheckpoint\Z|\.data-\d{5}-of-\d{5}\Z"),
-        ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints", _TF),
+_FOLDERS: Final = {
+    ("saved_model.pb",): _SAVED_MODEL,
+    ("saved_model.pbtxt",): _SAVED_MODEL,
+    (r"\.index\Z", r"\Acheckpoint\Z|\.data-\d{5}-of-\d{5}\Z"): ForeignFormat(
+        "tensorflow", "a folder of TensorFlow checkpoints", _TF
     ),
-    (
-        ("checkpoint", r"\.meta\Z"),
-        ForeignFormat("tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF),
+    ("checkpoint", r"\.meta\Z"): ForeignFormat(
+        "tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF
     ),
-    (("_CHECKPOINT_METADATA",), _ORBAX),
-    (("_METADATA", "_sharding"), _ORBAX),
+    ("_CHECKPOINT_METADATA",): _ORBAX,
+    ("_METADATA", "_sharding"): _ORBAX,
     # mlflow/models/model.py
-    (
-        ("MLmodel",),
-        ForeignFormat(
-            "mlflow", "an MLflow model", "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data"
-        ),
+    ("MLmodel",): ForeignFormat(
+        "mlflow", "an MLflow model", "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data"
     ),
-    (
-        ("coremldata.bin",),
-        ForeignFormat(
-            "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
-        ),
+    ("coremldata.bin",): ForeignFormat(
+        "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
     ),
-    (("Manifest.json", "Data"), ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it")),
-)
+    ("Manifest.json", "Data"): ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it"),
+}
 
 
 def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
@@ -309,14 +285,15 @@ def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
     def is_there(name: str) -> bool:
         return any(re.search(name, other) for other in names) if "\\" in name else name in names
 
-    return next((known for required, known in _FOLDERS if all(map(is_there, required))), None)
+    return next((known for required, known in _FOLDERS.items() if all(map(is_there, required))), None)
 
 
+_TABLES: Final = (_ARCHIVES, _FOLDERS, _PICKLES)
 #: The short names of all of them: such a file never claims to be a torch checkpoint.
 FOREIGN_KINDS: Final = frozenset(
     (
-        *(row.kind for row in SIGNATURES),
-        *(known.kind for _, known in (*_ARCHIVES, *_FOLDERS, *_PICKLES.items())),
+        *(row.format.kind for row in SIGNATURES),
+        *(known.kind for table in _TABLES for known in table.values()),
         *("npz", "tensorflow-index", "flax", "msgpack"),
     )
 ) - {"pickle"}

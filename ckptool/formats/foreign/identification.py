@@ -20,16 +20,17 @@ from ...files.zips.reader import Archive
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Node
 from ..rescue import measure_cut_zip
+from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
 from .signatures import ForeignFormat
 
-#: Kinds of what takes the place of a file that never arrived: a pointer, a web page, a link as text, nothing.
+#: Kinds of files in place of one that never arrived: a pointer, a web page, a link as text, nothing.
 PLACEHOLDERS = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
 _DOWNLOAD: Final = "download it again, logged in or from the link of the raw file"
 
 
 def explain(head: bytes, source: Source) -> UnreadableError:
-    """Return the error that says what a file is; ``head`` are its first bytes."""
+    """Return the error that names the format of a file; ``head`` are its first bytes."""
     for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
         error = test(head, source)
         if error is not None:
@@ -216,16 +217,12 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     if not inside:
         return None
     names = [f"{quoted(item.name)} ({human_bytes(item.size)})" for item in inside]
-    files = (
-        names[0]
-        if len(names) == 1
-        else f"{pluralize(len(names), 'file')} named like checkpoints: {join_limited(names)}"
-    )
+    many = f"{pluralize(len(names), 'file')} named like checkpoints: {join_limited(names)}"
     first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
     step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
         step = unpack  # it may have to be inflated, which is not done in memory
-    return _error(kind, f"it is {archive} that holds {files}", source, step)
+    return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
 
 
 #: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.
@@ -290,40 +287,24 @@ def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
     return _error("pickle", what, source, step)
 
 
-#: (records that must be there, kind, description)
-_PROGRAMS = (
-    (("constants.pkl", "bytecode.pkl"), "mobile-zip", "a PyTorch Mobile model"),
-    (("constants.pkl",), "torchscript", "a TorchScript archive"),
-    (("archive_format", "archive_version"), "pt2", "a torch.export program (.pt2)"),
-    ((".data/extern_modules",), "torch-package", "a torch.package archive"),
-    ((".data/python_version",), "torch-package", "a torch.package archive"),
-    (("model.json",), "torchscript-1.0", "a TorchScript archive of torch 1.0"),
-    (("serialized_exported_program.json",), "pt2", "a torch.export program"),
-)
-
-
 def explain_zip(archive: Archive) -> NotACheckpointError | None:
     """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
     source = archive.source
-    for records, kind, description in _PROGRAMS:
-        if all(archive.find(name) is not None for name in records):
-            step = f"what to do with it: ckptool inspect {quote(source.name)}"
-            return _error(kind, f"it is {description}: a program, not only weights", source, step)
+    if program := kind_of(archive):
+        step = f"what to do with it: ckptool inspect {quote(source.name)}"
+        return _error(program.name, f"it is {program.noun}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None
-    known = foreign_archive(archive)
-    if known is not None:
+    if known := foreign_archive(archive):
         return _foreign(known, source)
     producer = archive_producer(archive)
     name = f"{producer}, a zip archive" if producer else "a zip archive"
-    error = _archive_error(source, "zip", name, f"unzip {quote(source.name)}, then name the file inside")
-    if error is not None:
+    if error := _archive_error(source, "zip", name, f"unzip {quote(source.name)}, then name the file inside"):
         return error
     names = [record.name for record in archive.records]
     pickle = next((name for name in names if name.endswith("/data.pkl")), None)
     if pickle is not None:
-        what = f"its {pickle!r} is not in the folder of its first record, where torch looks"
-        return _error("zip", what, source)
+        return _error("zip", f"its {pickle!r} is not in the folder of its first record, where torch looks", source)
     first = ", ".join(repr(name) for name in names[:3])
     return _error("zip", f"it is a zip archive without data.pkl (it holds {first or 'nothing'})", source)
 
@@ -344,8 +325,6 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
         what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
         return MalformedError(what, path=source.name, next="copy or download it again, whole")
     only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
-    what = (
-        f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
-        f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
-    )
+    what = f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
+    what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
     return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")

@@ -11,6 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import UnreadableError
@@ -22,11 +23,22 @@ Test: TypeAlias = "Callable[[Source, int], bool]"
 
 
 class ForeignFormat(NamedTuple):
-    """A format that ckptool does not read: its short name, what it is, and the tool that opens it."""
+    """A format that ckptool does not read: its short name, a noun phrase for it, and the tool that opens it."""
 
     kind: str
     description: str
     tool: str
+
+    def known_by(
+        self,
+        *magic: bytes,
+        at: tuple[int, ...] = (0,),
+        suffix: tuple[str, ...] = (),
+        test: Test | None = None,
+        detail: Callable[[Source], str] | None = None,
+    ) -> Signature:
+        """Return the row of the table for this format."""
+        return Signature(self, magic, at, suffix, test, detail)
 
 
 class Signature(NamedTuple):
@@ -36,21 +48,19 @@ class Signature(NamedTuple):
     passes ``test``. ``detail`` follows the description after a colon.
     """
 
-    kind: str
-    description: str
-    tool: str
-    magic: tuple[bytes, ...] = ()
-    at: tuple[int, ...] = (0,)
-    suffix: tuple[str, ...] = ()
-    test: Test | None = None
-    detail: Callable[[Source], str] | None = None
+    format: ForeignFormat
+    magic: tuple[bytes, ...]
+    at: tuple[int, ...]
+    suffix: tuple[str, ...]
+    test: Test | None
+    detail: Callable[[Source], str] | None
 
     def matches(self, source: Source) -> bool:
         """Return whether the file has this format, trusting none of its content."""
         if self.suffix and not source.name.lower().endswith(self.suffix):
             return False
         if not self.magic:
-            return self.test is not None and self.test(source, 0)
+            return self.test is None or self.test(source, 0)
         size = max(map(len, self.magic))
         return any(
             source.read(at, size).startswith(self.magic) and (self.test is None or self.test(source, at))
@@ -59,8 +69,9 @@ class Signature(NamedTuple):
 
     def format_of(self, source: Source) -> ForeignFormat:
         """Describe a file that matches."""
-        detail = f": {self.detail(source)}" if self.detail is not None else ""
-        return ForeignFormat(self.kind, self.description + detail, self.tool)
+        if self.detail is None:
+            return self.format
+        return self.format._replace(description=f"{self.format.description}: {self.detail(source)}")
 
 
 def _begins(pattern: bytes, size: int = 1024) -> Test:
@@ -78,17 +89,11 @@ def _beside(suffix: str, pattern: bytes) -> Test:
     """Return a test of the file that describes these bare numbers: the same name with another suffix."""
 
     def test(source: Source, at: int) -> bool:
-        other = os.path.splitext(source.name)[0] + suffix
-        if not os.path.isfile(other):
-            return False
         try:
-            file = open_source(other)
+            with closing(open_source(os.path.splitext(source.name)[0] + suffix)) as other:
+                return re.search(pattern, other.read(0, 1024), re.S) is not None
         except UnreadableError:
             return False
-        try:
-            return re.search(pattern, file.read(0, 1024), re.S) is not None
-        finally:
-            file.close()
 
     return test
 
@@ -100,13 +105,13 @@ def _numbers(source: Source, at: int, form: str) -> tuple[int, ...]:
 
 
 def _is_whisper(source: Source, at: int) -> bool:
-    """Whisper's vocabulary size, and 1,500 audio positions."""
+    """Return whether it has Whisper's vocabulary size, and 1,500 audio positions."""
     sizes = _numbers(source, 4, "<2i")
     return bool(sizes) and 51_000 < sizes[0] < 53_000 and sizes[1] == 1500
 
 
 def _is_llama2(source: Source, at: int) -> bool:
-    """Seven sizes without magic bytes, and exactly as many floats as they imply."""
+    """Return whether it has seven sizes, and exactly as many floats as they imply."""
     sizes = _numbers(source, 0, "<7i")
     if not sizes:
         return False
@@ -119,7 +124,7 @@ def _is_llama2(source: Source, at: int) -> bool:
 
 
 def _is_darknet(source: Source, at: int) -> bool:
-    """A version, the number of images seen, and floats of plausible magnitude."""
+    """Return whether it has a version, the number of images seen, and floats of plausible magnitude."""
     version = _numbers(source, 0, "<3i")
     if not version or version[0] != 0 or not 0 <= version[1] <= 2 or not 0 <= version[2] <= 9:
         return False
@@ -129,7 +134,7 @@ def _is_darknet(source: Source, at: int) -> bool:
 
 
 def _is_old_xgboost(source: Source, at: int) -> bool:
-    """136 bytes of parameters, then the name of the objective."""
+    """Return whether the name of an objective follows 136 bytes of parameters."""
     begin = 4 if source.read(0, 4) == b"binf" else 0
     size = _numbers(source, begin + 136, "<Q")
     if not size or not 3 < size[0] < 64:
@@ -138,13 +143,13 @@ def _is_old_xgboost(source: Source, at: int) -> bool:
 
 
 def _is_ncnn_weights(source: Source, at: int) -> bool:
-    """The tag of the first weights, or bare numbers that a .param file describes."""
+    """Return whether it has the tag of the first weights, or bare numbers that a .param file describes."""
     tagged = _begins(rb"\x47\x6b\x30\x01|\x38\x4b\x0d\0|\x56\xc0\x02\0")
     return tagged(source, at) or _beside(".param", rb"\A7767517\s")(source, at)
 
 
 def _is_flatbuffer(source: Source, at: int) -> bool:
-    """A root with a field table, before or after it, within the file."""
+    """Return whether it has a root with a field table, before or after it, within the file."""
     root = _numbers(source, 0, "<I")
     if not root or not 4 <= root[0] < source.size - 4:
         return False
@@ -154,7 +159,7 @@ def _is_flatbuffer(source: Source, at: int) -> bool:
 
 
 def _is_keras(source: Source, at: int) -> bool:
-    """Names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
+    """Return whether it has names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
     block = source.read(at, 1 << 16)
     keras2 = b"keras_version" in block or b"layer_names" in block or b"model_weights" in block
     return keras2 or (b"layers\0" in block and b"vars\0" in block)
@@ -168,7 +173,8 @@ def _skip_strings(data: bytes, at: int, tags: bytes) -> int:
 
 
 def _is_caffe(source: Source, at: int) -> bool:
-    """A NetParameter: an optional name, then a layer with name and type (field 100), or one of version 1 (field 2)."""
+    """Return whether it is a NetParameter: an optional name, then a layer with name and type (field 100), or one of
+    version 1 (field 2)."""
     data = source.read(0, 4096)
     name = _skip_strings(data, 0, b"\x0a") if data[:1] == b"\x0a" else 0
     begin = re.compile(rb"\xa2\x06[\x80-\xff]{0,4}[\0-\x7f]\x0a|\x12[\x80-\xff]{0,4}[\0-\x7f]").match(data, name)
@@ -181,10 +187,15 @@ def _is_caffe(source: Source, at: int) -> bool:
     return type_at > begin.end() and re.compile(rb"\x28[\1-\x28]").match(data, type_at) is not None
 
 
-_HDF: Final = (b"\x89HDF\r\n\x1a\n",)
+_HDF: Final = b"\x89HDF\r\n\x1a\n"
 #: The HDF5 signature may follow a user block of 512 bytes, or twice that, ...
 _HDF_AT: Final = (0, 512, 1024, 2048, 4096, 8192)
 _TF: Final = "tf.train.load_checkpoint reads it"
+_PADDLE: Final = "paddle.static.load_inference_model reads it with its"
+_XGBOOST: Final = "xgboost.Booster(model_file=...) reads it"
+_RKNN: Final = "rknn-toolkit2 and the RKNN runtime run it"
+_NCNN: Final = "ncnn runs it with its .bin, which has the weights"
+_EXECUTORCH: Final = "the executorch package runs it"
 _GGUF: Final = "the gguf package reads it, llama.cpp runs it; from_pretrained of transformers takes some as gguf_file"
 _OCDBT: Final = (b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde", b"\x0c\xdb\x12\x34")
 _TORCH7: Final = (
@@ -195,351 +206,245 @@ _TORCH7: Final = (
 SIGNATURES: Final[tuple[Signature, ...]] = (
     # -- numbers and arrays
     # numpy/lib/format.py
-    Signature("npy", "a NumPy array", "numpy.load reads it", (b"\x93NUMPY",), detail=npy_summary),
+    ForeignFormat("npy", "a NumPy array", "numpy.load reads it").known_by(b"\x93NUMPY", detail=npy_summary),
     # MAT-File Format
-    Signature("matlab", "a MATLAB file", "scipy.io.loadmat reads it", (b"MATLAB 5.0 MAT-file",)),
+    ForeignFormat("matlab", "a MATLAB file", "scipy.io.loadmat reads it").known_by(b"MATLAB 5.0 MAT-file"),
     # MAT-File Format
-    Signature("matlab", "a MATLAB file (HDF5)", "h5py reads it", (b"MATLAB 7.3 MAT-file",)),
+    ForeignFormat("matlab", "a MATLAB file (HDF5)", "h5py reads it").known_by(b"MATLAB 7.3 MAT-file"),
     # keras/src/legacy/saving/legacy_h5_format.py
-    Signature(
-        "hdf5",
-        "a Keras model as HDF5",
-        "keras.models.load_model reads it",
-        _HDF,
-        at=_HDF_AT,
-        test=_holds(b"model_config"),
+    ForeignFormat("hdf5", "a Keras model as HDF5", "keras.models.load_model reads it").known_by(
+        _HDF, at=_HDF_AT, test=_holds(b"model_config")
     ),
     # keras/src/saving/saving_lib.py
-    Signature(
-        "hdf5",
-        "an HDF5 file with weights of Keras",
-        "load_weights of the Keras model, or h5py reads it",
-        _HDF,
-        at=_HDF_AT,
-        test=_is_keras,
-    ),
+    ForeignFormat(
+        "hdf5", "an HDF5 file with weights of Keras", "load_weights of the Keras model, or h5py reads it"
+    ).known_by(_HDF, at=_HDF_AT, test=_is_keras),
     # HDF5 File Format Specification
-    Signature("hdf5", "an HDF5 file", "h5py reads it", _HDF, at=_HDF_AT),
+    ForeignFormat("hdf5", "an HDF5 file", "h5py reads it").known_by(_HDF, at=_HDF_AT),
     # -- GGML
     # docs/gguf.md of ggml
-    Signature("gguf", "a GGUF model (llama.cpp)", _GGUF, (b"GGUF",), detail=gguf_summary),
+    ForeignFormat("gguf", "a GGUF model (llama.cpp)", _GGUF).known_by(b"GGUF", detail=gguf_summary),
     # models/convert-pt-to-ggml.py of whisper.cpp
-    Signature("whisper.cpp", "a model of whisper.cpp", "whisper.cpp runs it", (b"lmgg",), test=_is_whisper),
+    ForeignFormat("whisper.cpp", "a model of whisper.cpp", "whisper.cpp runs it").known_by(b"lmgg", test=_is_whisper),
     # llama.cpp before 2023-08: llama-util.h
-    Signature(
+    ForeignFormat(
         "ggml",
         "a GGML model, older than GGUF",
         "llama.cpp's convert scripts make GGUF of models of LLaMA; others run in the program of their time",
-        (b"lmgg", b"fmgg", b"tjgg"),
-    ),
+    ).known_by(b"lmgg", b"fmgg", b"tjgg"),
     # llama.cpp: convert-lora-to-ggml.py
-    Signature(
+    ForeignFormat(
         "ggml",
         "a LoRA adapter of llama.cpp, older than GGUF",
         "convert_lora_to_gguf.py of llama.cpp makes GGUF from the adapter that it was made of",
-        (b"algg",),
-    ),
+    ).known_by(b"algg"),
     # llama.h: LLAMA_SESSION_MAGIC
-    Signature("ggml", "a session of llama.cpp", "llama.cpp reads it", (b"nsgg",)),
+    ForeignFormat("ggml", "a session of llama.cpp", "llama.cpp reads it").known_by(b"nsgg"),
     # export.py of llama2.c
-    Signature("llama2.c", "a model of llama2.c", "the run program of llama2.c runs it", (b"24ka",)),
+    ForeignFormat("llama2.c", "a model of llama2.c", "the run program of llama2.c runs it").known_by(b"24ka"),
     # -- trees
     # src/common/json.cc of dmlc/xgboost
-    Signature(
-        "xgboost",
-        "an XGBoost model (UBJSON)",
-        "xgboost.Booster(model_file=...) reads it",
-        (b"{L\0\0\0\0",),
-        test=_holds(b"learner"),
-    ),
+    ForeignFormat("xgboost", "an XGBoost model (UBJSON)", _XGBOOST).known_by(b"{L\0\0\0\0", test=_holds(b"learner")),
     # src/learner.cc of dmlc/xgboost
-    Signature(
-        "xgboost",
-        "an XGBoost model (JSON)",
-        "xgboost.Booster(model_file=...) reads it",
-        (b"{",),
+    ForeignFormat("xgboost", "an XGBoost model (JSON)", _XGBOOST).known_by(
+        b"{",
         test=_begins(
             rb'\{\s*"(?:learner|version)"\s*:.*"(?:learner_model_param|gradient_booster|attributes)"', 1 << 16
         ),
     ),
     # dmlc/xgboost 0.90: src/learner.cc
-    Signature(
-        "xgboost", "an XGBoost model in the old binary format (base64)", "xgboost before 1.0 reads it", (b"bs64\t",)
-    ),
+    ForeignFormat(
+        "xgboost", "an XGBoost model in the old binary format (base64)", "xgboost before 1.0 reads it"
+    ).known_by(b"bs64\t"),
     # src/boosting/gbdt_model_text.cpp of LightGBM
-    Signature(
-        "lightgbm",
-        "a LightGBM model",
-        "lightgbm.Booster(model_file=...) reads it",
-        (b"tree\n", b"tree\r\n"),
-        test=_holds(rb"\n(?:version|num_class)="),
+    ForeignFormat("lightgbm", "a LightGBM model", "lightgbm.Booster(model_file=...) reads it").known_by(
+        b"tree\n", b"tree\r\n", test=_holds(rb"\n(?:version|num_class)=")
     ),
     # catboost/libs/model/model.cpp
-    Signature("catboost", "a CatBoost model", "catboost.CatBoost().load_model reads it", (b"CBM1",)),
+    ForeignFormat("catboost", "a CatBoost model", "catboost.CatBoost().load_model reads it").known_by(b"CBM1"),
     # -- text and speech
     # src/fasttext.cc
-    Signature("fasttext", "a fastText model", "fasttext.load_model reads it", (b"\xba\x16\x4f\x2f",)),
+    ForeignFormat("fasttext", "a fastText model", "fasttext.load_model reads it").known_by(b"\xba\x16\x4f\x2f"),
     # src/base/io-funcs-inl.h of Kaldi
-    Signature(
-        "kaldi",
-        "a model of Kaldi",
-        "Kaldi reads it (nnet3-copy, copy-feats); kaldiio reads archives",
-        (b"\0B",),
-        test=_begins(rb"\0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)"),
-    ),
+    ForeignFormat(
+        "kaldi", "a model of Kaldi", "Kaldi reads it (nnet3-copy, copy-feats); kaldiio reads archives"
+    ).known_by(b"\0B", test=_begins(rb"\0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)")),
     # src/util/kaldi-table-inl.h of Kaldi
-    Signature(
-        "kaldi",
-        "an archive of Kaldi (ark)",
-        "kaldiio.load_ark reads it",
-        test=_begins(rb"[!-~]{1,200} \0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)"),
+    ForeignFormat("kaldi", "an archive of Kaldi (ark)", "kaldiio.load_ark reads it").known_by(
+        test=_begins(rb"[!-~]{1,200} \0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)")
     ),
     # python/ctranslate2/specs/model_spec.py
-    Signature(
-        "ctranslate2",
-        "a CTranslate2 model",
-        "ctranslate2.Translator or Generator loads its folder",
-        test=_begins(rb"[\x01-\x14]\0\0\0[\x04-\x60]\0\w{2,90}Spec\0"),
-    ),
+    ForeignFormat(
+        "ctranslate2", "a CTranslate2 model", "ctranslate2.Translator or Generator loads its folder"
+    ).known_by(test=_begins(rb"[\x01-\x14]\0\0\0[\x04-\x60]\0\w{2,90}Spec\0")),
     # -- programs on devices
     # schema.fbs of tensorflow/lite
-    Signature("tflite", "a TensorFlow Lite model", "tf.lite.Interpreter runs it", (b"TFL3",), at=(4,)),
+    ForeignFormat("tflite", "a TensorFlow Lite model", "tf.lite.Interpreter runs it").known_by(b"TFL3", at=(4,)),
     # ort.fbs of onnxruntime
-    Signature("onnx", "a model of ONNX Runtime (.ort)", "onnxruntime runs it", (b"ORTM",), at=(4,)),
+    ForeignFormat("onnx", "a model of ONNX Runtime (.ort)", "onnxruntime runs it").known_by(b"ORTM", at=(4,)),
     # program.fbs of executorch
-    Signature(
-        "executorch",
-        "an ExecuTorch program",
-        "the executorch package runs it",
-        (b"ET",),
-        at=(4,),
-        test=lambda source, at: source.read(6, 2).isdigit(),
+    ForeignFormat("executorch", "an ExecuTorch program", _EXECUTORCH).known_by(
+        b"ET", at=(4,), test=lambda source, at: source.read(6, 2).isdigit()
     ),
     # torch/csrc/jit/serialization/mobile_bytecode.fbs
-    Signature(
+    ForeignFormat(
         "mobile-flatbuffer",
         "a PyTorch Mobile model as a flatbuffer",
         "torch.jit.load reads it, and runs its code when it is called",
-        (b"PTMF",),
-        at=(4,),
-    ),
+    ).known_by(b"PTMF", at=(4,)),
     # bundled_program_schema.fbs of executorch
-    Signature(
-        "executorch",
-        "a bundled program of ExecuTorch (.bpte)",
-        "the executorch package runs it",
-        (b"BP0", b"BP1"),
-        at=(4,),
+    ForeignFormat("executorch", "a bundled program of ExecuTorch (.bpte)", _EXECUTORCH).known_by(
+        b"BP0", b"BP1", at=(4,)
     ),
     # as read by source/rknn.js of netron
-    Signature("rknn", "a Rockchip model (.rknn)", "rknn-toolkit2 and the RKNN runtime run it", (b"RKNN", b"CYPTRKNN")),
+    ForeignFormat("rknn", "a Rockchip model (.rknn)", _RKNN).known_by(b"RKNN", b"CYPTRKNN"),
     # as read by source/rknn.js of netron
-    Signature("rknn", "a Rockchip model (.rknn)", "rknn-toolkit2 and the RKNN runtime run it", (b"RKNN",), at=(4,)),
+    ForeignFormat("rknn", "a Rockchip model (.rknn)", _RKNN).known_by(b"RKNN", at=(4,)),
     # mlmodel/src/MILBlob/Blob/StorageFormat.hpp of coremltools
-    Signature(
-        "coreml",
-        "the weights of a Core ML model (weight.bin)",
-        "coremltools reads its .mlpackage",
-        (b"\xef\xbe\xad\xde",),
-        at=(64,),
-        test=lambda source, at: source.read(4, 4) == b"\2\0\0\0",
+    ForeignFormat("coreml", "the weights of a Core ML model (weight.bin)", "coremltools reads its .mlpackage").known_by(
+        b"\xef\xbe\xad\xde", at=(64,), test=lambda source, at: source.read(4, 4) == b"\2\0\0\0"
     ),
     # as written by trtexec of TensorRT 7 to 10
-    Signature("tensorrt", "a TensorRT engine", "the TensorRT runtime that built it runs it", (b"ftrt", b"ptrt")),
+    ForeignFormat("tensorrt", "a TensorRT engine", "the TensorRT runtime that built it runs it").known_by(
+        b"ftrt", b"ptrt"
+    ),
     # src/net.cpp of ncnn: Net::load_param
-    Signature(
-        "ncnn",
-        "the graph of an ncnn model (.param)",
-        "ncnn runs it with its .bin, which has the weights",
-        (b"7767517",),
-        test=_begins(rb"7767517\s+\d+ +\d+\s"),
+    ForeignFormat("ncnn", "the graph of an ncnn model (.param)", _NCNN).known_by(
+        b"7767517", test=_begins(rb"7767517\s+\d+ +\d+\s")
     ),
     # src/net.cpp of ncnn: Net::load_param_bin
-    Signature(
-        "ncnn",
-        "the graph of an ncnn model (.param.bin)",
-        "ncnn runs it with its .bin, which has the weights",
-        (b"\xdd\x85\x76\0",),
-    ),
+    ForeignFormat("ncnn", "the graph of an ncnn model (.param.bin)", _NCNN).known_by(b"\xdd\x85\x76\0"),
     # src/core/src/xml_util of openvino
-    Signature(
+    ForeignFormat(
         "openvino",
         "the graph of an OpenVINO model (.xml)",
         "openvino.Core().read_model reads it with its .bin, which has the weights",
-        (b"<?xml", b"<net"),
-        test=_begins(rb"(?:<\?xml[^>]{0,200}>)?\s*<net\s[^>]{0,400}\bversion="),
-    ),
+    ).known_by(b"<?xml", b"<net", test=_begins(rb"(?:<\?xml[^>]{0,200}>)?\s*<net\s[^>]{0,400}\bversion=")),
     # the PMML schema of dmg.org
-    Signature(
-        "pmml",
-        "a model in PMML",
-        "pypmml or JPMML reads it",
-        (b"<?xml", b"<PMML"),
-        test=_begins(rb"(?:<\?xml[^>]{0,200}>)?\s*<PMML\s"),
+    ForeignFormat("pmml", "a model in PMML", "pypmml or JPMML reads it").known_by(
+        b"<?xml", b"<PMML", test=_begins(rb"(?:<\?xml[^>]{0,200}>)?\s*<PMML\s")
     ),
     # src/runtime/file_utils.h of TVM: kTVMNDArrayListMagic
-    Signature(
-        "tvm",
-        "parameters of TVM",
-        "tvm.relay.load_param_dict or tvm.runtime.load_param_dict reads it",
-        (struct.pack("<Q", 0xF7E58D4F05049CB7),),
-    ),
+    ForeignFormat(
+        "tvm", "parameters of TVM", "tvm.relay.load_param_dict or tvm.runtime.load_param_dict reads it"
+    ).known_by(struct.pack("<Q", 0xF7E58D4F05049CB7)),
     # mlir/docs/BytecodeFormat.md
-    Signature("mlir", "MLIR bytecode", "mlir-opt reads it", (b"ML\xefR",)),
+    ForeignFormat("mlir", "MLIR bytecode", "mlir-opt reads it").known_by(b"ML\xefR"),
     # -- training frameworks
     # An object: index, version, class. A table: index, size, and its first key, a number or a string.
     # File.lua of torch/torch7
-    Signature(
-        "torch7",
-        "a file of Torch7 (Lua)",
-        _TORCH7,
-        (b"\4\0\0\0", b"\3\0\0\0"),
+    ForeignFormat("torch7", "a file of Torch7 (Lua)", _TORCH7).known_by(
+        b"\4\0\0\0",
+        b"\3\0\0\0",
         test=_begins(
             rb"\x04\0{3}\x01\0{3}(?:[\x03-\x06]\0{3}V \d{1,4})?[\x04-\x7f]\0{3}[a-z][\w.]+"
             rb"|\x03\0{3}\x01\0{3}..[\0-\x0f]\0(?:\x01\0{3}.{6}[\xf0-\xff\0-\x0f][\x3f\x40]|\x02\0{3}.\0{3}[!-~])"
         ),
     ),
     # File.lua of torch/torch7
-    Signature(
-        "torch7",
-        "a file of Torch7 (Lua, as text)",
-        _TORCH7,
-        (b"4\n", b"3\n"),
-        test=_begins(rb"4\n1\n\d\nV \d+\n\d+\n[a-z][\w.]+\n|3\n1\n\d+\n[12]\n"),
+    ForeignFormat("torch7", "a file of Torch7 (Lua, as text)", _TORCH7).known_by(
+        b"4\n", b"3\n", test=_begins(rb"4\n1\n\d\nV \d+\n\d+\n[a-z][\w.]+\n|3\n1\n\d+\n[12]\n")
     ),
     # src/ndarray/ndarray.cc of MXNet: kMXAPINDArrayListMagic
-    Signature("mxnet", "a parameter file of MXNet", "mxnet.nd.load reads it", (b"\x12\x01" + bytes(14),)),
+    ForeignFormat("mxnet", "a parameter file of MXNet", "mxnet.nd.load reads it").known_by(b"\x12\x01" + bytes(14)),
     # paddle/fluid/framework/lod_tensor.cc: SerializeToStream
-    Signature(
-        "paddle",
-        "parameters of PaddlePaddle (.pdiparams)",
-        "paddle.static.load_inference_model reads it with its .pdmodel",
-        (bytes(16),),
-        test=_begins(rb"\0{16}[\2-\x60]\0{3}\x08[\0-\x20]\x10"),
+    ForeignFormat("paddle", "parameters of PaddlePaddle (.pdiparams)", f"{_PADDLE} .pdmodel").known_by(
+        bytes(16), test=_begins(rb"\0{16}[\2-\x60]\0{3}\x08[\0-\x20]\x10")
     ),
     # tensorstore/kvstore/ocdbt/format
-    Signature(
-        "orbax", "a part of a checkpoint of Orbax (TensorStore's OCDBT)", "orbax.checkpoint reads its folder", _OCDBT
-    ),
+    ForeignFormat(
+        "orbax", "a part of a checkpoint of Orbax (TensorStore's OCDBT)", "orbax.checkpoint reads its folder"
+    ).known_by(*_OCDBT),
     # checkpoint_state.proto of TensorFlow
-    Signature(
-        "tensorflow", "the text file that names the latest TensorFlow checkpoint", _TF, (b"model_checkpoint_path:",)
+    ForeignFormat("tensorflow", "the text file that names the latest TensorFlow checkpoint", _TF).known_by(
+        b"model_checkpoint_path:"
     ),
     # caffe2/serialize/file_format.h, 2018
-    Signature("torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", "", (b"PYTORCH1",)),
+    ForeignFormat("torch-preview", "a container of a PyTorch 1.0 preview, which no release reads", "").known_by(
+        b"PYTORCH1"
+    ),
     # -- not models
     # RFC 2083
-    Signature("png", "a PNG picture", "", (b"\x89PNG",)),
+    ForeignFormat("png", "a PNG picture", "").known_by(b"\x89PNG"),
     # ITU T.81
-    Signature("jpeg", "a JPEG picture", "", (b"\xff\xd8\xff",)),
+    ForeignFormat("jpeg", "a JPEG picture", "").known_by(b"\xff\xd8\xff"),
     # GIF89a Specification
-    Signature("gif", "a GIF picture", "", (b"GIF87a", b"GIF89a")),
+    ForeignFormat("gif", "a GIF picture", "").known_by(b"GIF87a", b"GIF89a"),
     # ISO 32000
-    Signature("pdf", "a PDF document", "", (b"%PDF-",)),
+    ForeignFormat("pdf", "a PDF document", "").known_by(b"%PDF-"),
     # parquet-format
-    Signature("parquet", "a Parquet file", "pyarrow.parquet reads it", (b"PAR1",)),
+    ForeignFormat("parquet", "a Parquet file", "pyarrow.parquet reads it").known_by(b"PAR1"),
     # Arrow Columnar Format
-    Signature("arrow", "an Arrow file", "pyarrow.ipc.open_file reads it", (b"ARROW1\0\0",)),
+    ForeignFormat("arrow", "an Arrow file", "pyarrow.ipc.open_file reads it").known_by(b"ARROW1\0\0"),
     # sqlite.org/fileformat.html
-    Signature("sqlite", "an SQLite database", "sqlite3 reads it", (b"SQLite format 3\0",)),
+    ForeignFormat("sqlite", "an SQLite database", "sqlite3 reads it").known_by(b"SQLite format 3\0"),
     # System V ABI
-    Signature(
+    ForeignFormat(
         "elf",
         "a program or shared library (ELF), such as AOTInductor compiles",
         "file and readelf tell more; running it runs its code",
-        (b"\x7fELF",),
-    ),
+    ).known_by(b"\x7fELF"),
     # -- without magic bytes
     # Pieces, each with its text and score, and the kind where it is not the usual one.
     # src/sentencepiece_model.proto
-    Signature(
+    ForeignFormat(
         "sentencepiece",
         "a model of SentencePiece, the vocabulary of a tokenizer",
         "sentencepiece.SentencePieceProcessor(model_file=...) reads it",
-        test=_begins(rb"\x0a[\x08-\x60]\x0a[\1-\x50][^\0-\x08]{1,80}?\x15.{4}(?:\x18[\x01-\x06])?\x0a[\x08-\x60]\x0a"),
+    ).known_by(
+        test=_begins(rb"\x0a[\x08-\x60]\x0a[\1-\x50][^\0-\x08]{1,80}?\x15.{4}(?:\x18[\x01-\x06])?\x0a[\x08-\x60]\x0a")
     ),
     # mindspore/ccsrc/utils/checkpoint.proto
-    Signature(
-        "mindspore",
-        "a checkpoint of MindSpore",
-        "mindspore.load_checkpoint reads it",
+    ForeignFormat("mindspore", "a checkpoint of MindSpore", "mindspore.load_checkpoint reads it").known_by(
         test=_begins(
             rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x0a[\1-\x7f][ -~]{1,127}\x12[\x80-\xff]{0,4}[\0-\x7f]"
             rb"(?:\x08[\x80-\xff]*[\0-\x7f])*\x12[\4-\x0a](?:BF|F|UI|I|B|S)[a-z]+\d*\x1a"
-        ),
+        )
     ),
     # paddle/fluid/framework/framework.proto: ProgramDesc
-    Signature(
-        "paddle",
-        "a program of PaddlePaddle (.pdmodel)",
-        "paddle.static.load_inference_model reads it with its .pdiparams",
-        test=_begins(rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x08\0\x10\xff{9}\x01"),
+    ForeignFormat("paddle", "a program of PaddlePaddle (.pdmodel)", f"{_PADDLE} .pdiparams").known_by(
+        test=_begins(rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x08\0\x10\xff{9}\x01")
     ),
     # src/caffe/proto/caffe.proto: NetParameter
-    Signature(
-        "caffe",
-        "a Caffe model (.caffemodel)",
-        "cv2.dnn.readNetFromCaffe reads it with its .prototxt, and Caffe does",
-        test=_is_caffe,
-    ),
+    ForeignFormat(
+        "caffe", "a Caffe model (.caffemodel)", "cv2.dnn.readNetFromCaffe reads it with its .prototxt, and Caffe does"
+    ).known_by(test=_is_caffe),
     # src/learner.cc of dmlc/xgboost: LearnerModelParamLegacy
-    Signature(
+    ForeignFormat(
         "xgboost",
         "an XGBoost model in the old binary format",
         "xgboost before 3.1 reads it; its save_model('model.ubj') writes the current format",
-        test=_is_old_xgboost,
-    ),
+    ).known_by(test=_is_old_xgboost),
     # tensorflow/core/util/tensor_bundle/naming.cc
-    Signature(
-        "tensorflow-data",
-        "the data of a TensorFlow checkpoint",
-        _TF,
-        test=lambda source, at: re.search(r"\.data-\d{5}-of-\d{5}\Z", source.name) is not None,
-        detail=lambda source: "its .index names the variables",
-    ),
+    ForeignFormat(
+        "tensorflow-data", "the data of a TensorFlow checkpoint: its .index names the variables", _TF
+    ).known_by(test=lambda source, at: re.search(r"\.data-\d{5}-of-\d{5}\Z", source.name) is not None),
     # docs/ExternalData.md of onnx
-    Signature(
+    ForeignFormat(
         "onnx",
-        "the weights of an ONNX model",
+        "the weights of an ONNX model: bare bytes, which its .onnx file describes",
         "onnx.load of the .onnx file reads both",
-        suffix=(".onnx.data", ".onnx_data"),
-        test=lambda source, at: True,
-        detail=lambda source: "bare bytes, which its .onnx file describes",
-    ),
+    ).known_by(suffix=(".onnx.data", ".onnx_data")),
     # src/parser.c of pjreddie/darknet: load_weights_upto
-    Signature(
-        "darknet",
-        "Darknet weights (YOLO)",
-        "darknet reads it with its .cfg; cv2.dnn.readNetFromDarknet, too",
-        suffix=(".weights",),
-        test=_is_darknet,
-    ),
+    ForeignFormat(
+        "darknet", "Darknet weights (YOLO)", "darknet reads it with its .cfg; cv2.dnn.readNetFromDarknet, too"
+    ).known_by(suffix=(".weights",), test=_is_darknet),
     # export.py of llama2.c: legacy_export
-    Signature(
-        "llama2.c",
-        "a model of llama2.c, of its first version",
-        "the run program of llama2.c runs it",
-        suffix=(".bin",),
-        test=_is_llama2,
-    ),
+    ForeignFormat(
+        "llama2.c", "a model of llama2.c, of its first version", "the run program of llama2.c runs it"
+    ).known_by(suffix=(".bin",), test=_is_llama2),
     # src/modelbin.cpp of ncnn
-    Signature(
-        "ncnn",
-        "the weights of an ncnn model",
-        "ncnn runs it with its .param, which describes them",
-        suffix=(".bin",),
-        test=_is_ncnn_weights,
-    ),
+    ForeignFormat(
+        "ncnn", "the weights of an ncnn model", "ncnn runs it with its .param, which describes them"
+    ).known_by(suffix=(".bin",), test=_is_ncnn_weights),
     # src/core/src/pass/serialize.cpp of openvino
-    Signature(
+    ForeignFormat(
         "openvino",
         "the weights of an OpenVINO model",
         "openvino.Core().read_model reads its .xml, which describes them",
-        suffix=(".bin",),
-        test=_beside(".xml", rb"<net\s"),
-    ),
+    ).known_by(suffix=(".bin",), test=_beside(".xml", rb"<net\s")),
     # schema/default/MNN.fbs of alibaba/MNN
-    Signature(
-        "mnn", "a model of MNN", "MNN.nn.load_module_from_file of MNN runs it", suffix=(".mnn",), test=_is_flatbuffer
+    ForeignFormat("mnn", "a model of MNN", "MNN.nn.load_module_from_file of MNN runs it").known_by(
+        suffix=(".mnn",), test=_is_flatbuffer
     ),
 )

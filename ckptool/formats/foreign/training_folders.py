@@ -1,6 +1,6 @@
-"""Folders that training frameworks write for themselves, one part per rank: what is there, and whether it is complete.
+"""Folders that training frameworks write for themselves, one part per rank, with the parts that are missing.
 
-They are named, not read: a tensor in them is cut over many files in ways that only the framework knows. Sources:
+They are named, not read: a tensor in them is split over many files in ways that only the framework knows. Sources:
 DeepSpeed (``runtime/engine.py``, ``checkpoint/constants.py``, ``utils/zero_to_fp32.py``), Megatron-LM
 (``megatron/training/checkpointing.py``).
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
 from itertools import product
 from math import prod
 from shlex import quote
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
 from ...base.text import join_limited, pluralize, quoted
@@ -42,8 +43,7 @@ def training_folder(path: str) -> NotACheckpointError | None:
     Reads names, and one file of each kind.
     """
     names = _names(path)
-    error = _deepspeed(path, names) or _megatron(path, names)
-    if error is not None:
+    if error := _deepspeed(path, names) or _megatron(path, names):
         return error
     if "latest" in names or "zero_to_fp32.py" in names:
         return _latest_step(path, names, "latest", _TAG, _deepspeed)
@@ -59,12 +59,11 @@ def _names(path: str) -> frozenset[str]:
         return frozenset()
 
 
+_Explain: TypeAlias = "Callable[[str, Collection[str]], NotACheckpointError | None]"
+
+
 def _latest_step(
-    path: str,
-    names: Collection[str],
-    tag_file: str,
-    pattern: re.Pattern[str],
-    explain: Callable[[str, Collection[str]], NotACheckpointError | None],
+    path: str, names: Collection[str], tag_file: str, pattern: re.Pattern[str], explain: _Explain
 ) -> NotACheckpointError | None:
     """Explain the step that ``tag_file`` names as the latest, or the last one that is there."""
     steps = sorted((name for name in names if pattern.match(name)), key=lambda name: (len(name), name))
@@ -81,13 +80,10 @@ def _latest_step(
 
 def _read_tag(path: str) -> str:
     try:
-        source = open_source(path)
+        with closing(open_source(path)) as source:
+            text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
     except CkptoolError:
         return ""
-    try:
-        text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
-    finally:
-        source.close()
     return text if text == os.path.basename(text) else ""
 
 
@@ -125,17 +121,19 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     return NotACheckpointError(what, kind="deepspeed", path=path, next="; ".join(steps))
 
 
-_Ranks = dict[tuple[int, ...], str]
+#: File names by their ranks.
+_Ranks: TypeAlias = dict[tuple[int, ...], str]
 
 
 def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
     """Return which optimizer and model states are missing, in words."""
     grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= _MAX_RANKS else []
-    missing = []
-    for part, ranks in (("optimizer", optimizer), ("model", zero3)):
-        for one, two in grid if ranks else ():
-            if (one, two) not in ranks:
-                missing.append(f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else ""))
+    missing = [
+        f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
+        for part, ranks in (("optimizer", optimizer), ("model", zero3))
+        for one, two in (grid if ranks else ())
+        if (one, two) not in ranks
+    ]
     if models and not zero3:
         missing += [f"mp_rank_{number:02d}_model_states.pt" for number in range(model) if (number,) not in models]
     elif not zero3:
@@ -162,19 +160,13 @@ def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
     facts: dict[str, int] = {}
     for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
         try:
-            source = open_source(os.path.join(path, file))
+            with closing(open_source(os.path.join(path, file))) as source:
+                graph = read_container(source).graph
         except CkptoolError:
             continue
-        try:
-            graph = read_container(source).graph
-        except CkptoolError:
-            continue
-        finally:
-            source.close()
         for ref in (graph.root, *_values(graph, graph.root, ("optimizer_state_dict",)).values()):
             for name, value in _values(graph, ref, _FACTS).items():
-                number = _number(graph, value)
-                if 0 < number < 1 << 20:
+                if 0 < (number := _number(graph, value)) < 1 << 20:
                     facts[name] = max(facts.get(name, 0), number)
     return facts
 

@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import MalformedError, PickleError, RefusedError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import PROGRAM, NamedDevice, Program
-from ...checkpoint.tensors import TensorReader
 from ...files.sources import Appending, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
 from ...files.zips.reader import Archive, Record
+from ...pickles.decode import decode
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
 from ..pickle_search import zip_pickles
-from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in
+from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in, stored_records
 from .script_modules import devices_in
 
 #: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
@@ -33,8 +33,8 @@ _MAX_SOURCES: Final = 32 << 20
 class ProgramArchive(Program):
     """The container that the readers of programs fill.
 
-    ``builder`` takes the tensors; ``records_of`` the record of each storage by its key; ``inner`` the archives within
-    it, by the prefix of their keys.
+    ``builder`` collects the tensors; ``records_of`` are the records of storages by their keys, ``inner`` the archives
+    within it by the prefixes of their keys.
     """
 
     traits = Traits(written="program", named=True)
@@ -51,62 +51,40 @@ class ProgramArchive(Program):
         self.byteorder = "big" if archive.text("byteorder") == b"big" else "little"
         self.writer = ""
         self.beside: list[str] = []
-        self.described: dict[str, Any] = {}
+        self.described: Mapping[str, Any] = {}
         self.named_devices: list[NamedDevice] = []
         self.graph = Graph([None], 0, self.builder.graph(0).style)
         self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
 
     def names(self) -> list[str]:
         """Return the names of its records within its folder."""
-        return [name.removeprefix(f"{self.root}/") if self.root else name for name in self.archive.by_name]
+        return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
+
+    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Add the problems and the facts of the program."""
+        describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
 
     def warn_of_devices(self, consequence: str) -> None:
         """Warn of devices other than the CPU in its code; ``consequence`` says what does not move them."""
         away = [item for item in self.named_devices if item.device != "cpu"]
-        devices = Counter[str]()
-        for item in away:
-            devices[item.device] += item.number
-        if devices:
-            names = join_limited(
-                [f"{device} ({pluralize(number, 'time')})" for device, number in devices.items()], most=3
-            )
-            files = join_limited(list(dict.fromkeys(item.where for item in away)), most=3)
-            what = f"its program names devices: {names} in {files}; {consequence}"
+        if away:
+            what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
             self.problems.append(Problem("code-devices", "warning", what))
 
-    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Add the problems that say that it is a program and what it holds, and the facts as JSON-ready data."""
-        self.described = {
-            "kind": self.kind,
-            "executable": True,
-            **facts,
-            "devices": {"code": [item._asdict() for item in self.named_devices]},
-        }
-        self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
-        if self.beside:
-            subject = "beside its weights it holds " if self.records_of or self.inner else "it holds "
-            self.problems.append(Problem("program-parts", "note", subject + "; ".join(self.beside)))
-
     def stored_size(self, key: str) -> int | None:
-        record = self.records_of.get(key)
-        if record is not None:
+        if record := self.records_of.get(key):
             return record.size
         name, _, rest = key.partition(":")
         return self.inner[name].stored_size(rest) if name in self.inner else None
 
     def stored(self, key: str) -> StoredBytes:
-        record = self.records_of.get(key)
-        if record is not None:
+        if record := self.records_of.get(key):
             return stored_in(self.archive, record)
         name, _, rest = key.partition(":")
         return self.inner[name].stored(rest) if name in self.inner else StoredBytes(None, 0)
 
     def records(self) -> Iterator[StoredRecord]:
-        keys = {record.name: key for key, record in self.records_of.items()}
-        for record in sorted(self.archive.records, key=lambda record: record.header):
-            span, size, compressed, crc = stored_in(self.archive, record)
-            assert span is not None
-            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.name, ""))
+        return stored_records(self.archive, {record.entry: key for key, record in self.records_of.items()})
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         known = {problem.code for problem in self.problems}
@@ -122,7 +100,43 @@ class ProgramArchive(Program):
         return plan_rewrite(self.archive, {})
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
-        raise RefusedError(f"{self.kind} is read here, and not written again", path=self.archive.source.name)
+        raise RefusedError(f"{self.kind} is read-only in ckptool", path=self.archive.source.name)
+
+
+def describe(program: Program, what: str, facts: Mapping[str, Any], beside: str, **devices: Any) -> None:
+    """Add the problems that say that a file is a program and what it holds, and the facts as JSON-ready data.
+
+    ``beside`` introduces what it holds besides its weights; ``devices`` are those outside of its code.
+    """
+    devices["code"] = [item._asdict() for item in program.named_devices]
+    program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
+    program.problems.insert(0, Problem(PROGRAM, "warning", what, True))
+    if program.beside:
+        program.problems.append(Problem("program-parts", "note", f"{beside} {'; '.join(program.beside)}"))
+
+
+def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
+    """Return ``cuda:0 (2 times) in code/a.py``, with at most ``most`` devices."""
+    counts = Counter[str]()
+    for item in devices:
+        counts[item.device] += item.number
+    names = [f"{device} ({pluralize(number, 'time')})" for device, number in counts.items()]
+    files = list(dict.fromkeys(item.where for item in devices))
+    return f"{join_limited(names, most=most)} in {join_limited(files, most=3)}"
+
+
+def damaged(archive: Archive, name: str, flaw: str) -> MalformedError:
+    """Return the error for a record; ``flaw`` follows its name."""
+    return MalformedError(f"{quoted(name)}{flaw}", path=archive.source.name, where=name)
+
+
+def graph_of(archive: Archive, name: str) -> Graph | None:
+    """Return the graph of a pickle; None where it is missing, or damaged, which is reported with the other pickles."""
+    record = archive.find(name)
+    try:
+        return decode(archive.read(record, LIMITS.pickle_bytes), where=record.name).graph if record else None
+    except PickleError:
+        return None
 
 
 def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3) -> list[str]:
@@ -131,12 +145,12 @@ def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3
 
 
 def read_json(archive: Archive, record: Record) -> Any:
-    """Return the value of a JSON record; raises MalformedError for invalid JSON, or where it nests too deeply."""
+    """Return the value of a JSON record; raises MalformedError where it is invalid or nests too deeply."""
     try:
         return json.loads(archive.read(record, _MAX_JSON))
     except (ValueError, RecursionError) as error:
         what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
-        raise MalformedError(f"{quoted(record.name)}: {what}", path=archive.source.name, where=record.name) from error
+        raise damaged(archive, record.name, f": {what}") from error
 
 
 def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
@@ -169,18 +183,12 @@ def nested_file(archive: Archive, record: Record) -> TorchZip:
     span = archive.payload(record)
     content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
     if record.method or content.read(0, 4) != b"PK\x03\x04":
-        what = f"{quoted(record.name)} is not an uncompressed file of torch.save"
-        raise MalformedError(what, path=archive.source.name, where=record.name)
+        raise damaged(archive, record.name, " is not an uncompressed file of torch.save")
     inner = read_whole(content)
     pickle = inner.find("data.pkl")
     if pickle is None:
-        raise MalformedError(f"{quoted(record.name)} has no data.pkl", path=archive.source.name, where=record.name)
+        raise damaged(archive, record.name, " has no data.pkl")
     return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
-
-
-def count_locations(graph: Graph) -> Counter[str]:
-    """Return how many storages of a graph have which location tag."""
-    return Counter(storage.location for storage in TensorReader(graph).storages.values())
 
 
 def append_graph(builder: Builder, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:

@@ -47,9 +47,8 @@ class TorchPackage(ProgramArchive):
         items: list[tuple[str, Ref]] = []
         sources, others = [], []
         reduced = total = 0
-        root = f"{archive.root}/" if archive.root else ""
         for record in archive.records:
-            name = record.name.removeprefix(root)
+            name = record.name.removeprefix(archive.prefix)
             if name.startswith(_STORAGE):
                 if name.endswith(_SUFFIX):
                     self.records_of[name.removeprefix(_STORAGE).removesuffix(_SUFFIX)] = record
@@ -82,14 +81,11 @@ class TorchPackage(ProgramArchive):
             *name_parts("other file", others),
             *([f"the names of external modules ({join_limited(extern, most=4)})"] if extern else []),
         ]
-        what = (
-            f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, executable by nature:"
-            " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
-        )
+        what = f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, executable by nature:"
+        what += " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
         facts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
         self.describe(what, {**facts, "reduced": reduced, "programs": programs})
-        problem = version_problem(archive)
-        if problem is not None:
+        if problem := version_problem(archive):
             self.problems.append(problem)
         self.warn_of_devices("neither remap nor map_location changes code")
 
@@ -165,12 +161,8 @@ def _own_key(key: str) -> str:
 
 def _reduced_objects(graph: Graph) -> list[Ref]:
     """Return the objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
-    refs: list[Ref] = []
-    for ref, node in enumerate(graph.nodes):
-        pid = graph.nodes[node.pid] if type(node) is Persistent else ()
-        if type(pid) is tuple and pid and graph.nodes[pid[0]] == "reduce_package":
-            refs.append(ref)
-    return refs
+    persistent = ((ref, graph.nodes[node.pid]) for ref, node in enumerate(graph.nodes) if type(node) is Persistent)
+    return [ref for ref, pid in persistent if type(pid) is tuple and pid and graph.nodes[pid[0]] == "reduce_package"]
 
 
 def read(archive: Archive) -> TorchPackage:

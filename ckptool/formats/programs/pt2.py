@@ -18,9 +18,10 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice
+from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Ref
-from .archive import ProgramArchive, append_graph, count_locations, integers, name_parts, nested_file, read_json
+from .archive import ProgramArchive, append_graph, damaged, integers, name_parts, nested_file, read_json
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 _DTYPES: Final = {
@@ -105,10 +106,8 @@ class Pt2(ProgramArchive):
             record = self.archive.find(f"data/weights/{path}")
             if type(path) is not str or record is None:
                 raise self._damaged(name, key, "its bytes are not in the archive")
-            if meta.get("is_param") is True:
-                self.parameters += 1
-            else:
-                self.buffers += 1
+            self.parameters += meta.get("is_param") is True
+            self.buffers += meta.get("is_param") is not True
             if meta.get("use_pickle") is True:
                 if path not in self.inner:
                     self.inner[path] = nested_file(self.archive, record)
@@ -119,12 +118,15 @@ class Pt2(ProgramArchive):
             items.append((key, ref))
         return self.builder.mapping(items)
 
-    def _entries(self, name: str) -> dict[str, dict[str, Any]]:
+    def _json(self, name: str) -> Any:
         record = self.archive.find(name)
-        config = read_json(self.archive, record) if record is not None else None
+        return None if record is None else read_json(self.archive, record)
+
+    def _entries(self, name: str) -> dict[str, dict[str, Any]]:
+        config = self._json(name)
         entries = config.get("config") if isinstance(config, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
-            raise MalformedError(f"{quoted(name)} describes no weights", path=self.archive.source.name, where=name)
+            raise damaged(self.archive, name, " describes no weights")
         return entries
 
     def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
@@ -143,8 +145,7 @@ class Pt2(ProgramArchive):
         return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
 
     def _damaged(self, name: str, key: str, why: str) -> MalformedError:
-        what = f"{quoted(name)} is damaged at {quoted(key)}: {why}"
-        return MalformedError(what, path=self.archive.source.name, where=name)
+        return damaged(self.archive, name, f" is damaged at {quoted(key)}: {why}")
 
     def _old_weights(self, name: str) -> Ref:
         """Build the state dict of an archive before torch 2.8: a file of torch.save."""
@@ -167,14 +168,14 @@ class Pt2(ProgramArchive):
                 if record is not None and record.size:
                     self._add_devices(name, self._locations(record), "what is saved there")
             elif name.startswith("data/aotinductor/") and name.endswith("_metadata.json"):
-                record = self.archive.find(name)
-                metadata = read_json(self.archive, record) if record is not None else None
+                metadata = self._json(name)
                 key = metadata.get("AOTI_DEVICE_KEY") if isinstance(metadata, dict) else None
                 self._add_devices(name, Counter([key] if type(key) is str else []), "the compiled code")
 
     def _locations(self, record: Record) -> Counter[str]:
         try:
-            return count_locations(nested_file(self.archive, record).graph)
+            storages = TensorReader(nested_file(self.archive, record).graph).storages
+            return Counter(storage.location for storage in storages.values())
         except (MalformedError, PickleError) as error:
             what = f"{quoted(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
             self.problems.append(Problem("broken-part", "warning", what, False, record.name))

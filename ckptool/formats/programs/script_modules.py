@@ -1,7 +1,7 @@
 """The modules of a TorchScript program, and the tensors that they hold by name.
 
 A module is an object whose class the code declares as one; the code also declares which of its attributes are
-parameters and buffers. Before torch 1.6 it did not tell buffers from other attributes: later versions then have no
+parameters and buffers. Before torch 1.6 it did not distinguish buffers from other attributes: later versions have no
 buffers (``import_source.cpp``, ``importClass``), and ``state_dict()`` has the parameters alone.
 
 The code is searched as text; nothing of it is run, or parsed as Python. Source:
@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...checkpoint.objects import callable_name, mapping
 from ...checkpoint.tensors import TensorReader
-from ...files.zips.reader import Archive, Record
+from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Dict, Graph, Node, Ref
 from ...pickles.opcodes import REDUCE
 
@@ -88,14 +89,17 @@ def devices_in(text: str) -> Counter[str]:
 def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
     """Read the records ``code/**.py`` of an archive, bounded in number and size."""
     code = ScriptCode([], {}, Counter(), [])
-    start = f"{archive.root}/{folder}" if archive.root else folder
+    start = archive.prefix + folder
     left, names = _MAX_CODE, _MAX_NAMES
     for record in archive.records:
         if not (record.name.startswith(start) and record.name.endswith(".py")):
             continue
         file = record.name[len(start) :]
         code.files.append(file)
-        text = _code_text(archive, record, left) if len(code.files) <= _MAX_FILES else None
+        text = None
+        if len(code.files) <= _MAX_FILES:
+            with suppress(MalformedError):
+                text = archive.read(record, left).decode("utf-8", "replace")
         if text is None:
             code.unread.append(file)
             continue
@@ -110,13 +114,6 @@ def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
                 break
             code.classes[f"{module}.{name}"] = script_class
     return code
-
-
-def _code_text(archive: Archive, record: Record, max_bytes: int) -> str | None:
-    try:
-        return archive.read(record, max_bytes).decode("utf-8", "replace")
-    except MalformedError:
-        return None
 
 
 def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
@@ -152,8 +149,8 @@ class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
     ``state`` are those of the state dict in the order of ``state_dict()``, ``parameters`` whether each is a parameter;
-    ``plain`` are mere attributes, ``unclear`` those of them in modules whose code does not tell buffers. ``hidden`` are
-    modules whose state only their code restores, ``guessed`` those whose code is missing.
+    ``plain`` are mere attributes, ``unclear`` those of them in modules whose code does not declare buffers. ``hidden``
+    are modules whose state only their code restores, ``guessed`` those whose code is missing.
     """
 
     state: list[tuple[str, Ref]]

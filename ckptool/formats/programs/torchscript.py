@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
-from ...checkpoint.programs import NO_WEIGHTS, PROGRAM, NamedDevice, Program
+from ...checkpoint.programs import NO_WEIGHTS, NamedDevice, Program
 from ...checkpoint.survey import DeviceName, survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -23,7 +23,7 @@ from ...pickles.decode import decode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
 from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
-from .archive import name_parts
+from .archive import describe, describe_devices, graph_of, name_parts
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 #: The pickles beside data.pkl whose storages have tags, and the folders of these storages.
@@ -85,12 +85,11 @@ class TorchScript(TorchZip, Program):
         literals = sorted(self.code.devices.items())
         self.named_devices = [NamedDevice(f"code/{file}", device, number) for (file, device), number in literals]
         self.named_devices += self._traced_devices()
-        start = f"{archive.root}/extra/" if archive.root else "extra/"
+        start = f"{archive.prefix}extra/"
         self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         named = {ref for _, ref in self.modules.state}
         self.plain = [name for name, ref in self.modules.plain if ref not in named]
         self.beside = self._parts_beside()
-        self.described = self._facts()
         self._add_problems()
 
     def _check_protocol(self, record: Record, data: bytes) -> None:
@@ -129,13 +128,9 @@ class TorchScript(TorchZip, Program):
 
     def _traced_devices(self) -> list[NamedDevice]:
         """Return the tags of the inputs that it was traced with."""
-        record = self.archive.find(_TRACED)
-        if record is None:
+        graph = graph_of(self.archive, _TRACED)
+        if graph is None:
             return []
-        try:
-            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
-        except PickleError:
-            return []  # reported with the other pickles
         tags = Counter(storage.location for _, storage in TensorReader(graph).uses())
         return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
 
@@ -151,8 +146,6 @@ class TorchScript(TorchZip, Program):
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
-            "executable": True,
             "code_files": len(self.code.files),
             "parameters": sum(self.modules.parameters),
             "buffers": len(self.modules.state) - sum(self.modules.parameters),
@@ -162,10 +155,6 @@ class TorchScript(TorchZip, Program):
             "mobile": self.mobile,
             "restored_by_code": self.modules.hidden,
             "extra_files": self.extra,
-            "devices": {
-                "attributes": [{"path": name.path, "device": name.device} for name in self.attribute_devices],
-                "code": [item._asdict() for item in self.named_devices],
-            },
         }
 
     def _add_problems(self) -> None:
@@ -173,40 +162,31 @@ class TorchScript(TorchZip, Program):
         modules = self.modules
         what = (
             f"it is {self.kind}, executable by nature: torch.jit.load reads it, torch.load(weights_only=True) refuses"
-            " it, and its code runs when it is called"
         )
-        self.problems.insert(0, Problem(PROGRAM, "warning", what, True))
-        subject = "beside its parameters and buffers it holds " if modules.state else f"{NO_WEIGHTS}; it holds "
-        self._note("program-parts", "note", subject + "; ".join(self.beside))
+        what += " it, and its code runs when it is called"
+        beside = "beside its parameters and buffers it holds" if modules.state else f"{NO_WEIGHTS}; it holds"
+        attributes = [{"path": name.path, "device": name.device} for name in self.attribute_devices]
+        describe(self, what, self._facts(), beside, attributes=attributes)
         if modules.unclear:
+            names = join_limited(modules.unclear, most=3)
             what = "its code, of torch before 1.6, does not say which tensors are buffers: in later versions"
-            what += f" state_dict() lacks {join_limited(modules.unclear, most=3)}"
-            self._note("untold-buffers", "warning", what)
+            self._note("untold-buffers", "warning", f"{what} state_dict() lacks {names}")
         if self.code.unread:
-            files = join_limited([f"code/{name}" for name in self.code.unread], most=3)
-            what = f"{files}: too large or damaged, not searched to the end for devices and names of parameters"
-            self._note("code-unread", "warning", what)
+            names = join_limited([f"code/{name}" for name in self.code.unread], most=3)
+            what = "too large or damaged, not searched to the end for devices and names of parameters"
+            self._note("code-unread", "warning", f"{names}: {what}")
         if modules.guessed:
-            what = (
-                f"the code of {join_limited(modules.guessed, most=3)} is missing: every tensor there counts as a "
-                "parameter"
-            )
+            names = join_limited(modules.guessed, most=3)
+            what = f"the code of {names} is missing: every tensor there counts as a parameter"
             self._note("code-missing", "warning", what)
         if modules.hidden:
-            what = (
-                f"{join_limited(modules.hidden, most=3)}: only code restores the state, and no code is run: no "
-                "tensor of"
-            )
-            self._note("hidden-state", "warning", f"{what} it has a name")
+            what = "only code restores the state, and no code is run: no tensor of it has a name"
+            self._note("hidden-state", "warning", f"{join_limited(modules.hidden, most=3)}: {what}")
         in_code = [item for item in self.named_devices if item.where != _TRACED]
-        devices = Counter[str]()
-        for item in in_code:
-            devices[item.device] += item.number
-        if devices:
-            names = join_limited([f"{device} ({pluralize(count, 'time')})" for device, count in devices.items()])
-            files = join_limited(list(dict.fromkeys(item.where for item in in_code)), most=3)
-            what = f"its code names devices: {names} in {files}; neither remap nor map_location changes code"
-            self._note("code-devices", "note" if set(devices) == {"cpu"} else "warning", what)
+        if in_code:
+            what = f"its code names devices: {describe_devices(in_code)}; neither remap nor map_location changes code"
+            level = "note" if all(item.device == "cpu" for item in in_code) else "warning"
+            self._note("code-devices", level, what)
         if self.attribute_devices:
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"
@@ -218,15 +198,14 @@ class TorchScript(TorchZip, Program):
         return super().storage_record(key) or (self.archive.find(key) if "/" in key else None)
 
     def records(self) -> Iterator[StoredRecord]:
-        root = f"{self.archive.root}/" if self.archive.root else ""
         for record in super().records():
-            name = record.name.removeprefix(root)
+            name = record.name.removeprefix(self.archive.prefix)
             part = any(name.startswith(folder) for _, folder in _OTHERS)
             yield record._replace(key=name) if part and not record.key else record
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         """Drop unreferenced records, which the code may use, except storages that no pickle names."""
-        root = f"{self.archive.root}/" if self.archive.root else ""
+        root = self.archive.prefix
         used = {f"{root}{key}" for key in keys}
         return [
             problem
@@ -235,8 +214,7 @@ class TorchScript(TorchZip, Program):
         ]
 
     def pickles(self) -> Iterator[FoundPickle]:
-        first = self.parts[0]
-        yield FoundPickle("data.pkl", first.graph, "", self.record.size - self.end)
+        yield FoundPickle("data.pkl", self.parts[0].graph, "", self.record.size - self.end)
         audited = self._audit()
         yield from zip_pickles(self.archive, self.record, audited.hidden, audited.former)
 
@@ -244,7 +222,7 @@ class TorchScript(TorchZip, Program):
         version = (self.archive.text("version") or b"").strip()[:3].decode("ascii", "replace")
         if self.archive.find("byteorder") is not None:
             era = "torch 2.1 or later"
-        elif self.code.files and any(one.buffers is not None for one in self.code.classes.values()):
+        elif self.code.files and any(item.buffers is not None for item in self.code.classes.values()):
             era = "torch 1.6 to 2.0"
         else:
             era = "torch 1.3 to 2.0"

@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
-from ...base.errors import MalformedError, PickleError
-from ...base.limits import LIMITS
+from ...base.errors import MalformedError
 from ...base.text import pluralize, quoted
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.objects import callable_name, elements, scalar
 from ...files.zips.reader import Archive
-from ...pickles.decode import decode
 from ...pickles.nodes import Call, Ref
-from .archive import ProgramArchive, devices_in_sources, integers, read_json
+from .archive import ProgramArchive, damaged, devices_in_sources, graph_of, integers, read_json
 
 #: ``TensorProto.DataType`` of caffe2, where lowercasing does not give torch's name.
 _DTYPES: Final = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
@@ -43,7 +41,7 @@ class JsonScript(ProgramArchive):
         tensors = model.get("tensors", []) if isinstance(model, dict) else None
         module = model.get("mainModule") if isinstance(model, dict) else None
         if not isinstance(tensors, list) or not isinstance(module, dict):
-            raise MalformedError("model.json describes no module", path=archive.source.name, where=record.name)
+            raise damaged(archive, record.name, " describes no module")
         self._tensors = tensors
         self._refs: dict[int, Ref] = {}
         self.parameters = 0
@@ -67,7 +65,7 @@ class JsonScript(ProgramArchive):
             visited += 1
             characters += len(prefix)
             if visited > _MAX_MODULES or characters > _MAX_CHARACTERS:
-                raise MalformedError("its modules nest endlessly", path=self.archive.source.name, where="model.json")
+                raise damaged(self.archive, "model.json", " has modules that nest endlessly")
             for parameter in _dicts(module.get("parameters")):
                 number = _int(parameter.get("tensorId", 0))
                 if number is not None:
@@ -83,13 +81,9 @@ class JsonScript(ProgramArchive):
 
     def _tensor_attributes(self) -> dict[int, int]:
         """Return the tensors among the attributes: number of the attribute -> number of the tensor."""
-        record = self.archive.find("attributes.pkl")
-        if record is None:
+        graph = graph_of(self.archive, "attributes.pkl")
+        if graph is None:
             return {}
-        try:
-            graph = decode(self.archive.read(record, LIMITS.pickle_bytes), where=record.name).graph
-        except PickleError:
-            return {}  # reported with the other pickles
         tensors: dict[int, int] = {}
         for number, ref in enumerate(elements(graph.nodes[graph.root])):
             node = graph.nodes[ref]
@@ -126,8 +120,7 @@ class JsonScript(ProgramArchive):
         return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
 
     def _damaged(self, number: int, why: str) -> MalformedError:
-        what = f"model.json is damaged at tensor {quoted(str(number))}: {why}"
-        return MalformedError(what, path=self.archive.source.name, where="model.json")
+        return damaged(self.archive, "model.json", f" is damaged at tensor {quoted(str(number))}: {why}")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:

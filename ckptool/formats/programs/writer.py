@@ -1,11 +1,11 @@
-"""Files that are programs, after an edit: the same archive with other location tags, and nothing else."""
+"""Writer of edited programs: the same archive with other location tags, and nothing else changed."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint, Target
@@ -21,29 +21,24 @@ from ..promises import Promise
 from ..repickled import prove
 from .torchscript import ScriptPickle, TorchScript
 
-#: What is done by an edit of the pickles alone; the program names everything else, too.
+#: The edits that change pickles alone; everything else is also named by the program.
 _TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
 
 
-class _Contents(NamedTuple):
-    """The pickles that an edit changed, by the name of their record; ``exact`` whether the unedited ones come out byte
-    for byte."""
-
-    pickles: dict[str, bytes]
-    exact: bool
-
-
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """The archive with the edited pickles; raises RefusedError for an edit of anything but tags."""
+    """Return the archive with the edited pickles, and whether the unedited ones come out byte for byte.
+
+    Raises RefusedError for an edit of anything but tags.
+    """
     container = _editable(checkpoint)
-    found = _contents(checkpoint, container)
+    archive, (pickles, exact) = container.archive, _encoded(checkpoint, container)
     if checkpoint.needs_relayout:
-        return plan_archive(_records(container.archive, found.pickles)), found.exact
-    return plan_rewrite(container.archive, found.pickles), found.exact
+        return plan_archive(_records(archive, pickles)), exact
+    return plan_rewrite(archive, pickles), exact
 
 
 def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordContent]:
-    """Every record of the archive in its order, deflated ones as they are; the edited pickles in their places."""
+    """Yield every record of the archive in its order, deflated ones as they are, with the edited pickles."""
     for record in archive.records:
         data = pickles.get(record.name)
         if data is not None:
@@ -53,70 +48,70 @@ def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordCont
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
-    """The input with other pickles."""
-    pickles = edited_pickles(checkpoint)
+    """Return the promise of the input with other pickles."""
+    pickles = {part.record.name: graph for part, graph in _edited_parts(checkpoint, _editable(checkpoint))}
     return repickled.promise(checkpoint)._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
 
 
 def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[Appending, bool]:
-    """The same as a version behind the file."""
+    """Return the same as a version that is appended to the file."""
     container = _editable(checkpoint)
-    found = _contents(checkpoint, container)
-    return plan_append(container.archive, found.pickles, set(), edit, time), found.exact
+    pickles, exact = _encoded(checkpoint, container)
+    return plan_append(container.archive, pickles, set(), edit, time), exact
 
 
 def _editable(checkpoint: Checkpoint) -> TorchScript:
-    """The container of a program whose tags alone were edited; raises RefusedError for everything else."""
+    """Return the container of a program of which only tags were edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
     step = f"take the weights out first: {convert_step(checkpoint.path)}"
     if not checkpoint.survey.tensors:
         step = f"{NO_WEIGHTS} that could be taken out: ckptool inspect {quote(checkpoint.path)}"
     if not isinstance(container, TorchScript):
-        what = f"{program.kind} is read here, and not written again"
-        raise RefusedError(what, path=checkpoint.path, next=step)
-    other = any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
-    anew = checkpoint.needs_relayout and not any(change.edit == "repack" for change in checkpoint.changes)
-    if other or anew or checkpoint.added or checkpoint.extra_sources or not _kept(checkpoint.graph, container):
+        raise RefusedError(f"{program.kind} is read-only in ckptool", path=checkpoint.path, next=step)
+    repacked = any(change.edit == "repack" for change in checkpoint.changes)
+    if (
+        any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
+        or (checkpoint.needs_relayout and not repacked)
+        or checkpoint.added
+        or checkpoint.extra_sources
+        or not _keeps_state_dict(checkpoint.graph, container)
+    ):
         what = f"{program.kind} is a program: its code names what is in it, so only location tags can be edited"
         raise RefusedError(what, path=checkpoint.path, next=step)
     return container
 
 
-def _kept(graph: Graph, container: TorchScript) -> bool:
-    """Is the state dict that stands behind the pickles as it was?"""
+def _keeps_state_dict(graph: Graph, container: TorchScript) -> bool:
+    """Return whether the state dict, which follows the pickles in the arena, is unchanged."""
     old = container.graph
     same = all(graph.nodes[ref] is old.nodes[ref] for ref in range(container.end_of_parts, len(old.nodes)))
     return same and graph.root == old.root
 
 
-def _contents(checkpoint: Checkpoint, container: TorchScript) -> _Contents:
+def _edited_parts(checkpoint: Checkpoint, container: TorchScript) -> list[tuple[ScriptPickle, Graph]]:
+    """Return the pickles that an edit changed, with their new graphs."""
+    graphs = ((part, _edited(checkpoint.graph, container.graph, part)) for part in container.parts)
+    return [(part, graph) for part, graph in graphs if graph is not None]
+
+
+def _encoded(checkpoint: Checkpoint, container: TorchScript) -> tuple[dict[str, bytes], bool]:
+    """Return the edited pickles by the names of their records, and whether the unedited ones come out exactly."""
     exact = True
     pickles: dict[str, bytes] = {}
-    for part in container.parts:
-        graph = _edited(checkpoint.graph, container.graph, part)
-        if graph is None:
-            continue
+    for part, graph in _edited_parts(checkpoint, container):
         before = container.archive.read(part.record, part.record.size)
         again = encode(part.graph)
-        data = encode(graph)
+        data = pickles[part.record.name] = encode(graph)
         if not before.startswith(again):
             exact = False
             prove(part.graph, again, "unedited", checkpoint.path)
             prove(graph, data, "edited", checkpoint.path)
-        pickles[part.record.name] = data
-    return _Contents(pickles, exact)
-
-
-def edited_pickles(checkpoint: Checkpoint) -> dict[str, Graph]:
-    """The pickles that an edit changed as graphs, by the names of their records."""
-    container = _editable(checkpoint)
-    found = {part.record.name: _edited(checkpoint.graph, container.graph, part) for part in container.parts}
-    return {name: graph for name, graph in found.items() if graph is not None}
+    return pickles, exact
 
 
 class _Places(dict[Ref, Ref]):
-    """Where the nodes of the arena stand in one part: those of the part at their own numbers, new ones behind them."""
+    """References of the arena as those of one part: its own nodes keep their numbers, new ones follow."""
 
     def __init__(self, part: ScriptPickle) -> None:
         super().__init__()
@@ -135,7 +130,7 @@ class _Places(dict[Ref, Ref]):
 
 
 def _edited(graph: Graph, before: Graph, part: ScriptPickle) -> Graph | None:
-    """The graph of a part after the edit; None where nothing of it changed."""
+    """Return the graph of a part after the edit; None where nothing of it changed."""
     end = part.base + len(part.graph.nodes)
     changed = [ref for ref in range(part.base, end) if graph.nodes[ref] is not before.nodes[ref]]
     if not changed:

@@ -11,17 +11,7 @@ from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, pluralize
-from ...checkpoint.container import (
-    CUT,
-    DAMAGED,
-    Container,
-    FoundPickle,
-    Manifest,
-    Problem,
-    StoredBytes,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import TensorReader, storage_mention
 from ...files.sources import Appending, Plan, Source, Span, merged
@@ -37,17 +27,17 @@ _MAGIC_BYTES = MAGIC.to_bytes(10, "little")
 _MAGIC_TEXT = b"%d" % MAGIC
 #: First bytes of a pickle that begins with the number: PROTO, LONG, INT, LONG1, LONG4 and MARK.
 _BEGINNINGS = (b"\x80", b"L", b"I", b"\x8a", b"\x8b", b"(")
-#: A zip archive is told by its last bytes.
+#: The last bytes of a file, among which the end record of a zip archive begins.
 _ZIP_TAIL = 22 + 0xFFFF
 _PARTS = ("magic number", "protocol version", "system info", "object pickle", "list of storage keys")
 
 
 class TorchLegacy(Container):
-    """A legacy checkpoint. ``begin`` and ``end`` bound the object's pickle, ``storages`` is where they begin."""
+    """A legacy checkpoint: its object's pickle is between ``begin`` and ``end``, its storages begin at ``storages``."""
 
     format = "torch-legacy"
     traits = Traits(unsummed="the legacy format", former="legacy", in_a_row=True)
-    byteorder = "little"  # on every host: the writer swaps, and the reader does not look at 'little_endian'
+    byteorder = "little"  # on every host: the writer swaps, and the reader ignores 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:
         self.source = source
@@ -62,25 +52,23 @@ class TorchLegacy(Container):
             self.writer = "torch 1.4 or earlier, under Python 2"
         self._listed = _listed(parts[4].graph)
         self.keys = [str(key) for key in self._listed]
-        #: Does one key of a view stand for two of them?
+        #: Whether one key is that of two different views.
         self._views_differ = False
         self._places: dict[str, StoredBytes] = {}
-        #: Where the last storage ends.
+        #: The end of the last storage.
         self.tail = source.size
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
-            self.problems.append(Problem("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}"))
+            self._note("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}")
         if any(NEXT_BUFFER in other.refused for other in self.others):
-            what = "a pickle beside the object's takes bytes from outside of the file"
-            self.problems.append(Problem(DAMAGED, "error", what, True))
+            self._note(DAMAGED, "error", "a pickle beside the object's takes bytes from outside the file", True)
+
+    def _note(self, code: str, level: str, message: str, refused: bool = False, offset: int = -1) -> None:
+        self.problems.append(Problem(code, level, message, refused, offset=offset))
 
     @property
     def pickle(self) -> bytes:
         return self._pickle
-
-    def stored_size(self, key: str) -> int | None:
-        found = self._places.get(key)
-        return None if found is None else found.size
 
     def stored(self, key: str) -> StoredBytes:
         return self._places.get(key, StoredBytes(None, 0))
@@ -90,16 +78,13 @@ class TorchLegacy(Container):
             if stored.span is not None:
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
 
-    def manifest(self, *, checked: bool = False) -> Manifest:
-        return {key: (place.size,) for key, place in self._places.items()}
-
     def pickles(self) -> Iterator[FoundPickle]:
         for number in (3, 0, 1, 2, 4):
             graph = self._parts[number].graph
             yield FoundPickle(_PARTS[number], graph)
             yield from nested_pickles(graph, _PARTS[number])
         if self.tail < self.source.size:
-            yield from bare_pickles(self.source, self.tail, "behind the last storage")
+            yield from bare_pickles(self.source, self.tail, "after the last storage")
         if is_header(self.source.read(0, 512)):
             yield from tar_pickles(self.source)  # torch asks for a tar archive first
 
@@ -115,22 +100,21 @@ class TorchLegacy(Container):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
         what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
-        raise RefusedError(
-            what, path=self.source.name, next="write a new file with -o, or make a zip of it first with ckptool repack"
-        )
+        step = "write a new file with -o, or make a zip of it first with ckptool repack"
+        raise RefusedError(what, path=self.source.name, next=step)
 
     def _locate(self) -> None:
-        """Storages follow in the order of the key list, each an int64 count of elements and the raw bytes."""
+        """Locate the storages: in the order of the key list, each an int64 count of elements and the raw bytes."""
         if any(isinstance(node, Persistent) and node.text for node in self.graph.nodes):
             what = "saved with pickle protocol 0, which turns tensors into text that torch cannot read back"
-            self.problems.append(Problem(DAMAGED, "error", what, True))
+            self._note(DAMAGED, "error", what, True)
             return
         reader = TensorReader(self.graph)
         storages = reader.storages
         mentioned = {storage_mention(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch asks each for its dtype
         if any(storage_dtype(cls).name == "untyped" for cls in mentioned):
             what = "it holds UntypedStorage, which torch cannot read back from the legacy format"
-            self.problems.append(Problem("legacy-untyped", "error", what, True))
+            self._note("legacy-untyped", "error", what, True)
         ids = _Ids(self.graph)
         self._views_differ = ids.differ
         self.problems += ids.problems
@@ -139,50 +123,46 @@ class TorchLegacy(Container):
             storage = storages.get(key) if listed in ids.roots else None
             if storage is None:
                 what = f"storage {listed!r} is listed but no tensor uses it, so its element size is unknown"
-                self.problems.append(Problem("unreferenced-storage", "error", what, True))
+                self._note("unreferenced-storage", "error", what, True)
                 return
             count = int.from_bytes(self.source.read(at, 8), "little", signed=True)
             nbytes = storage.nbytes
             if at + 8 + nbytes > size:
-                sizes = [storages[key].nbytes + 8 for key in self.keys[number:] if key in storages]
-                what = (
-                    f"the file is cut at {human_bytes(size)} of {human_bytes(at + sum(sizes))}:"
-                    f" {number:,} of {pluralize(len(self.keys), 'storage')} whole"
-                )
-                self.problems.append(Problem(CUT, "error", what, True, offset=size))
+                whole_size = at + sum(storages[key].nbytes + 8 for key in self.keys[number:] if key in storages)
+                what = f"the file is cut at {human_bytes(size)} of {human_bytes(whole_size)}:"
+                what += f" {number:,} of {pluralize(len(self.keys), 'storage')} whole"
+                self._note(CUT, "error", what, True, size)
                 return
             if count != storage.numel:
-                # Those behind it are where they are: each has a count of its own to tell.
+                # The next storages are where they should be: each has a count of its own that says so.
                 what = f"storage {key!r} holds {count:,} elements where the pickle says {storage.numel:,}"
-                self.problems.append(Problem("storage-size", "error", what, True, offset=at))
-                at += 8 + nbytes
-                continue
-            if key in self._places:
-                what = f"storage {key!r} is listed twice: torch takes the bytes of the last one"
-                self.problems.append(Problem("duplicate-record", "error", what, offset=at))
-            self._places[key] = StoredBytes(Span(self.source, at + 8, nbytes), nbytes)
+                self._note("storage-size", "error", what, True, at)
+            else:
+                if key in self._places:
+                    what = f"storage {key!r} is listed twice: torch takes the bytes of the last one"
+                    self._note("duplicate-record", "error", what, offset=at)
+                self._places[key] = StoredBytes(Span(self.source, at + 8, nbytes), nbytes)
             at += 8 + nbytes
         self.tail = at
         if at < size:
-            rest = f"{size - at:,} bytes stand behind the last storage"
-            self.problems.append(Problem("trailing-bytes", "warning", rest, offset=at))
+            self._note("trailing-bytes", "warning", f"{size - at:,} bytes follow the last storage", offset=at)
             if b"PK\x05\x06" in self.source.read(max(at, size - _ZIP_TAIL), _ZIP_TAIL):
                 what = (
-                    "behind the last storage is what a zip archive ends with: other readers than torch take it for one"
+                    "the end of a zip archive follows the last storage: other readers than torch take the file for one"
                 )
-                self.problems.append(Problem("second-archive", "error", what, offset=at))
-        missing_keys = [key for key in storages if key not in self._places]
-        if missing_keys:
-            what = f"storage {missing_keys[0]!r} is used but not in the list of storages: torch leaves it uninitialised"
-            self.problems.append(Problem("missing-storage", "error", what, True))
+                self._note("second-archive", "error", what, offset=at)
+        missing = next((key for key in storages if key not in self._places), None)
+        if missing is not None:
+            what = f"storage {missing!r} is used but not in the list of storages: torch leaves it uninitialised"
+            self._note("missing-storage", "error", what, True)
 
 
 class _Ids:
-    """The persistent ids of the object as torch resolves them (``persistent_load`` in ``_legacy_load``), in order.
+    """The persistent ids of the object, resolved in order as torch does (``persistent_load`` in ``_legacy_load``).
 
-    Storages and views are in one dict by their keys: what comes first counts. Keys are as the pickle has them: 0 is
-    not "0". ``roots`` are the keys of storages, ``problems`` what torch refuses or what no writer makes, ``differ``
-    says that two views under one key are not the same.
+    Storages and views share one dict by their keys, in which the first one counts. Keys are those of the pickle: 0 is
+    not "0". ``roots`` are the sizes of storages in elements by their keys, ``problems`` the ids that torch refuses or
+    that no writer makes; ``differ`` says that two views of one key differ.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -196,35 +176,34 @@ class _Ids:
                 self._resolve(graph.nodes[node.pid])
         twins = {str(key) for key in self.roots if type(key) is int} & self.roots.keys()
         if twins:
-            what = f"storages are called {min(map(str, twins))} and {min(map(str, twins))!r}, which torch tells apart"
-            self._bad(what, DAMAGED)
+            self._refuse(f"storages are called {min(twins)} and {min(twins)!r}, which torch tells apart")
 
-    def _bad(self, what: str, code: str = DAMAGED) -> None:
-        self.problems.append(Problem(code, "error", what, True))
+    def _refuse(self, what: str) -> None:
+        self.problems.append(Problem(DAMAGED, "error", what, True))
 
     def _resolve(self, pid: Node) -> None:
         nodes = self.graph.nodes
         kind = nodes[pid[0]] if type(pid) is tuple and pid else None
         if type(pid) is not tuple or kind not in ("storage", b"storage", "module", b"module"):
-            self._bad("a persistent id of a kind that torch does not know")
+            self._refuse("a persistent id of a kind that torch does not know")
             return
         parts = 4 if kind in ("module", b"module") else 6
         if len(pid) != parts:
-            self._bad(f"a persistent id of {len(pid)} parts: in the legacy format torch takes {parts}")
+            self._refuse(f"a persistent id of {len(pid)} parts: in the legacy format torch takes {parts}")
             return
         if parts == 4:
             return
         cls, key, location, numel, view = (nodes[ref] for ref in pid[1:])
         if type(cls) is not Global or not isinstance(key, str | int) or not _is_key(key):
-            self._bad("a persistent id whose class or key is of no kind that torch writes")
+            self._refuse("a persistent id whose class or key has a type that torch does not write")
         elif type(location) is not str and not (type(location) is bytes and location.isascii()):
-            self._bad(f"storage {key!r} has a location that is not a string")
+            self._refuse(f"storage {key!r} has a location that is not a string")
         elif type(numel) is not int or not 0 <= numel < 1 << 63:
-            self._bad(f"storage {key!r} has a size that is not a number")
+            self._refuse(f"storage {key!r} has a size that is not a number")
         elif key in self._views:
-            self._bad(f"the key {key!r} is that of a view and of a storage")
+            self._refuse(f"the key {key!r} is that of a view and of a storage")
         elif not self.roots.get(key, numel) and numel:
-            self._bad(f"storage {key!r} is first said to be empty, then to have {numel:,} elements")
+            self._refuse(f"storage {key!r} is described as empty first, then with {numel:,} elements")
         else:
             self.roots.setdefault(key, numel)
             if view is not None:
@@ -234,42 +213,42 @@ class _Ids:
         nodes = self.graph.nodes
         parts = [nodes[ref] for ref in view] if type(view) is tuple else []
         if len(parts) != 3:
-            self._bad(f"storage {root!r} has a view that is not three values")
+            self._refuse(f"storage {root!r} has a view that is not three values")
             return
         key, offset, size = parts
         if not isinstance(key, str | int) or not _is_key(key) or type(offset) is not int or type(size) is not int:
-            self._bad(f"storage {root!r} has a view whose key, offset or size is of no kind that torch writes")
+            self._refuse(f"storage {root!r} has a view whose key, offset or size has a type that torch does not write")
         elif key in self.roots:
-            self._bad(f"the key {key!r} is that of a view and of a storage")
+            self._refuse(f"the key {key!r} is that of a view and of a storage")
         elif offset < 0 or size < 0 or offset + size > self.roots[root]:
-            self._bad(f"view {key!r} reaches beyond storage {root!r} of {pluralize(self.roots[root], 'element')}")
+            self._refuse(f"view {key!r} reaches beyond storage {root!r} of {pluralize(self.roots[root], 'element')}")
         elif self._views.setdefault(key, (root, offset, size)) != (root, offset, size):
             self.differ = True
             if self._views[key][0] != root:
-                self._bad(f"view {key!r} is one of two storages")
+                self._refuse(f"two storages have a view {key!r}")
 
 
 def _is_key(node: Node) -> bool:
-    """Is it a string, or a number as addresses are? Others have no place in a message, or in a file."""
+    """Return whether a node is a string, or a number in the range of addresses; torch writes no other keys."""
     return type(node) is str or (type(node) is int and abs(node) < 1 << 64)
 
 
 def _listed(graph: Graph) -> list[str | int]:
-    """The keys of storages in the order of their bytes: strings, in old files numbers."""
+    """Return the keys of storages in the order of their bytes: strings, in old files numbers."""
     root = graph.nodes[graph.root]
     if type(root) is not tuple and type(root) is not List:
         raise PickleError("it is not a list", where=_PARTS[4])
-    found: list[str | int] = []
+    keys: list[str | int] = []
     for ref in elements(root):
         key = graph.nodes[ref]
         if not isinstance(key, str | int) or not _is_key(key):
             raise PickleError("a storage key that is neither a string nor a number", where=_PARTS[4])
-        found.append(key)
-    return found
+        keys.append(key)
+    return keys
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """The magic number is a pickle of its own, which may be spelled in many ways."""
+    """Return whether a source begins with the magic number: a pickle of its own, which has many spellings."""
     if head[:1] == b"\x80" and _MAGIC_BYTES in head[:32]:
         return True
     if head[:1] not in _BEGINNINGS or (_MAGIC_BYTES not in head and _MAGIC_TEXT not in head):
@@ -282,10 +261,10 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source) -> TorchLegacy:
-    """Read the five pickles; raises MalformedError where one of them breaks."""
+    """Read the five pickles; raises MalformedError where one of them is invalid."""
     parts: list[Decoded] = []
     bounds = [0]
-    # There are no lengths: read ahead, and twice as much whenever a pickle is longer than that.
+    # No lengths are stored: read ahead, and twice as much whenever a pickle is longer than that.
     base, window = 0, source.read(0, 1 << 20)
     for name in _PARTS:
         while True:
@@ -311,10 +290,10 @@ def read(source: Source) -> TorchLegacy:
 def _check_head(parts: list[Decoded]) -> None:
     magic, version = (part.graph.nodes[part.graph.root] for part in parts[:2])
     if magic != MAGIC:
-        raise PickleError("it is another one than torch writes: 'Invalid magic number; corrupt file?'", where=_PARTS[0])
+        raise PickleError("it is not that of torch: 'Invalid magic number; corrupt file?'", where=_PARTS[0])
     if version != VERSION:
-        said = version if type(version) is int and abs(version) < MAGIC else "of another kind"
-        raise PickleError(f"protocol version {said}, torch knows {VERSION} only", where="protocol version")
+        shown = version if type(version) is int and abs(version) < MAGIC else "of another type"
+        raise PickleError(f"protocol version {shown}, torch knows {VERSION} only", where=_PARTS[1])
     for number in (0, 1, 2, 4):
         if any(type(node) is Persistent for node in parts[number].graph.nodes):
             raise PickleError("a persistent id, which torch takes in the object alone", where=_PARTS[number])

@@ -25,8 +25,8 @@ from ..losses import Loss
 from ..promises import Promise, storage_facts
 from .legacy_reader import MAGIC, VERSION
 
-#: The key of the first storage, and the step to the next: as addresses are, of one length, so that their order as
-#: text, in which storages are written, is the order in which the object mentions them.
+#: The key of the first storage, and the step to the next. Like addresses they have one length: storages are written in
+#: the order of their keys as text, which is then the order in which the object mentions them.
 _FIRST_KEY: Final = 94_000_000_000_000
 _KEY_STEP: Final = 64
 #: Builds a nested tensor (torch/_utils.py).
@@ -35,17 +35,17 @@ _SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
 
 
 def losses(checkpoint: Checkpoint) -> list[Loss]:
-    """What torch could not load from such a file, although it writes it.
+    """Return what torch cannot load from such a file, although it writes it.
 
-    Tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``; and nested ones,
-    which are built from the values of their sizes: the bytes of storages are read only when all is built.
+    That is tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and nested
+    tensors, which are built from the values of their sizes, while storages are read after all objects are built.
     """
     lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
     return [Loss(kind, _names(checkpoint, refs)) for kind, refs in lost.items() if refs]
 
 
 def without(checkpoint: Checkpoint) -> Graph:
-    """The object without what ``losses`` tells; raises RefusedError where nothing is left."""
+    """Return the object without what ``losses`` names; raise RefusedError where nothing is left."""
     gone = removed_with(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
     if checkpoint.graph.root in gone:
         raise RefusedError("nothing would be left of it", path=checkpoint.path)
@@ -73,14 +73,14 @@ def _nested(checkpoint: Checkpoint) -> set[Ref]:
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """The file; one that has the format already keeps what it can."""
+    """Return the file; one in this format already keeps what it can."""
     if not checkpoint.needs_relayout:
         return repickled.plan(checkpoint, target)
     return file_plan(checkpoint), repickled.is_exact(checkpoint)
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """The object, and its storages under other keys."""
+    """Return the promise of the object, and of its storages under other keys."""
     if not checkpoint.needs_relayout:
         return repickled.promise(checkpoint)
     storages = {key: (size, None) for key, (size, _) in storage_facts(checkpoint, checkpoint.graph).items()}
@@ -88,13 +88,13 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 
 def file_plan(checkpoint: Checkpoint) -> Plan:
-    """The file, with the storages that the object uses.
+    """Return the file, with the storages that the object uses.
 
-    Raises RefusedError where bytes are missing, or storages that are one are described in two ways.
+    Raises RefusedError where bytes are missing, or where one storage is described in two ways.
     """
     twice = sorted(TensorReader(checkpoint.graph).disagreeing)
     if twice:
-        what = f"storage {quoted(twice[0])} is used as two dtypes, which the legacy format cannot tell"
+        what = f"storage {quoted(twice[0])} is used with two dtypes, which the legacy format cannot express"
         raise RefusedError(what, path=checkpoint.path)
     used = used_storages(checkpoint.graph, checkpoint.path)
     keys = {key: str(_FIRST_KEY + number * _KEY_STEP) for number, key in enumerate(used)}
@@ -124,7 +124,7 @@ def _pickled(make: Callable[[Builder], Ref]) -> bytes:
 
 
 def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
-    """The graph with other keys, and persistent ids of six: the last one was for views of storages."""
+    """Return the graph with other keys, and persistent ids of six parts: the last one was for views of storages."""
     reader = TensorReader(graph)
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
@@ -137,14 +137,14 @@ def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
         assert type(pid) is tuple
         if storage.key not in keys:
             continue  # nothing leads to it
-        # A string of its own each time, as torch makes it of a number.
+        # A new string each time: torch makes one of the address.
         added.append(keys[storage.key])
         changes[node.pid] = (*pid[:2], nothing + len(added) - 1, *pid[3:5], *(pid[5:] or (nothing,)))
     return graph.edited(changes, added)
 
 
 def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
-    """The bytes of a storage, little-endian and inflated."""
+    """Yield the bytes of a storage, little-endian and inflated."""
     if not storage.nbytes:
         return
     body = checkpoint.body(storage.key)

@@ -1,6 +1,6 @@
 """The tar format of torch 0.1: an object, its tensors and its storages in three members of a tar archive.
 
-Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). It is no longer written.
+Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). Torch no longer writes it.
 """
 
 from __future__ import annotations
@@ -108,15 +108,10 @@ class TorchTar(Container):
         for offset, text in self._object.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
 
-    def stored_size(self, key: str) -> int | None:
-        storage = self._storages.get(_number(key))
-        return None if storage is None else storage.nbytes
-
     def stored(self, key: str) -> StoredBytes:
         storage = self._storages.get(_number(key))
-        if storage is None:
-            return StoredBytes(None, 0)
-        return StoredBytes(Span(self.source, storage.begin, storage.nbytes), storage.nbytes)
+        span = Span(self.source, storage.begin, storage.nbytes) if storage else None
+        return StoredBytes(span, span.size if span else 0)
 
     def records(self) -> Iterator[StoredRecord]:
         for key, storage in sorted(self._storages.items(), key=lambda item: item[1].begin):
@@ -167,14 +162,11 @@ class TorchTar(Container):
         return Graph(nodes, replaced[graph.root], graph.style, graph.refused, graph.oddities)
 
     def _tensor(self, builder: Builder, key: int) -> Ref:
-        tensor = self._tensors[key]
-        view = self._views[tensor.view]
-        storage = self._storages[view.root]
-        offset = view.offset + tensor.offset
-        location, nbytes = storage.location, storage.nbytes
-        return builder.tensor(
-            PlainTensor(storage.dtype, tensor.shape, tensor.strides, str(view.root), nbytes, offset, location)
-        )
+        _, shape, strides, offset = tensor = self._tensors[key]
+        root, begin, _ = self._views[tensor.view]
+        dtype, location, _, _ = storage = self._storages[root]
+        plain = PlainTensor(dtype, shape, strides, str(root), storage.nbytes, begin + offset, location)
+        return builder.tensor(plain)
 
     def _storage(self, builder: Builder, key: int) -> Ref:
         view = self._views[key]
@@ -191,7 +183,7 @@ class TorchTar(Container):
 
 
 def _number(value: Node) -> int:
-    """Return the number of a tensor or storage, of which torch takes ``int()``; -1 where it is invalid."""
+    """Return the number of a tensor or storage, to which torch applies ``int()``; -1 where it is invalid."""
     if type(value) is int:
         return value if 0 <= value < 1 << 64 else -1
     return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
@@ -206,7 +198,7 @@ def _dtype_of_class(cls: Node, suffix: str) -> Dtype | None:
 
 
 class _MemberReader:
-    """Reads one member from its beginning to its end: small pickles, and bytes between them."""
+    """A reader of one member from beginning to end: small pickles, and bytes between them."""
 
     def __init__(self, source: Source, member: Member, read_ahead: int = _SMALL) -> None:
         self.source, self.name = source, member.name
@@ -267,7 +259,7 @@ class _MemberReader:
         return MalformedError(what, where=self.name, offset=self.at, path=self.source.name)
 
     def check_new(self, key: int, known: Mapping[int, object]) -> None:
-        """Storages, views and tensors share one series of numbers: torch keeps them in one dict."""
+        """Raise MalformedError for a number in use: torch keeps storages, views and tensors in one dict."""
         if key in known:
             raise self.broken(f"the number {key} for two things")
 
@@ -292,19 +284,19 @@ class _MemberReader:
             self.check_new(key, views)
             views[key] = _StorageView(whole.root, whole.offset + offset, numel)
 
-    def _views(self) -> list[tuple[int, int, int, int]]:
+    def _views(self) -> list[list[int]]:
         graph = self.pickle(LIMITS.pickle_bytes)
         if not all(isinstance(node, int | tuple | List) for node in graph.nodes):
             raise self.broken("something other than numbers in the list of views")
         if not isinstance(graph.nodes[graph.root], tuple | List):
             raise self.broken("the list of views is not a list")
-        views = []
+        views: list[list[int]] = []
         for ref in elements(graph.nodes[graph.root]):
             values = [graph.nodes[item] for item in elements(graph.nodes[ref])]
             numbers = [value for value in values if type(value) is int and abs(value) < 1 << 64]
             if len(values) != 4 or len(numbers) != 4:
                 raise self.broken("a view that is not four numbers")
-            views.append((numbers[0], numbers[1], numbers[2], numbers[3]))
+            views.append(numbers)
         return views
 
     def tensors(self, views: Mapping[int, _StorageView], tensors: dict[int, _TarTensor]) -> None:
@@ -324,9 +316,8 @@ class _MemberReader:
                 raise self.broken(f"tensor {key} with a negative size or stride")
             # Also of those that the object does not name: torch makes every one, and enlarges the storage for it.
             if offset < 0 or offset + extent(shape, strides) > views[view].numel:
-                raise self.broken(
-                    f"tensor {key} reaches beyond its storage of {pluralize(views[view].numel, 'element')}"
-                )
+                size = pluralize(views[view].numel, "element")
+                raise self.broken(f"tensor {key} reaches beyond its storage of {size}")
             self.check_new(key, views)
             self.check_new(key, tensors)
             tensors[key] = _TarTensor(view, shape, strides, offset)
@@ -355,8 +346,9 @@ def read(source: Source) -> TorchTar:
     chosen = {name: member for name, member in resolutions.items() if member is not None}
     missing = [name for name in resolutions if name not in chosen]
     if missing:
-        what = f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}"
-        what += ": torch does not load it either"
+        what = (
+            f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}: torch cannot load it either"
+        )
         raise NotACheckpointError(what, kind="torch-tar", path=source.name, next="get it from who wrote it")
     if entries[-1].end > source.size:
         what = "the file is cut: it ends within its last member"

@@ -6,7 +6,7 @@ Sources: ``torch/serialization.py`` (``_save``, ``_load``), caffe2/serialize/inl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
@@ -24,6 +24,7 @@ from ...checkpoint.container import (
     StoredRecord,
     Traits,
 )
+from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import Appending, BytesSource, Plan, Source
 from ...files.zips.audit import Audit, audit, check_locations, end_record_oddities
@@ -36,22 +37,10 @@ from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
 from ..zip_kinds import kind_of
 
 #: The records that torch.save writes beside the storages.
-_OWN: Final = (
-    "data.pkl",
-    "version",
-    "byteorder",
-    ".format_version",
-    ".storage_alignment",
-    ".data/serialization_id",
-    ".data/version",
-)
-
-
+_OWN: Final = ("data.pkl", ".data/version", *ARCHIVE_RECORDS)
 #: The padding of a record must fit into an extra field of its local header.
 _MOST_ALIGNMENT: Final = 0xFFFF
-
-
-#: The graph of a pickle where that is known before it is run, as that of an edit that is read back; else None.
+#: Returns the graph of a pickle that is known before it is decoded, as of an edit that is read back; else None.
 Known: TypeAlias = Callable[[bytes], Graph | None]
 
 
@@ -60,7 +49,7 @@ class TorchZip(Container):
 
     format = "torch-zip"
     traits = Traits()
-    #: Does its writer deflate records, and does every reader inflate them?
+    #: Whether its writer deflates records, and every reader inflates them.
     deflates = False
 
     def __init__(self, archive: Archive, record: Record, data: bytes, known: Known | None = None) -> None:
@@ -74,7 +63,7 @@ class TorchZip(Container):
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
-                error.next = "get the file again: without data.pkl nobody knows what its bytes are"
+                error.next = "get the file again: without data.pkl the meaning of its bytes is lost"
             raise
         self.graph = decoded.graph
         self.end = decoded.end
@@ -83,24 +72,23 @@ class TorchZip(Container):
         self.byteorder = "little"
         if damaged:
             # Torch does not look, and an edit would put a right checksum on wrong content.
-            what = "data.pkl has another checksum than the one on record: the file is damaged"
-            self._note(DAMAGED, "error", what)
+            self._note(DAMAGED, "error", "data.pkl has another checksum than the one on record: the file is damaged")
         self._check_records()
         self._check_versions()
         if decoded.end < len(data):
             rest = len(data) - decoded.end
-            self._note("after-stop", "warning", f"{rest:,} bytes stand behind the end of the pickle in data.pkl")
+            self._note("after-stop", "warning", f"{rest:,} bytes after the end of the pickle in data.pkl")
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self._note("odd-pickle", "warning", f"data.pkl at byte {offset:,}: {text}")
         self.writer = self._writer()
 
     @property
     def pickle(self) -> bytes:
-        """Read again: it is needed to write an edit, and kept it would be a tenth of all memory until then."""
+        """The bytes of data.pkl, read again: only writing an edit needs them, and they are a tenth of all memory."""
         return self.archive.read(self.record, LIMITS.pickle_bytes)
 
     def storage_record(self, key: str) -> Record | None:
-        """The record of a storage: whoever reads, sums, checks or writes its bytes finds it here."""
+        """Return the record of a storage, for all that read, hash, check or write its bytes."""
         return self.archive.find(f"data/{key}")
 
     def stored_size(self, key: str) -> int | None:
@@ -112,26 +100,18 @@ class TorchZip(Container):
         return StoredBytes(None, 0) if record is None else stored_in(self.archive, record)
 
     def records(self) -> Iterator[StoredRecord]:
-        keys = self._keys()
-        for record in sorted(self.archive.records, key=lambda record: record.header):
-            span, size, compressed, crc = stored_in(self.archive, record)
-            assert span is not None
-            yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
+        return stored_records(self.archive, self._keys())
 
     @property
     def _data(self) -> str:
-        """What the names of storages begin with, as torch compares them."""
-        return fold_case(f"{self.archive.root}/data/" if self.archive.root else "data/")
+        """The prefix of the names of storages, as torch compares them."""
+        return fold_case(f"{self.archive.prefix}data/")
 
     def _keys(self) -> dict[int, str]:
-        """The keys of storages by the directory entry of their record: of those in use as the pickle has them, which
-        may differ in case, of others as the record is called."""
-        data = self._data
-        keys = {
-            record.entry: record.name[len(data) :]
-            for record in self.archive.records
-            if fold_case(record.name).startswith(data)
-        }
+        """Return the keys of storages by the directory entries of their records: of those in use as in the pickle,
+        which may differ in case, of others as in the record's name."""
+        data, records = self._data, self.archive.records
+        keys = {item.entry: item.name[len(data) :] for item in records if fold_case(item.name).startswith(data)}
         if not all(key.isdecimal() for key in keys.values()):
             used = ((key, self.storage_record(key)) for key in TensorReader(self.graph).storages)
             keys.update((record.entry, key) for key, record in used if record is not None)
@@ -140,15 +120,15 @@ class TorchZip(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
             check_locations(self.archive)
-        found = {name: (size, crc, method) for name, _, method, crc, _, size, _, _, _ in self.archive.records}
-        found.pop(self.record.name, None)
-        return found
+        manifest = {name: (size, crc, method) for name, _, method, crc, _, size, _, _, _ in self.archive.records}
+        manifest.pop(self.record.name, None)
+        return manifest
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         archive = self.archive
         known = {problem.code for problem in self.problems}
         found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
-        root = archive.root + "/" if archive.root else ""
+        root = archive.prefix
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
         twins = {fold_case(name) for name in used}
         for record in archive.records:
@@ -165,7 +145,7 @@ class TorchZip(Container):
         yield from nested_pickles(self.graph, "data.pkl")
         if self.end < self.record.size:
             data = BytesSource(self.pickle, self.archive.source.name)
-            yield from bare_pickles(data, self.end, "data.pkl, behind its end")
+            yield from bare_pickles(data, self.end, "data.pkl, after its end")
         found = self._audit()
         yield from zip_pickles(self.archive, self.record, found.hidden, found.former)
 
@@ -190,14 +170,13 @@ class TorchZip(Container):
         self.problems.append(Problem(code, level, message, refused))
 
     def _check_records(self) -> None:
-        """What torch's reader would refuse, and what two readers could see differently."""
+        """Note what torch's reader refuses, and what two readers may read differently."""
         archive = self.archive
         for oddity in [*end_record_oddities(archive), *archive.oddities[: LIMITS.listed]]:
             self.problems.append(problem_of(oddity))
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
-        version = version_problem(archive)
-        if version is not None:
+        if version := version_problem(archive):
             self.problems.append(version)
         identity = archive.text(".data/serialization_id")
         if identity is not None and identity.decode("utf-8", "replace").encode() != identity:
@@ -206,10 +185,8 @@ class TorchZip(Container):
         if order in (b"big", b"little"):
             self.byteorder = order.decode()
         elif order is not None:
-            shown = order[:20].decode("ascii", "replace")
-            self._note("bad-byteorder", "error", f"byteorder is {shown!r}; torch takes 'little' or 'big'", True)
-        alignment = alignment_problem(archive)
-        if alignment is not None:
+            self._note("bad-byteorder", "error", f"byteorder is {_shown(order)}; torch takes 'little' or 'big'", True)
+        if alignment := alignment_problem(archive):
             self.problems.append(alignment)
         deflated = [record.name for record in archive.records if record.method == 8 and record.size]
         storages = sum(fold_case(name).startswith(self._data) for name in deflated)
@@ -218,13 +195,12 @@ class TorchZip(Container):
             self._note(DEFLATED, "error", what)
         elif deflated and not self.deflates:
             self._note(DEFLATED, "warning", "records are deflated, which torch.save never does")
-        foreign = [r for r in archive.records if r.method not in (0, 8)]
-        if foreign:
-            what = f"{foreign[0].name!r} is compressed by method {foreign[0].method}, which torch cannot read"
+        foreign = next((record for record in archive.records if record.method not in (0, 8)), None)
+        if foreign is not None:
+            what = f"{foreign.name!r} is compressed by method {foreign.method}, which torch cannot read"
             self._note("bad-method", "error", what, True)
-        rest = archive.source.size - archive.end.tail
-        if rest:
-            self._note("trailing-bytes", "warning", f"{pluralize(rest, 'byte')} stand behind the end of the archive")
+        if rest := archive.source.size - archive.end.tail:
+            self._note("trailing-bytes", "warning", f"{pluralize(rest, 'byte')} after the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
 
@@ -236,14 +212,10 @@ class TorchZip(Container):
 
     def _writer(self) -> str:
         archive = self.archive
-        if archive.find(".format_version") is not None:
+        if archive.find(".format_version"):
             return "torch 2.7 or later"
-        if archive.find("byteorder") is not None:
-            return (
-                "torch 2.1 to 2.6"
-                if archive.find(".data/serialization_id") is not None
-                else "torch 2.1 or another tool"
-            )
+        if archive.find("byteorder"):
+            return "torch 2.1 to 2.6" if archive.find(".data/serialization_id") else "torch 2.1 or another tool"
         local = archive.local(self.record)
         if b"FB" not in local.raw[30 + len(self.record.name) :]:
             return "not torch.save"
@@ -253,9 +225,17 @@ class TorchZip(Container):
 
 
 def stored_in(archive: Archive, record: Record) -> StoredBytes:
-    """The content of a record. An empty one that is stored has the checksum 0 and nothing to check."""
+    """Return the content of a record. An empty stored one has the checksum 0, which need not be checked."""
     crc = record.crc if record.size or record.crc or record.method else None
     return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
+
+
+def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:
+    """Yield the records in the order of the file; ``keys`` are those of storages, by their directory entries."""
+    for record in sorted(archive.records, key=lambda record: record.header):
+        span, size, compressed, crc = stored_in(archive, record)
+        assert span is not None
+        yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
 
 
 def problem_of(oddity: Oddity) -> Problem:
@@ -264,11 +244,11 @@ def problem_of(oddity: Oddity) -> Problem:
 
 
 def version_problem(archive: Archive) -> Problem | None:
-    """What torch's reader of archives would refuse in the record that says which version of the format it is."""
+    """Return the problem of a version of the format that torch's reader of archives refuses."""
     # ``PyTorchStreamReader::init`` prefers the one that archives with operators of a higher version have.
     version, other = archive.text(".data/version"), archive.text("version")
     if version is not None and other is not None and version.strip() != other.strip():
-        what = f"there are two records of the version, {_said(version)} and {_said(other)}; torch takes the first"
+        what = f"there are two records of the version, {_shown(version)} and {_shown(other)}; torch takes the first"
         return Problem("two-versions", "error", what)
     version = other if version is None else version
     if version is None:
@@ -276,27 +256,25 @@ def version_problem(archive: Archive) -> Problem | None:
     text = version.strip()
     if text.isdigit() and 1 <= int(text) <= 10:
         return None
-    return Problem("bad-version", "error", f"version is {_said(text)}; torch takes 1 to 10", True)
+    return Problem("bad-version", "error", f"version is {_shown(text)}; torch takes 1 to 10", True)
 
 
-def _said(text: bytes) -> str:
+def _shown(text: bytes) -> str:
     return repr(text[:20].decode("ascii", "replace"))
 
 
 def alignment_problem(archive: Archive) -> Problem | None:
-    """What torch would refuse in ``.storage_alignment``, which it reads as a number (``_load``)."""
+    """Return the problem of an invalid ``.storage_alignment``, which torch reads as a number (``_load``)."""
     text = archive.text(".storage_alignment")
     if text is None:
         return None
     try:
         value = int(text)
     except ValueError:
-        what = f".storage_alignment is {_said(text)}; torch takes a number"
-        return Problem("bad-alignment", "error", what, True)
+        return Problem("bad-alignment", "error", f".storage_alignment is {_shown(text)}; torch takes a number", True)
     if 0 < value <= _MOST_ALIGNMENT:
         return None
-    what = f".storage_alignment is {_said(text)}: torch computes no offsets with it"
-    return Problem("bad-alignment", "error", what)
+    return Problem("bad-alignment", "error", f".storage_alignment is {_shown(text)}: torch computes no offsets with it")
 
 
 def sniff(head: bytes, source: Source) -> bool:
@@ -304,12 +282,12 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source) -> TorchZip:
-    """Read a zip checkpoint; other zip archives are named and refused."""
+    """Read a zip checkpoint; name and refuse other zip archives."""
     return read_records(read_whole(source))
 
 
 def read_whole(source: Source) -> Archive:
-    """The directory of a zip; raises the error that says how it is damaged."""
+    """Return the directory of a zip; raise the error that says how it is damaged."""
     try:
         return read_archive(source)
     except MalformedError as error:
@@ -319,7 +297,7 @@ def read_whole(source: Source) -> Archive:
 
 
 def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
-    """Read the zip checkpoint that an archive is; other archives are named and refused."""
+    """Read the zip checkpoint in an archive; name and refuse other archives."""
     source = archive.source
     record = archive.find("data.pkl")
     if record is None or kind_of(archive) is not None:

@@ -1,4 +1,4 @@
-"""A zip as torch.save writes it: laid out anew, with what the graph uses and nothing else."""
+"""Writer of zips as torch.save lays them out, with what the graph uses and nothing else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...base.text import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import Body
 from ...checkpoint.graph_editor import used_storages
+from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
 from ...checkpoint.views import without_views
 from ...files.sources import Computed, Plan, size_of
@@ -20,39 +21,35 @@ from ...pickles.nodes import Graph, Node, Persistent, Ref
 from ..promises import Promise, storage_facts
 from ..repickled import is_exact
 
-#: The folder of the records where the file does not say one; torch.save uses it for what has no name.
+#: The folder of the records where the file has none, as torch.save calls it for an output without a name.
 _ROOT: Final = "archive"
 #: Decimal digits in ``.data/serialization_id``.
 _ID_DIGITS: Final = 40
 
 
-#: The records that torch.save writes beside the object and the storages.
-_OWN: Final = frozenset(("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
-
-
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """The archive, and whether its pickle is proven byte-exact."""
+    """Return the archive, and whether its pickle is proven byte-exact."""
     return archive_plan(checkpoint), is_exact(checkpoint)
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """The object, its storages under other keys, and torch's own records."""
+    """Return the promise of the object, its storages under other keys, and torch's own records."""
     graph = without_views(checkpoint.graph)
     order = checkpoint.container.byteorder
-    return Promise("torch-zip", graph, _OWN, storage_facts(checkpoint, graph), byteorder=order)
+    return Promise("torch-zip", graph, ARCHIVE_RECORDS, storage_facts(checkpoint, graph), byteorder=order)
 
 
 def archive_plan(checkpoint: Checkpoint) -> Plan:
-    """A zip as torch writes it, with the storages that the graph uses, numbered as it meets them.
+    """Return a zip as torch writes it, with the storages that the graph uses, numbered in the order of their mention.
 
     That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
-    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be one, and is not understood
+    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be a storage of an unknown kind
     graph, storages = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
-        root = _ROOT  # a name that readers disagree about, or that is no text, is not handed on
+        root = _ROOT  # readers disagree about such a name, or it is not printable
     contents = list(_contents(checkpoint, root, data, storages))
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
@@ -63,7 +60,7 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
 
 
 def _kept_identity(checkpoint: Checkpoint) -> bytes:
-    """The id in the file, for an output that holds the same; b"" where it has none."""
+    """Return the id in the file, for an output with the same content; b"" where it has none."""
     for record in checkpoint.container.records():
         if record.name.endswith("/.data/serialization_id") and not record.compressed and record.size == _ID_DIGITS:
             return record.span.source.read(record.span.offset, record.size)
@@ -83,11 +80,11 @@ def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Sto
 def storage_contents(
     checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
 ) -> Iterator[RecordContent]:
-    """The records of storages, numbered in their order; ``where`` says in an error what they are of.
+    """Yield the records of storages, numbered in their order; ``where`` names their owner in errors.
 
     Raises RefusedError where bytes are missing, or are not as many as the pickle says.
     """
-    # A legacy file has a count of its own for each: then an empty one may not be empty.
+    # A legacy file has a count for each storage: by that one, an empty storage may not be empty.
     unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
     for number, storage in enumerate(storages):
         body = checkpoint.body(storage.key)
@@ -95,11 +92,11 @@ def storage_contents(
             body = Body(b"", 0, 0)  # a zip has a record of an empty storage, too
         if body is None:
             raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
-        held = body.size if body.compressed else size_of(body.piece)
-        said = storage.nbytes if storage.dtype.name != "unknown" else body.size
-        if not held == body.size == said:
-            said = said if said != held else body.size
-            what = f"{where or f'storage {storage.key!r}'} has {held:,} bytes, and is said to have {said:,}"
+        size = body.size if body.compressed else size_of(body.piece)
+        expected = storage.nbytes if storage.dtype.name != "unknown" else body.size
+        if not size == body.size == expected:
+            expected = expected if expected != size else body.size
+            what = f"{where or f'storage {storage.key!r}'} has {size:,} bytes where {expected:,} are expected"
             raise _incomplete(checkpoint, what)
         yield stored_content(f"{root}/data/{number}", body.piece, body.size, body.crc, body.compressed)
 
@@ -113,7 +110,7 @@ def _record(root: str, name: str, data: bytes) -> RecordContent:
 
 
 def _identity(*contents: RecordContent) -> tuple[bytes]:
-    """40 decimal digits that the names and checksums decide, as torch's own do; nobody reads them back."""
+    """Return 40 decimal digits derived from names and checksums, as torch's are; nothing reads them back."""
     from hashlib import sha256  # OpenSSL takes milliseconds to load
 
     digest = sha256()
@@ -124,10 +121,10 @@ def _identity(*contents: RecordContent) -> tuple[bytes]:
 
 
 def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
-    """The graph with its storages called 0, 1, ... in the order of their first mention, and what they were."""
+    """Return the graph with its storages called 0, 1, ... in the order of their first mention, and the storages."""
     reader = TensorReader(graph)
     numbers: dict[str, int] = {}
-    found: list[Storage] = []
+    storages: list[Storage] = []
     changes: dict[Ref, Node] = {}
     added: list[Node] = []
     names: dict[int, Ref] = {}
@@ -140,11 +137,11 @@ def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
         pid = graph.nodes[node.pid]
         assert type(pid) is tuple
         number = numbers.setdefault(storage.key, len(numbers))
-        if number == len(found):
-            found.append(storage)
+        if number == len(storages):
+            storages.append(storage)
         if graph.nodes[pid[2]] != str(number):
             if number not in names:
                 names[number] = len(graph.nodes) + len(added)
                 added.append(str(number))
             changes[node.pid] = (*pid[:2], names[number], *pid[3:])
-    return (graph.edited(changes, added) if changes else graph), found
+    return (graph.edited(changes, added) if changes else graph), storages

@@ -284,7 +284,7 @@ def test_a_dtensor_says_what_it_is_a_part_of() -> None:
 
 def test_keys_that_are_no_texts_are_a_loss(tmp_path: Path) -> None:
     torch.save({"state": {0: torch.ones(2)}, "none": {}}, tmp_path / "x.pt")
-    with pytest.raises(RefusedError, match=r"keys that are no texts: state\[0\] and none"):
+    with pytest.raises(RefusedError, match=r"keys that are not strings: state\[0\] and none"):
         to_dcp(tmp_path / "x.pt", tmp_path / "out")
     out = to_dcp(tmp_path / "x.pt", tmp_path / "out", "containers")
     assert list(by_torch(out, tmp_path)) == ["state"]

@@ -346,10 +346,10 @@ def test_marks_in_part(name: str, data: bytes, kind: str, word: str, tmp_path: P
 
 def test_every_row_says_where_its_mark_is_from() -> None:
     lines = inspect.getsource(signatures).splitlines()
-    rows = [number for number, line in enumerate(lines) if line.startswith("    Signature(")]
+    rows = [number for number, line in enumerate(lines) if line.startswith("    ForeignFormat(")]
     assert len(rows) == len(signatures.SIGNATURES)
     assert [lines[row] for row in rows if not lines[row - 1].startswith("    # ")] == []
-    assert [row.description for row in signatures.SIGNATURES if not row.magic and row.test is None] == []
+    assert [row.format for row in signatures.SIGNATURES if not (row.magic or row.suffix or row.test)] == []
 
 
 def test_numbers_without_a_mark_are_told_by_what_is_beside_them(tmp_path: Path) -> None:
