@@ -243,10 +243,10 @@ def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Ite
     for offset, shape in _blocks(tensor.shape, stride, _CHUNK // width):
         begin, length = offset * width, extent(shape, stride) * width
         if at_once:
-            yield _gather(view[begin : begin + length], shape, stride, width)
+            yield gather(view[begin : begin + length], shape, stride, width)
         else:
             stretch = b"".join(storage.loaded(origin + begin, length))
-            yield _gather(stretch, shape, stride, width)
+            yield gather(stretch, shape, stride, width)
 
 
 def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], limit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -262,7 +262,7 @@ def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], limit: int) -> Iter
             yield begin * stride[axis] + offset, block
 
 
-def _gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
+def gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
     """Return the elements of a view in row-major order: one strided copy along the longest dimension for each index of
     the others."""
     if width == 16:

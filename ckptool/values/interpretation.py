@@ -114,7 +114,7 @@ def resolved_bytes(reading: Reading) -> Iterator[bytes]:
     Raises MalformedError where bytes are missing.
     """
     dtype = BY_NAME[reading.tensor.dtype]
-    signs = _flipped_signs(reading, dtype)
+    signs = flipped_signs(dtype, reading.negated, reading.conjugated)
     for data in elements(reading.storage, reading.tensor):
         if signs:
             yield from (_flip(data[at : at + (1 << 20)], signs) for at in range(0, len(data), 1 << 20))
@@ -134,15 +134,15 @@ def _negate_integers(data: bytes, width: int) -> bytes:
     return b"".join((-number % (1 << 8 * width)).to_bytes(width, "little") for number in numbers)
 
 
-def _flipped_signs(reading: Reading, dtype: Dtype) -> bytes:
+def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
     """Return the sign bits of one element that torch's lazy bits flip; b"" for none."""
     parts = 2 if dtype.name.startswith("complex") else 1
     width = dtype.itemsize // parts
     sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
     if parts == 2:
-        real, imaginary = reading.negated, reading.negated != reading.conjugated
+        real, imaginary = negated, negated != conjugated
         return (sign if real else same) + (sign if imaginary else same) if real or imaginary else b""
-    return sign if reading.negated and dtype.floating else b""
+    return sign if negated and dtype.floating else b""
 
 
 def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Checks of a DCP folder by ``.metadata`` and the sizes of its files: what is wrong, and with which piece."""
+"""Checks of a DCP folder by ``.metadata`` and the sizes of its files: the problems, and the pieces that have them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ItemKey = tuple[str, "tuple[int, ...] | None"]
 
 
 def extra_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the files of a folder that are not DCP's own, each with what it is, "" where that is unknown."""
+    """Return the files of a folder that are not DCP's own, each with its description, "" for an unknown one."""
     return {name: _FRAMEWORK_FILES.get(name, "") for name in names if not name.endswith(_OWN)}
 
 
 class AddProblem(Protocol):
-    """Adds a problem: code, level, message, and where it is."""
+    """A function that adds a problem: code, level, message, and where it is."""
 
     def __call__(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None: ...
 
@@ -39,7 +39,7 @@ class AddProblem(Protocol):
 def usable_items(
     metadata: Metadata, sizes: Mapping[str, int], note: AddProblem, closed: Mapping[str, str] = MappingProxyType({})
 ) -> dict[ItemKey, Item]:
-    """Return the items that are in their files, as far as the ``sizes`` of these in bytes tell.
+    """Return the items that are in their files, judging by the ``sizes`` of these in bytes.
 
     ``closed`` are the files that cannot be opened, with the reason.
     """
@@ -106,7 +106,7 @@ def _note_cut_files(
 def _drop_overlaps(usable: dict[ItemKey, Item], note: AddProblem) -> None:
     """Drop items that claim bytes of another: one of the two was put in the place of the other.
 
-    Reading the rest takes no longer than the files are large.
+    So the time to read the rest is limited by the size of the files.
     """
     last: dict[str, Item] = {}
     for item in sorted(usable.values(), key=lambda item: (item.file, item.at)):
@@ -122,7 +122,7 @@ def _drop_overlaps(usable: dict[ItemKey, Item], note: AddProblem) -> None:
 def is_whole(
     name: str, value: ValueMetadata, usable: Mapping[ItemKey, Item], mentioned: Collection[ItemKey], note: AddProblem
 ) -> bool:
-    """Return whether all pieces of a tensor are there, as far as sizes tell; add a problem for each that is not."""
+    """Return whether all pieces of a tensor are there, judging by sizes; add a problem for each that is not."""
     inside: list[Box] = []
     for box in value.chunks:
         if any(at + size > whole for at, size, whole in zip(*box, value.shape)):
@@ -149,13 +149,13 @@ def is_whole(
 
 
 def not_compared(name: str, pieces: int) -> str:
-    """Return the message for pieces of which it would take too long to find out whether they overlap."""
+    """Return the message for pieces that would take too long to compare."""
     what = f"{name}: {pieces:,} pieces that no line separates were not all compared"
     return f"{what}: whether they overlap, and which of them counts, is not known"
 
 
 def _is_name(text: str) -> bool:
-    """Return whether a text is the name of a file in the folder, and does not lead out of it."""
+    """Return whether a string is the name of a file in the folder, and does not lead out of it."""
     return text not in ("", ".", "..") and not any(character in text for character in "/\\\0:")
 
 
@@ -173,12 +173,12 @@ class Pieces:
             return None
         boxes = self._boxes.get(item.name)
         if boxes is None:
-            # Of two at one place the first counts.
+            # Of two boxes at one offset the first counts.
             boxes = self._boxes[item.name] = {box[0]: box for box in reversed(value.chunks)}
         return boxes.get(item.offset)
 
     def name(self, item: Item) -> str:
-        """Return the name of an item, and which part of the tensor it is."""
+        """Return the name of an item, and the part of the tensor that it is."""
         value = self._values.get(item.name)
         if value is None or item.offset is None or len(value.chunks) <= 1:
             return item.name

@@ -1,21 +1,21 @@
-"""A tensor in pieces, read as if it were whole: only what is asked for is assembled."""
+"""Tensors in pieces, read as if they were whole: only the bytes that are asked for are assembled."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Final, NamedTuple
 
-from ...checkpoint.tensors import contiguous_strides
-from ...files.sources import Source
+from ...checkpoint.container import StoredBytes
+from ...checkpoint.tensors import contiguous_strides, extent
+from ...files.sources import Source, Span
+from ...values.elements import gather
 from .metadata import Box
 
 #: Bytes of a piece with unusual strides that are in memory at once.
 _WINDOW: Final = 64 << 20
-
-
 #: Comparisons for each box where three or more dimensions tell them apart and no line separates them: no one shards
 #: like that, and the time should be linear in the size of the file.
 _COMPARED: Final = 200
@@ -93,6 +93,14 @@ class ChunkedSource:
         pass
 
 
+def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StoredBytes:
+    """Return the bytes of a tensor: those of its only chunk, or a source that assembles them."""
+    size = prod(shape) * width
+    if len(chunks) == 1:
+        return StoredBytes(Span(chunks[0].source, chunks[0].begin, size), size)
+    return StoredBytes(Span(ChunkedSource(shape, width, chunks, name), 0, size), size)
+
+
 def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
     offsets, sizes = chunk.box
     steps = contiguous_strides(shape)
@@ -108,39 +116,39 @@ def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
 
 
 def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview) -> None:
-    """Copy what a chunk has of the bytes ``begin`` to ``end`` of the tensor to their places."""
+    """Copy the part of a chunk that is in the bytes ``begin`` to ``end`` of the tensor to its places."""
     length = run.length
-    one = run.first_after(begin)
+    first = run.first_after(begin)
     stop = run.first_after(end)
     if stop < run.number and run.place(stop) < end:
         stop += 1
-    if one >= stop:
+    if first >= stop:
         return
-    head = max(begin - run.place(one), 0)
+    head = max(begin - run.place(first), 0)
     tail = min(end - run.place(stop - 1), length)
-    start = one * length + head
+    start = first * length + head
     data = memoryview(run.source.read(run.begin + start, (stop - 1) * length + tail - start))
-    if stop - one == 1:
-        here = run.place(one) + head - begin
+    if stop - first == 1:
+        here = run.place(first) + head - begin
         out[here : here + len(data)] = data
         return
     at = 0
-    for number, place in enumerate(_places(run, one, stop)):
+    for number, place in enumerate(_places(run, first, stop)):
         skip = head if number == 0 else 0
-        take = (tail if number == stop - one - 1 else length) - skip
+        take = (tail if number == stop - first - 1 else length) - skip
         here = place + skip - begin
         out[here : here + take] = data[at : at + take]
         at += take
 
 
-def _places(run: _ChunkRuns, one: int, stop: int) -> Iterator[int]:
-    """Yield the places of some runs; those along the innermost dimension are stepped through rather than computed."""
+def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[int]:
+    """Yield the places of some runs; along the innermost dimension they are stepped through rather than computed."""
     count, step = run.counts[-1], run.steps[-1]
-    while one < stop:
-        many = min(count - one % count, stop - one)
-        place = run.place(one)
+    while first < stop:
+        many = min(count - first % count, stop - first)
+        place = run.place(first)
         yield from range(place, place + many * step, step)
-        one += many
+        first += many
 
 
 class RowSource:
@@ -176,27 +184,10 @@ class RowSource:
         return b"".join(parts)
 
     def _rows(self, first: int) -> bytes:
-        width = self.width
         shape = (min(self._group_rows, self.shape[0] - first), *self.shape[1:])
-        extent = sum((size - 1) * step for size, step in zip(shape, self.stride)) + 1
-        data = memoryview(self.source.read(self.begin + first * self.stride[0] * width, extent * width))
-        # One strided copy along the longest dimension for each byte of an element and each other index.
-        out = memoryview(bytearray(prod(shape) * width))
-        target = contiguous_strides(shape)
-        longest = max(range(len(shape)), key=lambda axis: shape[axis])
-        others = [axis for axis in range(len(shape)) if axis != longest]
-        count, step, along = shape[longest], self.stride[longest] * width, target[longest] * width
-        for place in product(*(range(shape[axis]) for axis in others)):
-            here = sum(index * self.stride[axis] for index, axis in zip(place, others)) * width
-            there = sum(index * target[axis] for index, axis in zip(place, others)) * width
-            for byte in range(width):
-                stop = there + byte + (count - 1) * along + 1
-                one = here + byte
-                if step:
-                    out[there + byte : stop : along] = data[one : one + (count - 1) * step + 1 : step]
-                else:
-                    out[there + byte : stop : along] = data[one : one + 1].tobytes() * count
-        return bytes(out)
+        begin = self.begin + first * self.stride[0] * self.width
+        data = self.source.read(begin, extent(shape, self.stride) * self.width)
+        return gather(data, shape, self.stride, self.width)
 
     def close(self) -> None:
         pass
@@ -225,7 +216,7 @@ class SignSource:
 
 
 class Overlap(NamedTuple):
-    """Two boxes that overlap, None where none were found; ``sure`` says that all were compared."""
+    """Two boxes that overlap, None if none were found; ``sure`` says that all were compared."""
 
     boxes: tuple[Box, Box] | None
     sure: bool = True
@@ -289,7 +280,7 @@ def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
 
 
 def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, Box] | None:
-    """Return two boxes that overlap, where two dimensions alone tell them apart.
+    """Return two boxes that overlap, if only two dimensions tell them apart.
 
     A line sweeps along one of them. The boxes that it cuts lie side by side as long as none overlap, so a new one need
     only be compared with its two neighbours. Boxes behind the line are removed when they are met.
@@ -314,8 +305,10 @@ def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, B
 
 
 def _two_by_sweep(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple[Box, Box] | None, int]:
-    """Return two boxes that overlap, swept along the dimension that tells most apart; and how many comparisons are
-    left, a negative number where they did not suffice."""
+    """Sweep along the dimension that tells most boxes apart; return two that overlap, and the comparisons left.
+
+    Their number is negative if they did not suffice.
+    """
     axis = max(axes, key=lambda dim: len({box[0][dim] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][axis]):
@@ -331,7 +324,7 @@ def _two_by_sweep(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple
 
 
 def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
-    """Return a box of the tensor that none of the boxes covers, None where all is covered.
+    """Return a box of the tensor that none of the boxes covers, None if all is covered.
 
     The boxes lie in the tensor and do not overlap. Between two edges along a dimension something is missing if the
     boxes there have fewer elements than fit; only that stretch is then examined along the next dimension.
@@ -349,7 +342,7 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
             changes[end] = changes.get(end, 0) - across
         edges = sorted(changes)
         filled = accumulate(changes[edge] for edge in edges)
-        # There is one: all of the boxes together have too few elements.
+        # There is one: the boxes together have too few elements.
         low, high = next(stretch for stretch, there in zip(pairwise(edges), filled) if there < room)
         stretches.append((low, high - low))
         here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]

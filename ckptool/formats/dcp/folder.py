@@ -1,8 +1,8 @@
 """A folder of ``torch.distributed.checkpoint`` (DCP): tensors in pieces, as many processes wrote them.
 
-``.metadata`` says what there is; each piece is an archive of ``torch.save`` within a ``.distcp`` file. What a command
-sees is the nested object that ``dcp_to_torch_save`` makes of it, each tensor with a storage of its own. A piece is
-looked at only when its bytes are asked for. Source: torch/distributed/checkpoint/filesystem.py.
+``.metadata`` lists the content; each piece is an archive of ``torch.save`` within a ``.distcp`` file. Commands see the
+nested object that ``dcp_to_torch_save`` makes of it, each tensor with a storage of its own. A piece is opened only when
+its bytes are asked for. Source: torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from math import prod
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
-from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
+from ...base.errors import MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import (
@@ -32,32 +33,24 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.objects import callable_name
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
-from ...files.sources import Appending, FileSource, FolderSource, Plan, Span
-from ...pickles.nodes import Call, Global, Graph, Node, Persistent
+from ...files.sources import Appending, FileSource, FolderSource, Plan, SliceSource, Span
+from ...pickles.nodes import Call, Global, Graph, Ref
+from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..pickle_search import find_pickles
 from .checks import Pieces, extra_files, is_whole, usable_items
-from .chunks import Chunk, ChunkedSource
-from .items import OpenedItem, item_source, open_item, record_crc, storage_span, tensor_rows
+from .chunks import Chunk, joined
+from .items import OpenedItem, open_item, record_crc, storage_span, tensor_rows
 from .metadata import Item, Metadata, foreign_globals, merge_metadata, read_metadata
 from .nesting import Nested
 
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
-#: A tensor with more bytes than this is hostile: torch counts in int64.
-_TOO_LARGE: Final = 1 << 62
-
-
-class _Looked(NamedTuple):
-    """What a look at every item finds."""
-
-    problems: list[Problem]
-    pickles: list[FoundPickle]
 
 
 class Dcp(Container):
-    """A DCP folder; ``metadata`` are facts about it for people."""
+    """A DCP folder. ``closed`` are the files that cannot be opened, with the reason."""
 
     format = "dcp"
     traits = Traits(loads="converted", written="dcp", pieces=True)
@@ -76,44 +69,36 @@ class Dcp(Container):
         self.problems: list[Problem] = []
         self._own = own
         self._pieces = Pieces(read.values)
-        #: Objects that could not be had: the first of each file with the reason, and how many.
+        #: Objects that cannot be read: the first of each file with the reason, and how many.
         self._bad: dict[str, tuple[Item, str, int]] = {}
         self._mentioned = {(item.name, item.offset) for item in read.items}
-        self._spans: dict[str, StoredBytes] = {}
+        self._stored: dict[str, StoredBytes] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
-        #: That of the objects' pickles: what they hold may need it.
+        #: The highest protocol of the objects' pickles: their content may need it.
         self._protocol = 0
-        self._found_in_items: _Looked | None = None
-        #: The item opened last: what asks for its records asks for its storage next.
+        #: The item opened last: whoever asks for its records asks for its storage next.
         self._last: OpenedItem | None = None
-        #: Storages of objects: the span of each.
-        self._grafted: dict[str, StoredBytes] = {}
         for text in read.flaws:
             self._note("odd-metadata", "error", f".metadata: {text}")
-        for pickle in own:
-            foreign, relatives = foreign_globals(pickle.graph) if pickle.graph else ([], [])
+        for where, graph, *_ in own:
+            foreign, relatives = foreign_globals(graph) if graph else ([], [])
             for name in foreign:
-                what = (
-                    f"{pickle.where} names {quoted(name)}, which torch never writes there: loading it imports or runs"
-                )
-                self._note("foreign-global", "error", f"{what} it", pickle.where)
+                what = f"{where} names {quoted(name)}, which torch never writes there: loading it imports or runs it"
+                self._note("foreign-global", "error", what, where)
             for name in relatives:
-                what = (
-                    f"{pickle.where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
-                )
-                self._note("foreign-class", "note", what, pickle.where)
+                what = f"{where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
+                self._note("foreign-class", "note", what, where)
         sizes = {name: file.size for name, file in files.items()}
-        found = usable_items(read, sizes, self._note, closed)
-        #: In the order of the files, so that each is opened once to look at all of them.
-        self._usable = dict(sorted(found.items(), key=lambda one: (one[1].file, one[1].at)))
+        usable = usable_items(read, sizes, self._note, closed)
+        #: In the order of the files, so that each is opened once to read all of them.
+        self._usable = dict(sorted(usable.items(), key=lambda entry: (entry[1].file, entry[1].at)))
         self.graph = self._build()
         ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
         chunks = sum(len(value.chunks) for value in read.values.values())
-        self.metadata: Mapping[str, str] = MappingProxyType({})
-        self.writer = f"torch.distributed.checkpoint {read.version}: " + ", ".join(
-            (pluralize(len(ranks), "rank"), pluralize(len(files), "file"), pluralize(chunks, "piece"))
-        )
+        counts = ((len(ranks), "rank"), (len(files), "file"), (chunks, "piece"))
+        numbers = ", ".join(pluralize(count, noun) for count, noun in counts)
+        self.writer = f"torch.distributed.checkpoint {read.version}: {numbers}"
 
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)
@@ -122,15 +107,12 @@ class Dcp(Container):
         size = self._sizes.get(key)
         if size is None:
             return StoredBytes(None, 0)
-        if key in self._grafted:
-            return self._grafted[key]
-        found = self._spans.get(key)
-        if found is None:
-            found = self._spans[key] = self._found(self._names[key], size)
-        return found
+        if key not in self._stored:
+            self._stored[key] = self._assembled(self._names[key])
+        return self._stored[key]
 
     def records(self) -> Iterator[StoredRecord]:
-        """Those of every item. What is no archive has none: ``audit`` says so."""
+        """Yield the records of every item. One that is not an archive has none: ``audit`` reports it."""
         keys = {name: key for key, name in self._names.items()}
         for (name, offset), item in self._usable.items():
             try:
@@ -151,7 +133,7 @@ class Dcp(Container):
                 continue
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """The items; ``checked`` opens each."""
+        """Return the dtypes and shapes of the values; with ``checked`` open each item."""
         for item in self._usable.values() if checked else ():
             self._rows(self._open(item), item)
         listed = self.read.values.items()
@@ -159,7 +141,7 @@ class Dcp(Container):
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         """Look at every item as at a file of torch.save."""
-        found = list(self._looked().problems)
+        problems = list(self._content[0])
         used: dict[str, int] = {}
         for item in self.read.items:
             used[item.file] = used.get(item.file, 0) + item.length
@@ -167,18 +149,17 @@ class Dcp(Container):
             rest = file.size - used.get(name, 0)
             if rest > 0:
                 what = f"{human_bytes(rest)} of {name} belong to no item of .metadata"
-                found.append(Problem("unlisted-bytes", "warning", what, False, name))
-        return found
+                problems.append(Problem("unlisted-bytes", "warning", what, False, name))
+        return problems
 
     def pickles(self) -> Iterator[FoundPickle]:
-        """Those of the items, which torch loads with ``weights_only=False`` where they are objects; ``.metadata``
-        comes with them where it names more than it should."""
-        return iter((*self._own, *self._looked().pickles))
+        """Yield the pickles of the items, of which torch loads objects with ``weights_only=False``, and ``.metadata``
+        if it names more than it should."""
+        return iter((*self._own, *self._content[1]))
 
-    def _looked(self) -> _Looked:
-        """What every item holds, and what is odd about it: each is opened once."""
-        if self._found_in_items is not None:
-            return self._found_in_items
+    @cached_property
+    def _content(self) -> tuple[list[Problem], list[FoundPickle]]:
+        """The problems and the pickles of all items, each of which is opened once."""
         problems: list[Problem] = []
         pickles: list[FoundPickle] = []
         alike: dict[object, tuple[str, Graph, int]] = {}
@@ -188,33 +169,31 @@ class Dcp(Container):
                 opened = self._open(item)
                 self._rows(opened, item)
             except MalformedError as error:
-                if item.offset is not None or item.file not in self._bad:  # else it is told with those of its file
-                    problems.append(
-                        Problem("bad-item", "error", f"{item.place}: {error.what}", False, item.file, item.at)
-                    )
-                inside = list(find_pickles(item_source(item, self.files[item.file])))
+                if item.offset is not None or item.file not in self._bad:  # else it is reported with those of its file
+                    what = f"{item.place}: {error.what}"
+                    problems.append(Problem("bad-item", "error", what, False, item.file, item.at))
+                inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
                 pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
                 pickles += [] if inside else [FoundPickle(where, None, error.what)]
                 continue
             own = opened.zip
             for problem in (*own.problems, *own.audit(TensorReader(own.graph).storages)):
                 if problem.level != "note" and len(problems) < LIMITS.listed:
-                    what = f"{item.place} ({item.name}): {problem.message}"
+                    what = f"{where}: {problem.message}"
                     problems.append(problem._replace(message=what, where=item.file, offset=item.at))
             first, *rest = own.pickles()
             pickles += [part._replace(where=f"{where}: {part.where}") for part in rest]
             if item.offset is None or own.graph.oddities or first.rest:
                 pickles.append(first._replace(where=where))
                 continue
-            # Tensors by the thousand name and call the same: one speaks for those of its file.
-            mark = (item.file, _named(own.graph))
-            known, graph, count = alike.get(mark, (where, own.graph, 0))
-            alike[mark] = (known, graph, count + 1)
+            # Thousands of tensors name and call the same: one represents those of its file.
+            key = (item.file, _named(own.graph))
+            known, graph, count = alike.get(key, (where, own.graph, 0))
+            alike[key] = (known, graph, count + 1)
         for known, graph, count in alike.values():
             more = "" if count == 1 else f" and {pluralize(count - 1, 'tensor')} like it"
             pickles.append(FoundPickle(known + more, graph))
-        self._found_in_items = _Looked(problems, pickles)
-        return self._found_in_items
+        return problems, pickles
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
@@ -223,19 +202,24 @@ class Dcp(Container):
         what = "a DCP folder cannot be edited in place"
         raise RefusedError(what, path=self.folder, next="write a new folder with -o")
 
-    # -- looking ------------------------------------------------------------------------------------------------
-
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
 
-    def _note_ranks(self, metadata: Collection[str]) -> None:
-        """Every rank that wrote data has metadata of its own, where there is no common one."""
-        ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
-        for rank, name in ranks.items():
-            if f"__{rank}.metadata" not in metadata:
-                what = f"there is {name}, and no __{rank}.metadata to say what is in it"
-                self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
+    def note_files(self, names: Collection[str], metadata: Collection[str]) -> None:
+        """Add problems about the names of the files in the folder; ``metadata`` are those of the metadata."""
+        if metadata != [".metadata"]:
+            ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
+            for rank, name in ranks.items():
+                if f"__{rank}.metadata" not in metadata:
+                    what = f"there is {name}, and no __{rank}.metadata to say what is in it"
+                    self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
+        beside = "; ".join(f"{name} ({description})" for name, description in extra_files(names).items() if description)
+        if beside:
+            self._note("side-files", "note", f"beside the tensors: {beside}")
+        if ".metadata.tmp" in names:
+            what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
+            self._note("unfinished-save", "warning", what)
 
     def _build(self) -> Graph:
         builder = Builder()
@@ -248,19 +232,19 @@ class Dcp(Container):
                     nested.put(name, path, ref)
                 continue
             size = prod(value.shape) * value.dtype.itemsize
-            if size >= _TOO_LARGE:
+            if size >= TOO_LARGE:
                 self._note("odd-metadata", "error", f".metadata: {quoted(name)} is larger than any tensor can be")
                 continue
-            key = name  # so that what is said of a storage says which tensor's
+            key = name  # so that messages about a storage name its tensor
             while not key or key in self._names:
-                key += "'"  # of the empty name
+                key += "'"  # for the empty name
             self._names[key] = name
             whole = is_whole(name, value, self._usable, self._mentioned, self._note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
-        for item, why, count in self._bad.values():
+        for item, reason, count in self._bad.values():
             rest = f"; so it is with {pluralize(count - 1, 'more object')} of that file" if count > 1 else ""
-            self._note("bad-item", "error", f"{item.place}: {why}{rest}", item.file, item.at)
+            self._note("bad-item", "error", f"{item.place}: {reason}{rest}", item.file, item.at)
         for name in nested.misfits:
             self._note("odd-metadata", "error", f".metadata: there is no room for {quoted(name)} where it belongs")
         root = nested.build(builder)
@@ -268,8 +252,6 @@ class Dcp(Container):
             what = f".metadata: a list of {places:,} places has values in {values:,}: its values are listed by number"
             self._note(UNCHECKED, "warning", f"{what}, the empty places were not made")
         return builder.graph(root, self._protocol)
-
-    # -- items --------------------------------------------------------------------------------------------------
 
     def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
@@ -282,7 +264,10 @@ class Dcp(Container):
         return opened
 
     def _rows(self, opened: OpenedItem, item: Item) -> Chunk | None:
-        """The piece of a tensor that an item is; None for an object. Raises MalformedError where it is not as said."""
+        """Return the piece of a tensor that an item is; None for an object.
+
+        Raises MalformedError if it differs from .metadata.
+        """
         value = self.read.values[item.name]
         if value.dtype is None or item.offset is None:
             return None
@@ -293,7 +278,8 @@ class Dcp(Container):
         source, begin = tensor_rows(opened, value.dtype, box[1])
         return Chunk(box, source, begin)
 
-    def _found(self, name: str, size: int) -> StoredBytes:
+    def _assembled(self, name: str) -> StoredBytes:
+        """Return the bytes of a tensor in the items of its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
         chunks = []
@@ -305,14 +291,13 @@ class Dcp(Container):
                 chunk = self._rows(opened, item)
                 assert chunk is not None
                 chunks.append(chunk)
-        if len(chunks) == 1 and opened is not None:
-            span = Span(chunks[0].source, chunks[0].begin, size)
-            return StoredBytes(span, size, False, record_crc(opened, span))
-        joined = ChunkedSource(value.shape, value.dtype.itemsize, chunks, f"{self.folder}: {name}")
-        return StoredBytes(Span(joined, 0, size), size)
+        stored = joined(chunks, value.shape, value.dtype.itemsize, f"{self.folder}: {name}")
+        if opened is None or len(chunks) > 1 or stored.span is None:
+            return stored
+        return stored._replace(crc=record_crc(opened, stored.span))
 
-    def _object(self, builder: Builder, name: str) -> int | None:
-        """An object, with what it leads to; None where it cannot be had, which is said."""
+    def _object(self, builder: Builder, name: str) -> Ref | None:
+        """Return an object, with all that it leads to; add a problem and return None if it cannot be read."""
         item = self._usable.get((name, None))
         if item is None:
             if (name, None) not in self._mentioned:
@@ -321,138 +306,106 @@ class Dcp(Container):
         try:
             opened = self._open(item)
         except MalformedError as error:
-            first, why, count = self._bad.get(item.file, (item, error.what, 0))
-            self._bad[item.file] = first, why, count + 1
+            first, reason, count = self._bad.get(item.file, (item, error.what, 0))
+            self._bad[item.file] = first, reason, count + 1
             return None
-        return self._graft(builder, opened)
-
-    def _graft(self, builder: Builder, opened: OpenedItem) -> int:
-        """The object of an item in our graph, its storages under keys of their own."""
         root = opened.graph.nodes[opened.graph.root]
         if root is None or isinstance(root, bool | int | float | str):
             return builder.constant(root)
         reader = TensorReader(opened.graph)
-        changes: dict[int, Node] = {}
-        added: list[Node] = []
-        for ref, storage in reader.uses():
-            key = _storage_key(opened.item, storage.key)
-            if key not in self._grafted:
+        for _, storage in reader.uses():
+            key = _storage_key(item, storage.key)
+            if key not in self._stored:
                 try:
                     span, record = storage_span(opened, storage.key)
-                    self._grafted[key] = StoredBytes(span, span.size, False, record.crc if record.size else None)
+                    self._stored[key] = StoredBytes(span, span.size, False, record.crc if record.size else None)
                     self._sizes[key] = span.size
                 except MalformedError as error:
-                    self._note("bad-item", "error", f"{opened.item.place}: {error.what}", opened.item.file)
-            node = opened.graph.nodes[ref]
-            assert isinstance(node, Persistent)
-            pid = opened.graph.nodes[node.pid]
-            assert isinstance(pid, tuple)
-            changes[node.pid] = (*pid[:2], len(opened.graph.nodes) + len(added), *pid[3:])
-            added.append(key)
+                    self._note("bad-item", "error", f"{item.place}: {error.what}", item.file)
         self._protocol = max(self._protocol, opened.graph.style.protocol)
-        return builder.graft(opened.graph.edited(changes, added), opened.graph.root)
+        graph = with_storage_keys(reader, lambda key: _storage_key(item, key))
+        return builder.graft(graph, graph.root)
 
 
 def _storage_key(item: Item, key: str) -> str:
-    """What the storage of an object is called in the whole."""
+    """Return the key of an object's storage in the whole."""
     return f"{item.name}, storage {key}"
 
 
 def _named(graph: Graph) -> frozenset[tuple[str, bool]]:
-    """The globals of a pickle, and whether each is named or called."""
+    """Return the globals of a pickle, and whether each is named or called."""
     named = {(f"{node.module} {node.name}", False) for node in graph.nodes if isinstance(node, Global)}
     return frozenset(
-        named | {(callable_name(graph, node.func), True) for node in graph.nodes if isinstance(node, Call)}
+        named.union((callable_name(graph, node.func), True) for node in graph.nodes if isinstance(node, Call))
     )
 
 
 def sniff(names: Collection[str]) -> bool:
+    """Return whether a folder is of this format, by the names of its files."""
     if any(name.endswith(_DATA) for name in names):
         return True
     metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or _OF_RANK.match(name)]
     return bool(metadata) and all(name.startswith(".") or name in metadata for name in names)
 
 
-def _metadata_names(folder: str) -> list[str]:
-    names = os.listdir(folder)
+def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
+    """Return the names of the metadata: the common one, or those of the ranks. Raises MalformedError for none."""
     if ".metadata" in names:
         return [".metadata"]
-    ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.match(name)))
-    return [name for _, name in ranks]
+    ranks = sorted((int(match[1]), name) for name in names if (match := _OF_RANK.match(name)))
+    if ranks:
+        return [name for _, name in ranks]
+    if any(name.endswith(".metadata.tmp") for name in names):
+        what = "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
+        raise MalformedError(what, path=path, next="wait until it is saved")
+    data = pluralize(sum(name.endswith(_DATA) for name in names), "file")
+    what = f"{data} of torch.distributed.checkpoint, and no .metadata to say what they hold"
+    raise MalformedError(what, path=path, next="get the folder again, with its hidden files")
+
+
+def _open_data(
+    path: str, names: Sequence[str], opened: list[FileSource], stack: ExitStack
+) -> tuple[dict[str, FileSource], dict[str, str]]:
+    """Return the data files by name, and the reasons for those that cannot be opened: the others can be read."""
+    files: dict[str, FileSource] = {}
+    closed: dict[str, str] = {}
+    for name in names:
+        try:
+            source = open_pooled(os.path.join(path, name))
+        except UnreadableError as error:
+            closed[name] = error.what
+            continue
+        stack.callback(source.close)
+        opened.append(source)
+        # A rank may have nothing to write: that file is empty.
+        placeholder = explain_placeholder(source) if source.size else None
+        if placeholder is not None:
+            closed[name] = placeholder.what
+        else:
+            files[name] = source
+    return files, closed
 
 
 def read(path: str) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder; raises MalformedError where nothing says what is in it."""
-    opened: list[FileSource] = []
+    """Open a DCP folder; raise MalformedError if nothing says what is in it."""
     names = sorted(os.listdir(path))
-    wanted = _metadata_names(path)
-    data = [name for name in names if name.endswith(_DATA)]
-    if not wanted:
-        unfinished = ".metadata.tmp" in names or any(name.endswith(".metadata.tmp") for name in names)
-        what = (
-            "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
-            if unfinished
-            else (
-                f"{pluralize(len(data), 'file')} of torch.distributed.checkpoint, and no .metadata to say what they "
-                "hold"
-            )
-        )
-        step = "wait until it is saved" if unfinished else "get the folder again, with its hidden files"
-        raise MalformedError(what, path=path, next=step)
-    closed: dict[str, str] = {}
-    files: dict[str, FileSource] = {}
-    try:
-        for name in data:
-            # One that cannot be opened is told of like one that is missing: the others are there.
-            try:
-                files[name] = open_pooled(os.path.join(path, name))
-            except UnreadableError as error:
-                closed[name] = error.what
-                continue
-            opened.append(files[name])
-            # A rank may have nothing to write: that file is empty.
-            other = explain_placeholder(files[name]) if files[name].size else None
-            if other is not None:
-                closed[name] = other.what
-                del files[name]
-        found, own = [], []
+    wanted = _metadata_names(path, names)
+    opened: list[FileSource] = []
+    with opening(path, "it is damaged: get the folder again") as stack:
+        files, closed = _open_data(path, [name for name in names if name.endswith(_DATA)], opened, stack)
+        ranks, own = [], []
         for name in wanted:
-            try:
-                listing = open_pooled(os.path.join(path, name))
-            except UnreadableError as error:
-                error.what = f"{name} cannot be read: {error.what}"
-                raise
+            listing = open_listing(path, name, stack, name)
             opened.append(listing)
-            other = explain_placeholder(listing)
-            if other is not None:
-                what = f"{name} is not there: {other.what.removeprefix('it is ')}"
-                raise MalformedError(what, path=path, next=other.next)
             if listing.size > LIMITS.pickle_bytes:
                 raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
-            one = read_metadata(listing.read(0, listing.size), name)
-            found.append(one)
-            # A million pieces have a large graph: it is kept where something is wrong with it.
-            if one.foreign or one.subclasses or listing.size > one.end:
-                own.append(FoundPickle(name, one.graph, "", listing.size - one.end))
-            found[-1] = one._replace(graph=None)
-            del one
-        container = Dcp(path, merge_metadata(found), files, own, closed)
-        if wanted != [".metadata"]:
-            container._note_ranks(wanted)
-        beside = extra_files(names)
-        told = "; ".join(f"{name} ({words})" for name, words in beside.items() if words)
-        if told:
-            container._note("side-files", "note", f"beside the tensors: {told}")
-        if ".metadata.tmp" in names:
-            what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
-            container._note("unfinished-save", "warning", what)
-        strays = files.keys() - {item.file for item in container.read.items}
-        return FolderSource(path, opened, [os.path.join(path, name) for name in beside], strays), container
-    except BaseException as error:
-        for source in opened:
-            source.close()
-        if isinstance(error, CkptoolError):
-            error.path = error.path or path
-        if isinstance(error, MalformedError):
-            error.next = error.next or "it is damaged: get the folder again"
-        raise
+            metadata = read_metadata(listing.read(0, listing.size), name)
+            # A million pieces have a large graph: it is kept only if something is wrong with it.
+            if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
+                own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))
+            ranks.append(metadata._replace(graph=None))
+            del metadata
+        container = Dcp(path, merge_metadata(ranks), files, own, closed)
+    container.note_files(names, wanted)
+    strays = files.keys() - {item.file for item in container.read.items}
+    return FolderSource(path, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container

@@ -10,53 +10,36 @@ from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.text import join_limited
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, elements, mapped_name
-from ...checkpoint.tensors import ID_PARTS, Tensor, TensorReader, contiguous_strides, extent
-from ...files.sources import FileSource, SliceSource, Source, Span
-from ...files.zips.reader import Archive, Record, read_archive
+from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
+from ...files.sources import BytesSource, FileSource, SliceSource, Source, Span
+from ...files.zips.reader import Record, read_archive
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
+from ...values.interpretation import flipped_signs
 from ..torch.zip_reader import TorchZip, read_records
 from .chunks import RowSource, SignSource
 from .metadata import Item, is_ordered_dict
 
+#: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
+_SMALL: Final = 1 << 16
+
 
 class OpenedItem(NamedTuple):
-    """An item, and the file of torch.save that it is, with all checks of a single item done."""
+    """An item and its file, and the file of torch.save that it is, with all checks of a single item done."""
 
     item: Item
+    file: FileSource
     zip: TorchZip
-
-    @property
-    def archive(self) -> Archive:
-        """The records of its archive."""
-        return self.zip.archive
 
     @property
     def graph(self) -> Graph:
         """The object in it."""
         return self.zip.graph
 
-
-#: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
-_SMALL: Final = 1 << 16
-
-
-class _BufferedItem(SliceSource):
-    """A stretch of a file in memory."""
-
-    def __init__(self, item: Item, file: FileSource) -> None:
-        super().__init__(file, item.at, item.length, item.place)
-        self._data = file.read(item.at, self.size)
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self._data[offset : offset + max(size, 0)]
-
-
-def item_source(item: Item, file: FileSource) -> SliceSource:
-    """Return the bytes of an item, small ones read at once."""
-    if item.length <= _SMALL:
-        return _BufferedItem(item, file)
-    return SliceSource(file, item.at, item.length, item.place)
+    def span(self, record: Record) -> Span:
+        """Return where the bytes of a record are in the file."""
+        payload = self.zip.archive.payload(record)
+        return Span(self.file, self.item.at + payload.offset, payload.size)
 
 
 def open_item(item: Item, file: FileSource) -> OpenedItem:
@@ -64,8 +47,11 @@ def open_item(item: Item, file: FileSource) -> OpenedItem:
 
     Raises MalformedError, which names it, where it is not an archive that torch.load takes and all readers read alike.
     """
+    source: Source = SliceSource(file, item.at, item.length, item.place)
+    if item.length <= _SMALL:
+        source = BytesSource(source.read(0, item.length), item.place)
     try:
-        opened = OpenedItem(item, read_records(read_archive(item_source(item, file))))
+        opened = OpenedItem(item, file, read_records(read_archive(source)))
         for problem in opened.zip.problems:
             if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
@@ -80,30 +66,26 @@ def open_item(item: Item, file: FileSource) -> OpenedItem:
 
 
 def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
-    """Return where the bytes of a storage are in the file, and their record; raises MalformedError."""
-    record = opened.archive.find(f"data/{key}")
+    """Return where the bytes of a storage are in the file, and their record; raise MalformedError if they are not."""
+    record = opened.zip.archive.find(f"data/{key}")
     if record is None or record.method != 0:
         what = f"{opened.item.name!r}: the bytes of its storage are {'compressed' if record else 'missing'}"
         raise MalformedError(what, where=opened.item.place)
-    span = opened.archive.payload(record)
-    assert isinstance(span.source, SliceSource)
-    return Span(span.source.source, span.source.offset + span.offset, span.size), record
+    return opened.span(record), record
 
 
 def record_crc(opened: OpenedItem, span: Span) -> int | None:
     """Return the CRC-32 on record of a span of the file that is one whole record of the item; None for any other."""
-    for record in opened.archive.records:
-        if record.size == span.size and record.size and not record.method:
-            offset = opened.item.at + opened.archive.payload(record).offset
-            if isinstance(span.source, FileSource) and offset == span.offset:
-                return record.crc
+    for record in opened.zip.archive.records:
+        if record.size == span.size and record.size and not record.method and opened.span(record) == span:
+            return record.crc
     return None
 
 
 def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:
     """Return the elements of the tensor in an item, row by row: (source, offset in bytes).
 
-    Raises MalformedError where it is not a tensor of this dtype and shape, or its bytes are missing.
+    Raises MalformedError if it is not a tensor of this dtype and shape, or its bytes are missing.
     """
     item = opened.item
 
@@ -121,7 +103,7 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
     if flaw:
         raise malformed(f"torch does not load it: {flaw}")
     if 0 in shape:
-        return opened.archive.source, 0
+        return opened.file, 0
     span, _ = storage_span(opened, tensor.storage)
     storage = reader.storages[tensor.storage]
     if storage.nbytes != span.size:
@@ -134,31 +116,15 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
         raise malformed("the tensor reaches beyond its storage")
     begin = span.offset + tensor.offset * dtype.itemsize
     rows: tuple[Source, int] = span.source, begin
-    if not _is_contiguous(tensor):
+    if not is_contiguous(tensor):
         rows = RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, item.place), 0
     flags = _lazy_flags(opened.graph)
     if not flags:
         return rows
-    signs = _sign_bits(dtype, flags)
-    if not signs:
+    negated, conjugated = "neg" in flags, "conj" in flags
+    if dtype.packed > 1 or not (dtype.name.startswith("complex") or (dtype.floating and not conjugated)):
         raise malformed(f"{dtype.name} with the flag {join_limited(sorted(flags))}")
-    return SignSource(*rows, tensor.numel * dtype.itemsize, signs), 0
-
-
-def _sign_bits(dtype: Dtype, flags: set[str]) -> bytes:
-    """Return the sign bits of one element that the flags flip; b"" where the dtype cannot have the flags."""
-    parts = 2 if dtype.name.startswith("complex") else 1
-    if (parts == 1 and ("conj" in flags or not dtype.floating)) or dtype.packed > 1:
-        return b""
-    width = dtype.itemsize // parts
-    sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
-    real, imaginary = "neg" in flags, ("neg" in flags) != ("conj" in flags)
-    return (sign if real else same) + (sign if imaginary else same) * (parts - 1)
-
-
-def _is_contiguous(tensor: Tensor) -> bool:
-    strides = contiguous_strides(tensor.shape)
-    return all(size == 1 or step == wanted for size, step, wanted in zip(tensor.shape, tensor.stride, strides))
+    return SignSource(*rows, tensor.numel * dtype.itemsize, flipped_signs(dtype, negated, conjugated)), 0
 
 
 def _tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
@@ -175,7 +141,7 @@ _FLAGS: Final = (bool, int, float, type(None))
 
 
 def _load_flaw(graph: Graph) -> str:
-    """Return why ``torch.load`` fails at the pickle of an item, even over values that it drops, or ""."""
+    """Return why ``torch.load`` fails at the pickle of an item, even at values that it drops; "" if it does not."""
     nodes = graph.nodes
     for node in nodes:
         if type(node) is Persistent:
@@ -186,7 +152,7 @@ def _load_flaw(graph: Graph) -> str:
 
 
 def _tensor_flaw(graph: Graph) -> str:
-    """Return why ``torch.load(weights_only=True)`` refuses an item that should be a plain tensor, "" where it does not.
+    """Return why ``torch.load(weights_only=True)`` refuses an item that should be a plain tensor; "" if it does not.
 
     DCP loads every tensor so, and its writer saves only detached ones.
     """
@@ -233,7 +199,7 @@ def _root_arguments(graph: Graph) -> list[Node]:
 
 
 def _lazy_flags(graph: Graph) -> set[str]:
-    """Return which of "conj" and "neg" the metadata of an item without flaws has, whatever their values."""
+    """Return which of "conj" and "neg" are in the metadata of an item without flaws, whatever their values."""
     args = _root_arguments(graph)
     flags = args[-1] if len(args) > 6 else None
     return {str(graph.nodes[name]) for name, _ in _entries(flags)} if isinstance(flags, Dict) else set()

@@ -1,4 +1,4 @@
-"""The items that a checkpoint becomes in a DCP folder.
+"""The values of a checkpoint that become items of a DCP folder.
 
 Source: ``traverse_state_dict`` (torch/distributed/checkpoint/_traverse.py).
 """
@@ -10,24 +10,25 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import callable_name, class_name, mapping
-from ...checkpoint.objects import elements as elements_of
+from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, rebuild_calls
 from ...checkpoint.views import without_views
 from ...pickles.nodes import Call, Graph, List, Ref
 from ..promises import Facts
 
 #: Mappings within mappings that are followed.
 _DEPTH: Final = 200
+_PLAIN_CALLS: Final = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 #: Arguments of ``_rebuild_tensor_v2`` without the dict of its bits.
 _PLAIN_ARGUMENTS: Final = 6
 
 
 class Leaf(NamedTuple):
-    """What becomes an item: its flat name, its place in the object, and in words as ``inspect`` spells it.
+    """A value that becomes an item: its flat name, its place in the object, and its path as ``inspect`` spells it.
 
-    ``tensor`` is None for an object; ``plain`` says that it becomes a tensor in pieces rather than an object.
+    ``tensor`` is None for an object. ``dtype`` is that of a tensor that is stored in pieces, None for an item that is
+    stored as an object, which a tensor may be, too.
     """
 
     name: str
@@ -35,20 +36,23 @@ class Leaf(NamedTuple):
     where: str
     ref: Ref
     tensor: Tensor | None
-    plain: bool
+    dtype: Dtype | None
 
 
 class Items:
-    """The items of an object, and what does not come through."""
+    """The values of an object that become items, and what is lost.
+
+    Raises RefusedError if two would have one name, or a folder cannot hold the object.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.graph = checkpoint.graph
         self.reader = checkpoint.survey.reader
         self.leaves: list[Leaf] = []
-        #: Paths of containers that are another kind afterwards, or gone.
+        #: Paths of containers that come back as another kind, or not at all.
         self.containers: list[str] = []
-        #: Paths of entries whose keys nothing can be called after: tuples, bytes, objects.
+        #: Paths of entries whose keys give no name: tuples, bytes, objects.
         self.nameless: list[str] = []
         self._terminal: dict[Ref, bool] = {}
         if mapping(self.graph, self.graph.root) is None or self.reader.tensor(self.graph.root):
@@ -62,9 +66,12 @@ class Items:
                 raise RefusedError(what, path=checkpoint.path, next="rename one: ckptool rename")
             names[leaf.name] = leaf.where
 
-    def _follow(self, ref: Ref, path: tuple[str | int, ...], where: str, depth: int) -> None:
+    def _check_depth(self, depth: int) -> None:
         if depth > _DEPTH:
             raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+
+    def _follow(self, ref: Ref, path: tuple[str | int, ...], where: str, depth: int) -> None:
+        self._check_depth(depth)
         node = self.graph.nodes[ref]
         tensor = self.reader.tensor(ref)
         inner = None if tensor else mapping(self.graph, ref)
@@ -92,82 +99,70 @@ class Items:
 
     def _leaf(self, ref: Ref, path: tuple[str | int, ...], where: str) -> None:
         tensor = self.reader.tensor(ref)
-        self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._is_plain(ref)))
+        self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._plain_dtype(ref)))
 
-    def _is_plain(self, ref: Ref) -> bool:
+    def _plain_dtype(self, ref: Ref) -> Dtype | None:
+        """Return the dtype of a tensor that DCP stores in pieces; None for anything else.
+
+        DCP copies elements, which not every dtype of torch allows.
+        """
         tensor = self.reader.tensor(ref)
-        return tensor is not None and plain_dtype(tensor) is not None and self._is_bare(ref)
+        dtype = BY_NAME.get(tensor.dtype) if tensor and tensor.kind == "dense" and tensor.storage else None
+        if dtype is None or dtype.packed > 1 or dtype.name.startswith(("q", "bits", "float4")):
+            return None
+        return dtype if self._is_bare(ref) else None
 
     def _is_bare(self, ref: Ref) -> bool:
-        """Is it a tensor or Parameter and nothing else: no attributes, no class of its own, no conjugate bit?
+        """Return whether a tensor or Parameter is nothing else: no attributes, no class of its own, no conjugate bit.
 
         What is more than that becomes an object, which keeps it.
         """
-        node = self.graph.nodes[ref]
-        if not isinstance(node, Call) or node.states:
-            return False
-        args = elements_of(self.graph.nodes[node.args])
-        name = callable_name(self.graph, node.func).rpartition(".")[2]
-        if name == "_rebuild_parameter" and args:
-            return self._is_bare(args[0])
-        if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return False
-        return len(args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, args[-1])
+        for call in rebuild_calls(self.graph, ref):
+            node = self.graph.nodes[call.ref]
+            if not isinstance(node, Call) or node.states:
+                return False
+            if call.short_name in _PLAIN_CALLS:
+                return len(call.args) <= _PLAIN_ARGUMENTS or not mapping(self.graph, call.args[-1])
+            if call.short_name != "_rebuild_parameter":
+                return False
+        return False
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
-        """Is it a list that is stored as it is? One with mappings or plain tensors in it, in any list in it, is not.
+        """Return whether a list is stored as it is: one without mappings or plain tensors, in any list in it.
 
-        Who loads it looks at the list that the items make: what became an object is no tensor to him, and an empty
-        mapping is not there.
+        Whoever loads it looks at the list that the items make: a tensor that became an object is not a tensor there,
+        and an empty mapping is absent.
         """
         if ref in self._terminal:
             return self._terminal[ref]
-        if depth > _DEPTH:
-            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+        self._check_depth(depth)
         self._terminal[ref] = True  # where it leads back to itself
         node = self.graph.nodes[ref]
-        found = True
+        terminal = True
         for part in node.items if isinstance(node, List) else ():
             inner = self.graph.nodes[part]
             if isinstance(inner, List):
-                found = found and self._is_terminal(part, depth + 1)
-            elif self._is_plain(part) or self._has_items(part, depth):
-                found = False
-        self._terminal[ref] = found
-        return found
+                terminal = terminal and self._is_terminal(part, depth + 1)
+            elif self._plain_dtype(part) or self._has_items(part, depth):
+                terminal = False
+        self._terminal[ref] = terminal
+        return terminal
 
     def _has_items(self, ref: Ref, depth: int) -> bool:
-        """Is it a mapping with something else than empty mappings in it?"""
-        if depth > _DEPTH:
-            raise RefusedError(f"it is nested deeper than {_DEPTH} levels", path=self.checkpoint.path)
+        """Return whether it is a mapping with anything but empty mappings in it."""
+        self._check_depth(depth)
         inner = None if self.reader.tensor(ref) else mapping(self.graph, ref)
         return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
 
 
-def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """What becomes items. Raises RefusedError where two would have one name, or a folder cannot hold it."""
-    return Items(checkpoint).leaves
-
-
-def plain_dtype(tensor: Tensor) -> Dtype | None:
-    """The dtype of a tensor that DCP stores in pieces; it copies elements, which not every dtype of torch allows."""
-    dtype = BY_NAME.get(tensor.dtype)
-    if tensor.kind != "dense" or not tensor.storage or dtype is None:
-        return None
-    odd = dtype.packed > 1 or dtype.name.startswith(("q", "bits", "float4"))
-    return None if odd else dtype
-
-
 def tensor_items(checkpoint: Checkpoint) -> Facts:
     """Return dtype and shape of each tensor that is stored in pieces, by the name of its item."""
-    return {
-        leaf.name: (leaf.tensor.dtype, leaf.tensor.shape)
-        for leaf in leaves(checkpoint)
-        if leaf.plain and leaf.tensor is not None
-    }
+    stored = ((leaf.name, leaf.tensor) for leaf in Items(checkpoint).leaves if leaf.dtype)
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in stored if tensor}
 
 
 def object_items(checkpoint: Checkpoint) -> dict[str, Graph]:
     """Return each object that is an item of its own, by name."""
     graph = without_views(checkpoint.graph)
-    return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in leaves(checkpoint) if not leaf.plain}
+    objects = [leaf for leaf in Items(checkpoint).leaves if not leaf.dtype]
+    return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in objects}

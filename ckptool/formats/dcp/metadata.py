@@ -1,14 +1,14 @@
 """The ``.metadata`` of a DCP folder: the tensors and objects in it, and where their pieces are.
 
 It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which torch reads with plain ``pickle.load``. Here
-it is read as a graph, and nothing in it is run. Few functions write it, so whatever deviates from their output is
-reported. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
+it is read as a graph, and nothing in it is run. Few functions write it, so any deviation from their output is reported.
+Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
@@ -25,12 +25,14 @@ from ...pickles.nodes import (
     Global,
     Graph,
     List,
+    Node,
     Persistent,
     Ref,
     children,
     non_ascii_strings,
 )
 from ...pickles.opcodes import NEWOBJ, REDUCE
+from ..folders import TOO_LARGE
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
@@ -68,17 +70,16 @@ _FIELDS: Final = {
 _NUMBERS_PER_NODE: Final = 4
 #: Steps from the root to a value: no state dict is nested so deep.
 _MAX_DEPTH: Final = 200
-_TOO_LARGE: Final = 1 << 62
 
 #: The place of a piece in a tensor, in elements: (offsets, sizes), one of each per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Item(NamedTuple):
-    """A stretch of a file that is an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
+    """A range of a file that is an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
 
-    ``offset`` is that of the piece within its tensor, None for an object. ``transforms`` name what was done to the
-    bytes, such as compression.
+    ``offset`` is that of the piece within its tensor, None for an object. ``transforms`` are the names of the
+    extensions that changed the bytes, such as compression.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Item(NamedTuple):
 
 
 class ValueMetadata(NamedTuple):
-    """A tensor of ``shape`` in pieces, or an object, with ``dtype`` None."""
+    """A tensor of ``shape`` in pieces, or an object, whose ``dtype`` is None."""
 
     dtype: Dtype | None
     shape: tuple[int, ...] = ()
@@ -127,15 +128,13 @@ def box_text(box: Box) -> str:
 
 
 def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
-    """Return the names in a ``.metadata`` that torch does not write there, and imports or calls as it reads them; and
-    apart from these the classes of objects that only have fields, such as Megatron-core's subclass."""
+    """Return the names in a ``.metadata`` that torch never writes there, and imports or calls as it reads them; and
+    separately the classes of objects that only have fields, such as Megatron-core's subclass."""
     names = {ref: mapped_name(node) for ref, node in enumerate(graph.nodes) if isinstance(node, Global)}
     calls = [node for node in graph.nodes if isinstance(node, Call)]
-    known = {_GETATTR} if all(_is_format_member(graph, node) for node in calls) else set()
+    known = EXPECTED | ({_GETATTR} if all(_is_format_member(graph, node) for node in calls) else set())
     strange = {
-        ref: name
-        for ref, name in names.items()
-        if name not in EXPECTED and name not in known and name.removeprefix("torch.") not in BY_NAME
+        ref: name for ref, name in names.items() if name not in known and name.removeprefix("torch.") not in BY_NAME
     }
     if not strange:
         return [], []
@@ -157,7 +156,7 @@ _GETATTR: Final = "builtins.getattr"
 
 
 def _is_foreign_class(name: str) -> bool:
-    """Return whether a name looks like another library's class; the classes of torch and Python are all known."""
+    """Return whether a name looks like a class of another library; those of torch and Python are all known."""
     package, _, last = name.partition(".")
     return package not in _OURS and last.rpartition(".")[2].lstrip("_")[:1].isupper()
 
@@ -177,8 +176,10 @@ def _values(graph: Graph, ref: Ref) -> list[object]:
 
 
 def pickle_flaws(graph: Graph) -> Iterator[str]:
-    """Yield what in a ``.metadata`` makes ``pickle.load`` fail, in words. Nothing is known of other libraries' names.
-    Linear in the graph."""
+    """Yield messages about what makes ``pickle.load`` fail in a ``.metadata``, in time linear in the graph.
+
+    Nothing is known of other libraries' names.
+    """
     names: dict[Ref, str] = {}
     for node in graph.nodes:
         if isinstance(node, Persistent | Extension | Buffer):
@@ -214,7 +215,7 @@ def _has_fields(graph: Graph, node: Call) -> bool:
 
 
 def _is_properties(graph: Graph, node: Call) -> bool:
-    """``TensorProperties.__setstate__`` unpacks five values, and compares the fourth with its enumeration."""
+    """Return whether ``TensorProperties.__setstate__`` succeeds: it takes five values, the fourth an enumeration."""
     for state in node.states:
         parts = graph.nodes[state]
         if not isinstance(parts, tuple | List) or len(elements(parts)) != 5:
@@ -227,24 +228,21 @@ def _is_properties(graph: Graph, node: Call) -> bool:
 
 
 def _arguments(graph: Graph, node: Call) -> list[object] | None:
-    """Return the arguments of a mere call; None for one that is filled, or not a call of a function."""
+    """Return the arguments of a plain function call; None for one that is filled, or another call."""
     return None if node.op != REDUCE or node.filling is not None else _values(graph, node.args)
 
 
 _Test = Callable[[Graph, Call], bool]
 
 
-def _is_member(first: int, last: int) -> _Test:
+def _takes(values: Collection[object]) -> _Test:
+    """Return the test of calls with one of these strings or integers."""
+
     def test(graph: Graph, node: Call) -> bool:
         args = _arguments(graph, node)
-        return args is not None and len(args) == 1 and type(args[0]) is int and first <= args[0] <= last
+        return args is not None and len(args) == 1 and type(args[0]) in (str, int) and args[0] in values
 
     return test
-
-
-def _is_layout(graph: Graph, node: Call) -> bool:
-    args = _arguments(graph, node)
-    return args is not None and len(args) == 1 and args[0] in _LAYOUTS
 
 
 def _is_path(graph: Graph, node: Call) -> bool:
@@ -273,10 +271,10 @@ _TESTS: Final[dict[str, _Test]] = {
     **dict.fromkeys(_CLASSES, _has_fields),
     **dict.fromkeys(("StorageMeta", "_StorageInfo", "SavePlan", "WriteItem", "TensorWriteData"), _has_fields),
     "TensorProperties": _is_properties,
-    "_MEM_FORMAT_ENCODING": _is_member(0, 2),
-    "MEM_FORMAT_ENCODING": _is_member(0, 2),
-    "WriteItemType": _is_member(1, 3),
-    "_get_layout": _is_layout,
+    "_MEM_FORMAT_ENCODING": _takes(range(3)),
+    "MEM_FORMAT_ENCODING": _takes(range(3)),
+    "WriteItemType": _takes(range(1, 4)),
+    "_get_layout": _takes(_LAYOUTS),
     **dict.fromkeys(_PATHS, _is_path),
     "Size": _is_size,
     "OrderedDict": is_ordered_dict,
@@ -284,7 +282,7 @@ _TESTS: Final[dict[str, _Test]] = {
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read a ``.metadata``; raises MalformedError where it is not one."""
+    """Read a ``.metadata``; raise MalformedError if it is something else."""
     decoded = decode(data, where=where)
     reader = _MetadataReader(decoded.graph, where)
     if decoded.memo > LIMITS.memo:
@@ -302,27 +300,30 @@ class _MetadataReader:
         self._classes: dict[Ref, str] = {}
 
     def metadata(self, end: int) -> Metadata:
-        root = self._fields(self.graph.root, "Metadata")
-        nodes = self.graph.nodes
-        if root is None or "state_dict_metadata" not in root or nodes[root["state_dict_metadata"]] is None:
+        root = self._fields(self.graph.root, "Metadata") or {}
+        if self._value(root, "state_dict_metadata") is None:
             what = f"it is a pickle of {class_name(self.graph, self.graph.root)}, not of {_MODULE}.Metadata"
             raise MalformedError(what, where=self.where)
-        values = self._read_values(root.get("state_dict_metadata"))
+        values = self._read_values(root["state_dict_metadata"])
         paths = self._read_paths(root.get("planner_data"), values)
         items = self._read_items(root.get("storage_data"))
-        meta = nodes[root["storage_meta"]] if "storage_meta" in root else None
+        meta = self._value(root, "storage_meta")
         if meta is not None and not (isinstance(meta, Call) and meta.op == NEWOBJ):
             self._note("its storage_meta is not an object: torch sets load_id on it")
         if any(non_ascii_strings(self.graph)):
             self._note("a string of Python 2 that is not ASCII: UnicodeDecodeError")
-        version = nodes[root["version"]] if "version" in root else ""
         for text in pickle_flaws(self.graph):
             self._note(text)
         for offset, text in self.graph.oddities:
             self._note(f"at byte {offset:,}: {text}")
         foreign, subclasses = foreign_globals(self.graph)
+        version = self._value(root, "version")
         version = version if isinstance(version, str) else ""
         return Metadata(self.graph, end, values, paths, items, version, self.flaws, foreign, subclasses)
+
+    def _value(self, fields: Mapping[str, Ref], name: str) -> Node:
+        """Return the value of a field, None if it is missing."""
+        return self.graph.nodes[fields[name]] if name in fields else None
 
     def _read_values(self, ref: Ref | None) -> dict[str, ValueMetadata]:
         values: dict[str, ValueMetadata] = {}
@@ -331,7 +332,7 @@ class _MetadataReader:
         left = _NUMBERS_PER_NODE * len(self.graph.nodes)
         for key, value_ref in self._pairs(ref):
             if value_ref not in known:
-                known[value_ref] = self._value(value_ref)
+                known[value_ref] = self._value_metadata(value_ref)
             value = known[value_ref]
             left -= (len(value.chunks) + 1) * (len(value.shape) + 1) if value else 0
             if value is None or left < 0:
@@ -415,7 +416,7 @@ class _MetadataReader:
             return None
         return tuple(numbers)  # type: ignore[arg-type]  # _is_count takes int alone
 
-    def _value(self, ref: Ref) -> ValueMetadata | None:
+    def _value_metadata(self, ref: Ref) -> ValueMetadata | None:
         if self._fields(ref, "BytesStorageMetadata") is not None:
             return ValueMetadata(None)
         fields = self._fields(ref, "TensorStorageMetadata")
@@ -446,22 +447,20 @@ class _MetadataReader:
         index, info = self._fields(key, "MetadataIndex"), self._fields(value, "_StorageInfo")
         if index is None or info is None:
             return None
-        nodes = self.graph.nodes
-        name = nodes[index["fqn"]] if "fqn" in index else None
-        is_piece = "offset" in index and nodes[index["offset"]] is not None
+        name = self._value(index, "fqn")
+        is_piece = self._value(index, "offset") is not None
         offset = self._size(index["offset"]) if is_piece else None
-        fields = ("relative_path", "offset", "length")
-        file, at, length = (nodes[info[field]] if field in info else None for field in fields)
+        file, at, length = (self._value(info, field) for field in ("relative_path", "offset", "length"))
         if not isinstance(name, str) or not isinstance(file, str) or (is_piece and offset is None):
             return None
         if type(at) is not int or type(length) is not int or not (_is_count(at) and _is_count(length)):
             return None
-        names = elements(nodes[info["transform_descriptors"]]) if "transform_descriptors" in info else ()
-        return Item(name, offset, file, at, length, tuple(str(nodes[ref]) for ref in names))
+        names = elements(self._value(info, "transform_descriptors"))
+        return Item(name, offset, file, at, length, tuple(str(self.graph.nodes[ref]) for ref in names))
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _TOO_LARGE
+    return type(value) is int and 0 <= value < TOO_LARGE
 
 
 def merge_metadata(ranks: list[Metadata]) -> Metadata:
@@ -470,13 +469,10 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
         return ranks[0]
     values: dict[str, ValueMetadata] = {}
     boxes: dict[str, dict[Box, None]] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
     flaws: list[str] = []
     for rank in ranks:
         flaws += rank.flaws
-        for name, path in rank.paths.items():
-            paths.setdefault(name, path)
         for name, value in rank.values.items():
             known = values.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
@@ -486,6 +482,7 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
         for item in rank.items:
             items.setdefault((item.name, item.offset), item)
     values = {name: value._replace(chunks=tuple(boxes[name])) for name, value in values.items()}
+    paths = {name: path for rank in reversed(ranks) for name, path in rank.paths.items()}
     version = f"{pluralize(len(ranks), 'rank')}, each with its own metadata"
     foreign = [name for rank in ranks for name in rank.foreign]
     subclasses = [name for rank in ranks for name in rank.subclasses]

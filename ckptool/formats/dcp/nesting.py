@@ -1,4 +1,4 @@
-"""From flat names to the nested object that they were taken from, as ``_EmptyStateDictLoadPlanner`` rebuilds it.
+"""The nested object that flat names were taken from, as ``_EmptyStateDictLoadPlanner`` rebuilds it.
 
 Source: ``set_element`` in torch/distributed/checkpoint/_traverse.py: strings lead into dicts, numbers into lists.
 """
@@ -11,7 +11,7 @@ from typing import Final
 from ...checkpoint.graph_builder import Builder
 from ...pickles.nodes import Ref
 
-#: Empty places of lists that are made, in all and for each value: no file fills memory with a large index.
+#: Empty places of lists that are filled in, in all and for each value: no file exhausts memory with a large index.
 _GAPS: Final = 1000
 _GAPS_PER_VALUE: Final = 4
 
@@ -19,8 +19,11 @@ Level = dict["str | int", "Level | Ref"]
 
 
 class Nested:
-    """The object as it grows. ``misfits`` are names whose place is taken by another value; ``sparse`` lists with more
-    empty places than are made, as (places, values)."""
+    """The object as it grows.
+
+    ``misfits`` are names whose place is taken by another value; ``sparse`` are lists with more empty places than are
+    filled in, as (places, values).
+    """
 
     def __init__(self) -> None:
         self.root: Level = {}

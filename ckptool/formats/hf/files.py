@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from ...base.errors import MalformedError
 from ...base.text import quoted
 from ...files.sources import Source
-from ..safetensors.header import DuplicateNameError, strict_json
+from ..safetensors.header import strict_json
 
 #: Names of weights before the suffix, in the order in which a folder is loaded from them, before any other.
 _STEMS: Final = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
@@ -34,33 +34,26 @@ _INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.js
 #: Bytes of an index that are read: 100 for each of a million names.
 _MAX_INDEX: Final = 100_000_000
 
-#: The files beside the weights, by patterns of names.
+#: The files beside the weights: what they are, and the patterns of their names.
 _SIDE_FILES: Final = {
-    "optimizer.pt": "the optimizer's state",
-    "optimizer.bin": "the optimizer's state",
-    "scheduler.pt": "the learning rate schedule",
-    "scheduler.bin": "the learning rate schedule",
-    "scaler.pt": "the gradient scaler",
-    "rng_state*.pth": "random generators",
-    "random_states_*.pkl": "random generators",
-    "custom_checkpoint_*.pkl": "other objects that accelerate saved",
-    "sampler*.bin": "where the data stood",
-    "modules.json": "the modules of a sentence-transformers model",
-    "training_args.bin": "the trainer's arguments, a pickled class",
-    "trainer_state.json": "the trainer's progress",
-    "config.json": "the model's configuration",
-    "adapter_config.json": "the adapter's configuration",
-    "generation_config.json": "how text is generated",
-    "tokenizer*": "the tokenizer",
-    "special_tokens_map.json": "the tokenizer",
-    "vocab.*": "the tokenizer",
-    "merges.txt": "the tokenizer",
-    "spiece.model": "the tokenizer",
-    "preprocessor_config.json": "the preprocessor",
-    "sharded": "what each rank had of the same tensors",
-    "shard-?????-model-?????-of-?????.safetensors": "what a rank had of the same tensors",
-    "global_step*": "a DeepSpeed checkpoint, a part a rank",
-    "zero_to_fp32.py": "DeepSpeed's script",
+    "the optimizer's state": ("optimizer.pt", "optimizer.bin"),
+    "the learning rate schedule": ("scheduler.pt", "scheduler.bin"),
+    "the gradient scaler": ("scaler.pt",),
+    "random generators": ("rng_state*.pth", "random_states_*.pkl"),
+    "other objects that accelerate saved": ("custom_checkpoint_*.pkl",),
+    "where the data stood": ("sampler*.bin",),
+    "the modules of a sentence-transformers model": ("modules.json",),
+    "the trainer's arguments, a pickled class": ("training_args.bin",),
+    "the trainer's progress": ("trainer_state.json",),
+    "the model's configuration": ("config.json",),
+    "the adapter's configuration": ("adapter_config.json",),
+    "how text is generated": ("generation_config.json",),
+    "the tokenizer": ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "spiece.model"),
+    "the preprocessor": ("preprocessor_config.json",),
+    "what each rank had of the same tensors": ("sharded",),
+    "what a rank had of the same tensors": ("shard-?????-model-?????-of-?????.safetensors",),
+    "a DeepSpeed checkpoint, a part a rank": ("global_step*",),
+    "DeepSpeed's script": ("zero_to_fp32.py",),
 }
 #: Files that only such a folder has, so that weights in one file beside them are its own.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
@@ -73,10 +66,10 @@ _CHECKPOINTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar", "
 
 
 class Weights(NamedTuple):
-    """The weights of a folder: ``index_name`` is "" where there is none, ``files`` those that are found by name.
+    """The weights of a folder: ``index_name`` is "" if there is none, ``files`` are those found by name.
 
-    ``shards`` is the number of shards by their names, 0 for a single file. ``others`` are weights of the same folder
-    that are not loaded. ``variant`` is that of from_pretrained: "fp16", "" for none.
+    ``shards`` is the number of shards that the names give, 0 for a single file. ``others`` are weights in the same
+    folder that are not loaded. ``variant`` is that of from_pretrained: "fp16", "" for none.
     """
 
     suffix: str
@@ -94,9 +87,9 @@ class Weights(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An index: the file of each tensor in its order, and their total size in bytes, -1 where it has none.
+    """An index: the file of each tensor, in order, and the total size in bytes, -1 if it has none.
 
-    ``described`` says whether it has the object "metadata", without which transformers ends with a KeyError
+    ``described`` says whether it has the object "metadata", without which transformers raises a KeyError
     (``get_checkpoint_shard_files`` in utils/hub.py).
     """
 
@@ -106,7 +99,7 @@ class Index(NamedTuple):
 
 
 def is_checkpoint(names: Collection[str]) -> bool:
-    """Return whether a folder is one checkpoint by its file names; a single weight file must not be among others."""
+    """Return whether a folder is one checkpoint, by its file names; a single weight file must be the only one."""
     weights = weights_of(names)
     if weights is None:
         return False
@@ -127,13 +120,13 @@ def index_name(stem: str, suffix: str, variant: str = "") -> str:
 
 
 def weights_of(names: Collection[str], index: str = "") -> Weights | None:
-    """Return the weights that transformers loads from a folder: those of no variant, safetensors first, and a single
-    file before shards.
+    """Return the weights that transformers loads from a folder: those without a variant, safetensors first, and a
+    single file before shards.
 
     ``index`` is the one that the user named instead.
     """
     variants = any(name in names for name in _SURE)
-    candidates = [one for name in sorted(names) if (one := _single_file(name, variants)) is not None]
+    candidates = [weights for name in sorted(names) if (weights := _single_file(name, variants)) is not None]
     shards: dict[tuple[str, str, str], list[str]] = {}
     counts: dict[tuple[str, str, str], int] = {}
     for name in sorted(names):
@@ -150,16 +143,12 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
         own = name if name in names else ""
         candidates.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant))
     candidates.sort(key=_load_order)
-    chosen = (
-        next((item for item in candidates if item.index_name == index), None) if index else next(iter(candidates), None)
-    )
-    if chosen is None:
-        return None
-    return chosen._replace(others=tuple(item.name for item in candidates if item is not chosen))
+    chosen = next((item for item in candidates if not index or item.index_name == index), None)
+    return chosen and chosen._replace(others=tuple(item.name for item in candidates if item is not chosen))
 
 
 def _single_file(name: str, variants: bool) -> Weights | None:
-    """Return weights in one file. A variant is distinguished from any other file by the files beside it."""
+    """Return weights in one file. A name counts as a variant only if the files beside it suggest one."""
     whole, _, suffix = name.rpartition(".")
     stem, variant = _split_variant(whole) if variants and not _SHARD.match(name) else (whole, "")
     return Weights(suffix, "", (name,), 0, (), stem, variant) if (stem, suffix) in _SINGLE else None
@@ -178,14 +167,14 @@ def _load_order(weights: Weights) -> tuple[bool, bool, int, bool, str]:
 
 
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the known files beside the weights, each with what it is."""
+    """Return the known files beside the weights as (name, description)."""
     return [(name, text) for name in sorted(names) if (text := _description(name))]
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """Return the files that belong to the weights wherever these go: configuration, tokenizer, optimizer, code, texts.
+    """Return the files that go with the weights: configuration, tokenizer, optimizer, code, texts.
 
-    Not other weights, nor unknown files that may hold some.
+    Other weights do not, nor do unknown files that may hold some.
     """
     return [name for name in sorted(names) if not name.startswith(".") and _is_companion(name)]
 
@@ -197,24 +186,23 @@ def _is_companion(name: str) -> bool:
 
 
 def _description(name: str) -> str:
-    return next((text for pattern, text in _SIDE_FILES.items() if fnmatch(name, pattern)), "")
+    """Return the description of a file beside the weights, "" for an unknown one."""
+    known = _SIDE_FILES.items()
+    return next((text for text, patterns in known if any(fnmatch(name, pattern) for pattern in patterns)), "")
 
 
 def read_index(source: Source) -> Index:
-    """Read an index; raises MalformedError with what is wrong about it.
+    """Read an index; raise MalformedError with the rule that it breaks.
 
     The files that it names must be in its own folder.
     """
     path = source.name
     if source.size > _MAX_INDEX:
         raise _broken(path, f"it has {source.size:,} bytes, {_MAX_INDEX:,} are the most")
-    raw = source.read(0, source.size)
     try:
-        value: Any = strict_json(raw.decode("utf-8"))
-    except DuplicateNameError as error:
-        raise _broken(path, f"the name {quoted(str(error))} is in it twice") from None
-    except (ValueError, RecursionError) as error:
-        raise _broken(path, f"it is not JSON: {error}") from None
+        value: Any = strict_json(source.read(0, source.size), "it")
+    except ValueError as error:
+        raise _broken(path, str(error)) from None
     files = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise _broken(path, "weight_map must name the file of every tensor")
@@ -227,11 +215,11 @@ def read_index(source: Source) -> Index:
             raise _broken(path, f"it names {quoted(file)}, which is not a .{suffix} file")
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some writers have it as a float, and some as text.
+    # Some writers have it as a float, and some as a string.
     total = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else -1
     return Index(files, total, isinstance(metadata, dict))
 
 
 def _broken(path: str, rule: str) -> MalformedError:
     what = f"{os.path.basename(path)} is not a valid index of shards: {rule}"
-    return MalformedError(what, next="get the index again")  # the path is that of the folder
+    return MalformedError(what, next="get the index again")  # the caller adds the path of the folder

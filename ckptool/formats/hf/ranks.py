@@ -1,7 +1,7 @@
 """safetensors files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)``.
 
 Each rank writes its pieces of the tensors, and the header says where each belongs. The sizes of the tensors are not
-stored: as for torch, a tensor reaches as far as its pieces do. Sources in torch/distributed/checkpoint:
+stored: as in torch, a tensor reaches as far as its pieces do. Sources in torch/distributed/checkpoint:
 ``_hf_utils.py`` (names, texts), ``hf_storage.py`` (``HuggingFaceStorageReader.read_metadata``).
 """
 
@@ -9,37 +9,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import product
 from math import prod
 from typing import Final, NamedTuple
 
 from ...base.dtypes import Dtype
-from ...base.errors import CkptoolError, MalformedError, RefusedError
+from ...base.errors import RefusedError
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import (
-    INCOMPLETE,
-    UNCHECKED,
-    Container,
-    Problem,
-    StoredBytes,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import UNCHECKED, StoredBytes, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.pool import open_pooled
-from ...files.sources import Appending, FileSource, FolderSource, Span
+from ...files.sources import Appending, FileSource, FolderSource
 from ..dcp.checks import not_compared
-from ..dcp.chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
+from ..dcp.chunks import Chunk, joined, region_missing, regions_overlapping
 from ..dcp.metadata import Box, box_text
+from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import SHARDING_INFO, VERSION, saved_offsets
+from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
 from .files import companions, weights_of
 
 _NAME: Final = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
-#: A tensor with more bytes than this is hostile: torch counts in int64.
-_TOO_LARGE: Final = 1 << 62
 
 
 class TensorPiece(NamedTuple):
@@ -50,21 +40,19 @@ class TensorPiece(NamedTuple):
     tensor: PlainTensor
 
 
-class HfRanks(Container):
+class HfRanks(ShardedContainer):
     """Tensors in pieces, each read as one: the key of a storage is the name of its tensor."""
 
     format = "dcp-safetensors"
     traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True, named=True)
-    #: The files of an edit have the usual names.
 
     def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
+        super().__init__()
         self.folder = folder
-        self.problems: list[Problem] = []
-        self.files: list[FileSource] = []
         #: The files that could be read, by their names.
         self.shards: dict[str, safetensors_reader.Safetensors] = {}
         self._pieces: dict[str, list[TensorPiece]] = {}
-        self._spans: dict[str, StoredBytes] = {}
+        self._joined: dict[str, StoredBytes] = {}
         self._sizes: dict[str, int | None] = {}
         wanted = sorted(name for name in names if _NAME.match(name))
         self._read(wanted, stack)
@@ -74,55 +62,40 @@ class HfRanks(Container):
         for name, pieces in self._pieces.items():
             dtype, shape = pieces[0].tensor.dtype, _shape(pieces)
             size = prod(shape) * dtype.itemsize
-            if size >= _TOO_LARGE:
+            if size >= TOO_LARGE:
                 last = max(pieces, key=lambda piece: piece.box[0])
                 what = f"{quoted(name)} is larger than any tensor can be: {box_text(last.box)} in {last.file}"
-                self._note(INCOMPLETE, "error", what)
+                self._note_incomplete(what)
                 continue
             self._sizes[name] = size if self._is_whole(name, dtype, shape, pieces) else None
             items.append((name, builder.tensor(contiguous(dtype, shape, name))))
         self.graph = builder.graph(builder.mapping(items))
-        headers = [shard.metadata for shard in self.shards.values()]
-        self.metadata: Mapping[str, str] = {
-            name: text
-            for name, text in headers[0].items()
-            if name not in (SHARDING_INFO, VERSION) and all(header.get(name) == text for header in headers)
-        }
+        self.metadata = without_sharding(common_metadata([shard.metadata for shard in self.shards.values()]))
         ranks = pluralize(len({name.split("-")[1] for name in wanted}), "rank")
         number = pluralize(sum(map(len, self._pieces.values())), "piece")
         self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
         what = "each file has one rank's pieces of the tensors: transformers loads such a folder once convert merged it"
         self._note("in-pieces", "note", what)
 
-    def _note(self, code: str, level: str, message: str, where: str = "") -> None:
-        self.problems.append(Problem(code, level, message, level == "error", where))
-
     def _read(self, wanted: list[str], stack: ExitStack) -> None:
-        errors: list[CkptoolError] = []
         for name in wanted:
-            try:
-                source = open_pooled(os.path.join(self.folder, name))
-                stack.callback(source.close)
-                shard = safetensors_reader.read(source)
-                offsets = saved_offsets(shard.metadata, [(key, tensor.shape) for key, tensor in shard.tensors], name)
-            except CkptoolError as error:
-                errors.append(error)
-                self._note(INCOMPLETE, "error", f"{name} cannot be read: {error.what}", name)
+            content = self._read_file(self.folder, name, stack, _read_pieces, name)
+            if content is None:
                 continue
-            for key, tensor in shard.tensors:
-                piece = TensorPiece((offsets[key], tensor.shape), name, tensor)
+            self.shards[name], pieces = content
+            for key, piece in pieces:
                 self._pieces.setdefault(key, []).append(piece)
-            self.files.append(source)
-            self.shards[name] = shard
-            for problem in shard.problems:
-                if problem.code != "piece":  # the folder has the whole
-                    self.problems.append(problem._replace(message=f"{name}: {problem.message}", where=name))
+            # The folder has the whole.
+            problems = (problem for problem in self.shards[name].problems if problem.code != "piece")
+            self.problems += [in_file(problem, name) for problem in problems]
         if not self.shards:
-            raise errors[0]
+            raise self.errors[0]
 
     def _note_absent_files(self, wanted: list[str]) -> list[str]:
-        """Return the files that a rank before the last may have written and that are not there: it may have had
-        nothing to save."""
+        """Return the files that a rank before the last may have written and that are not there.
+
+        It may have had nothing to save.
+        """
         matches = [match for match in map(_NAME.match, wanted) if match]
         ranks, files = max(int(match[1]) for match in matches), max(int(match[3]) for match in matches)
         if ranks * files > 1 << 20:
@@ -139,12 +112,12 @@ class HfRanks(Container):
         return absent
 
     def _is_whole(self, name: str, dtype: Dtype, shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
+        """Return whether the pieces of a tensor fit together and leave no hole; add a problem if not."""
         for piece in pieces:
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
-                what = (
-                    f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {pieces[0].file}"
-                )
-                self._note(INCOMPLETE, "error", what, piece.file)
+                first = pieces[0].file
+                what = f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {first}"
+                self._note_incomplete(what, piece.file)
                 return False
         boxes = [piece.box for piece in pieces]
         overlap = regions_overlapping(boxes)
@@ -153,7 +126,7 @@ class HfRanks(Container):
             files = join_limited([piece.file for piece in pieces if piece.box in overlap.boxes])
             where = next(piece.file for piece in pieces if piece.box == overlap.boxes[0])
             what = f"{quoted(name)}: the pieces {one} and {two} overlap: {files}"
-            self._note("chunk-overlap", "error", what, where)
+            self._note("chunk-overlap", "error", what, where, refused=True)
             return False
         if not overlap.sure:
             self._note(UNCHECKED, "warning", not_compared(quoted(name), len(pieces)))
@@ -161,7 +134,7 @@ class HfRanks(Container):
         if hole and prod(shape):
             what = f"{quoted(name)}: no file has {box_text(hole)}"
             what += f"; it may be in {join_limited(self._absent, most=3)}" if self._absent else ""
-            self._note("chunk-hole", "error", what, self._absent[0] if self._absent else "")
+            self._note("chunk-hole", "error", what, self._absent[0] if self._absent else "", refused=True)
             return False
         return True
 
@@ -172,9 +145,9 @@ class HfRanks(Container):
         size = self._sizes.get(key)
         if size is None:
             return StoredBytes(None, 0)
-        if key not in self._spans:
-            self._spans[key] = self._join(key, size)
-        return self._spans[key]
+        if key not in self._joined:
+            self._joined[key] = self._join(key, size)
+        return self._joined[key]
 
     def _join(self, key: str, size: int) -> StoredBytes:
         pieces = self._pieces[key]
@@ -183,10 +156,8 @@ class HfRanks(Container):
             span = self.shards[piece.file].stored(piece.tensor.key).span
             if span is not None and span.size:
                 chunks.append(Chunk(piece.box, span.source, span.offset))
-        if len(chunks) == 1:
-            return StoredBytes(Span(chunks[0].source, chunks[0].begin, size), size)
         width = pieces[0].tensor.dtype.itemsize
-        return StoredBytes(Span(ChunkedSource(_shape(pieces), width, chunks, f"{self.folder}: {key}"), 0, size), size)
+        return joined(chunks, _shape(pieces), width, f"{self.folder}: {key}")
 
     def records(self) -> Iterator[StoredRecord]:
         for name, shard in self.shards.items():
@@ -198,24 +169,26 @@ class HfRanks(Container):
         raise RefusedError("it is a folder of several files", next="write a new folder with -o")
 
 
+def _read_pieces(source: FileSource, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:
+    """Read a file of one rank: the pieces in it by the names of their tensors."""
+    shard = safetensors_reader.read(source)
+    offsets = saved_offsets(shard.metadata, [(key, tensor.shape) for key, tensor in shard.tensors], name)
+    return shard, [(key, TensorPiece((offsets[key], tensor.shape), name, tensor)) for key, tensor in shard.tensors]
+
+
 def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     """Return the shape that the pieces reach."""
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
 
 
 def sniff(names: Collection[str]) -> bool:
-    """Return whether there are pieces, and no weights that were made of them beside."""
+    """Return whether there are pieces, and no weights made of them beside."""
     return any(map(_NAME.match, names)) and weights_of(names) is None
 
 
 def read(path: str) -> tuple[FolderSource, HfRanks]:
-    """Open such a folder; raises MalformedError where none of its files can be read."""
-    with ExitStack() as stack:
-        try:
-            names = os.listdir(path)
-            container = HfRanks(path, names, stack)
-        except MalformedError as error:
-            error.path = error.path or path
-            raise
-        stack.pop_all()
+    """Open such a folder; raise MalformedError if none of its files can be read."""
+    with opening(path) as stack:
+        names = os.listdir(path)
+        container = HfRanks(path, names, stack)
     return FolderSource(path, container.files, [os.path.join(path, name) for name in companions(names)]), container

@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 
 from ...base.errors import TargetError
 from ...checkpoint.checkpoint import Checkpoint, Target
+from ...checkpoint.graph_builder import Builder
 from ...checkpoint.survey import StateDict
 from ...files.sources import Files, Plan
-from ...pickles.nodes import Dict, Graph, Ref, Style, children, relocated
+from ...pickles.nodes import Graph, Ref
 from ...values.elements import tensor_size
 from ..losses import refuse_edited, whole_state_dict
 from ..promises import Promise, tensor_facts
@@ -20,16 +21,14 @@ from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
 from .files import index_name
 
-#: What files are called where nobody says otherwise.
+#: The usual stems of file names.
 _USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}
-#: Of torch.save.
-_PROTOCOL: Final = 2
 _UNITS: Final = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
 
 class Item(NamedTuple):
-    """A tensor to be put into a shard: its name, its bytes, and the storages that they are in."""
+    """A tensor to be put into a shard: its name, its size in bytes, and the storages that hold it."""
 
     name: str
     size: int
@@ -37,49 +36,50 @@ class Item(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """``5GB`` in bytes: powers of ten, as huggingface_hub has them, or a plain number of bytes.
+    """Return ``5GB`` in bytes: powers of ten, as in huggingface_hub, or a plain number of bytes.
 
     Raises TargetError for anything else.
     """
-    found = _SIZE.match(text)
-    size = int(float(found[1]) * _UNITS.get((found[2] or "").upper(), 1)) if found else 0
+    match = _SIZE.match(text)
+    size = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1)) if match else 0
     if size < 1:
-        raise TargetError(f"{text!r} is no size of a shard", next="say it like 5GB, 200MB or 1.5GB")
+        raise TargetError(f"{text!r} is not a size of a shard", next="write it like 5GB, 200MB or 1.5GB")
     return size
 
 
 def split(items: Iterable[Item], most: int) -> list[list[str]]:
-    """The names in each shard. A tensor of more than ``most`` bytes is a shard of its own; what shares a storage goes
-    where the first of it is."""
+    """Return the names in each shard.
+
+    A tensor of more than ``most`` bytes is a shard of its own; one that shares a storage goes where the first one went.
+    """
     shards: list[dict[str, None]] = []
     current: dict[str, None] = {}
     filled = 0
-    place: dict[str, dict[str, None]] = {}
-    groups = _groups(items)
+    shard_of: dict[str, dict[str, None]] = {}
     later: dict[str, list[str]] = {}
-    for item, group in groups:
-        if group and group in place:
+    for item, group in _groups(items):
+        if group and group in shard_of:
             later.setdefault(group, []).append(item.name)
             continue
         if item.size > most:
             shards.append({item.name: None})
-            place[group] = shards[-1]
+            shard_of[group] = shards[-1]
             continue
         if filled + item.size > most:
             shards.append(current)
             current, filled = {}, 0
         current[item.name] = None
         filled += item.size
-        place[group] = current
+        shard_of[group] = current
     if current:
         shards.append(current)
-    for group, shard in place.items():  # in the order of their first tensors
+    for group, shard in shard_of.items():  # in the order of their first tensors
         shard.update(dict.fromkeys(later.get(group, ())))
     return [list(shard) for shard in shards]
 
 
 def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
-    """Each item, and a storage that stands for all that belong together: those of one tensor do. "" for no storage."""
+    """Return each item with one storage for all that belong together, such as those of one tensor; "" for none."""
     leader: dict[str, str] = {}
 
     def first(key: str) -> str:
@@ -88,121 +88,107 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
             key = leader[key]
         return key
 
-    found = [(item, next(iter(item.storages), "")) for item in items]
-    for item, key in found:
+    keyed = [(item, next(iter(item.storages), "")) for item in items]
+    for item, key in keyed:
         for other in item.storages[1:]:
             leader[first(other)] = first(key)
-    return [(item, first(key) if key else "") for item, key in found]
+    return [(item, first(key) if key else "") for item, key in keyed]
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
-    """The files of a folder: shards of at most ``target.shard_size`` bytes, an index where there is more than one.
+    """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there is more than one.
 
     Raises as the plan of a single file does.
     """
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
         refuse_edited(checkpoint, lambda: safetensors_writer.losses(checkpoint, whole), "safetensors")
-        return _safetensors(checkpoint, whole, target, target.shard_size), True
-    return _torch(checkpoint, whole, target, target.shard_size), True
+        return _safetensors(checkpoint, whole, target), True
+    return _torch(checkpoint, whole, target), True
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """What each tensor is, wherever it comes to be."""
+    """Promise the facts of each tensor, whichever file it is in."""
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
         chosen = safetensors_writer.chosen_tensors(checkpoint, whole, target.tied)
-        tensors = {one.name: (one.tensor.dtype, one.tensor.shape) for one in chosen.tensors}
+        tensors = {named.name: (named.tensor.dtype, named.tensor.shape) for named in chosen.tensors}
         return Promise("hf-safetensors", tensors=tensors)
     reader = checkpoint.survey.reader
     items = [(str(checkpoint.graph.nodes[key]), value) for key, value in whole.items if reader.tensor(value)]
     return Promise("hf-torch", tensors=tensor_facts(items, reader, checkpoint.stored_size))
 
 
-def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
+def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Files:
     chosen = safetensors_writer.chosen_tensors(checkpoint, state_dict, target.tied)
     items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
-    shards = split(items, most)
+    shards = split(items, target.shard_size)
     if len(shards) < 2:
-        single = safetensors_writer.file_plan(checkpoint, state_dict, tied=target.tied, metadata=target.metadata)
+        single = safetensors_writer.plan_chosen(checkpoint, chosen, target.metadata)
         return Files(((f"{_stem(target)}.safetensors", single),))
-    # Every shard says what it is for; the other texts, which are about the whole, stand in the index.
+    # Every shard names its framework; the other texts are about the whole and go into the index.
     own = {name: text for name, text in target.metadata.items() if name == "format"}
     texts = {name: text for name, text in {**chosen.names, **target.metadata}.items() if name != "format"}
-
     by_name = {named.name: named for named in chosen.tensors}
 
-    def one(names: Sequence[str]) -> Plan:
+    def shard_plan(names: Sequence[str], stem: str) -> Plan:
         part = chosen._replace(tensors=[by_name[name] for name in names], names={})
         return safetensors_writer.plan_chosen(checkpoint, part, own)
 
-    return _files(target, "safetensors", shards, one, sum(item.size for item in items), texts)
+    return _files(target, "safetensors", shards, shard_plan, sum(item.size for item in items), texts)
 
 
 def _stem(target: Target) -> str:
-    """What the name of each file begins with."""
+    """Return the beginning of the name of each file."""
     return (target.stem or _USUAL[target.format]) + (target.variant and f".{target.variant}")
 
 
-def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target, most: int) -> Files:
+def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Files:
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     entries = {str(graph.nodes[key]): (key, value) for key, value in state_dict.items}
     items = []
-    total = 0
-    seen: set[str] = set()
+    sizes: dict[str, int] = {}
     for name, (_, value) in entries.items():
         tensor = reader.tensor(value)
         if tensor is None:
             continue
         used = {part.storage: reader.storages[part.storage].nbytes for part in reader.parts(tensor) if part.storage}
         items.append(Item(name, sum(used.values()), tuple(key for key, size in used.items() if size)))
-        total += sum(size for key, size in used.items() if key not in seen)
-        seen |= used.keys()
+        sizes |= used
 
-    def one(names: Sequence[str], root: str) -> Plan:
+    def shard_plan(names: Sequence[str], stem: str) -> Plan:
         part = _part(graph, [ref for name in names for ref in entries[name]])
-        return zip_writer.archive_plan(checkpoint.changed(part, [], needs_relayout=True, root=root))
+        return zip_writer.archive_plan(checkpoint.changed(part, [], needs_relayout=True, root=stem))
 
-    shards = split(items, most)
+    shards = split(items, target.shard_size)
     if len(shards) < 2:
         stem = _stem(target)
-        return Files(((f"{stem}.bin", one([item.name for item in items], stem)),))
-    numbered = {id(names): _name(_stem(target), number, len(shards)) for number, names in enumerate(shards, 1)}
-    return _files(target, "bin", shards, lambda names: one(names, numbered[id(names)]), total, {})
+        return Files(((f"{stem}.bin", shard_plan([item.name for item in items], stem)),))
+    return _files(target, "bin", shards, shard_plan, sum(sizes.values()), {})
 
 
 def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
-    """A dict of some entries of a graph, and nothing that they do not lead to."""
+    """Return a dict of some entries of a graph, and nothing that they do not lead to."""
+    builder = Builder()
     places: dict[Ref, Ref] = {}
-    work = list(reversed(pairs))
-    while work:
-        ref = work.pop()
-        if ref not in places:
-            places[ref] = len(places)
-            work.extend(reversed(children(graph.nodes[ref])))
-    nodes = [relocated(graph.nodes[ref], places) for ref in places]
-    return Graph([*nodes, Dict([places[ref] for ref in pairs])], len(nodes), Style(_PROTOCOL))
-
-
-def _name(stem: str, number: int, count: int) -> str:
-    return f"{stem}-{number:05d}-of-{count:05d}"
+    return builder.graph(builder.pairs([builder.graft(graph, ref, places) for ref in pairs]))
 
 
 def _files(
     target: Target,
     suffix: str,
     shards: Sequence[Sequence[str]],
-    one: Callable[[Sequence[str]], Plan],
+    shard_plan: Callable[[Sequence[str], str], Plan],
     total: int,
     texts: Mapping[str, str],
 ) -> Files:
-    """Each shard, and the index last."""
+    """Return each shard, and the index last; ``shard_plan`` takes the names of the tensors and the stem of the file."""
     files = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
-        file = f"{_name(_stem(target), number, len(shards))}.{suffix}"
-        files.append((file, one(names)))
-        places |= dict.fromkeys(names, file)
+        stem = f"{_stem(target)}-{number:05d}-of-{len(shards):05d}"
+        files.append((f"{stem}.{suffix}", shard_plan(names, stem)))
+        places |= dict.fromkeys(names, f"{stem}.{suffix}")
     index = {"metadata": {"total_size": total, **texts}, "weight_map": places}
     name = index_name(target.stem or _USUAL[target.format], suffix, target.variant)
     files.append((name, Plan((json.dumps(index, indent=2).encode(),))))

@@ -3,15 +3,15 @@
     u64 N | N bytes of JSON | the bytes of all tensors
 
 Source: the format as huggingface/safetensors describes it, and the parser of safetensors 0.8 where that is stricter.
-Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may be there only
-once, while the library takes the last.
+Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may occur only once;
+the library takes the last.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
@@ -23,24 +23,30 @@ from ...base.text import pluralize, quoted, salvage_step
 from ...files.sources import Source
 
 
-class DuplicateNameError(ValueError):
+class _DuplicateNameError(ValueError):
     """An object has a name twice; the name is the message."""
 
 
-def strict_json(text: str, parse_int: Callable[[str], Any] | None = None) -> Any:
+def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any] | None = None) -> Any:
     """Return the value of a JSON text; ``parse_int`` replaces ``int``.
 
-    Raises DuplicateNameError where an object has a name twice (the last would win silently, and another reader may take
-    the first), ValueError for invalid JSON, NaN and Infinity included, and RecursionError where it nests too deeply.
+    Raises ValueError, which calls the text ``subject``, where an object has a name twice (the last would win silently,
+    and another reader may take the first), for invalid JSON, NaN and Infinity included, and for too deep nesting.
     """
-    return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant, parse_int=parse_int)
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant, parse_int=parse_int)
+    except _DuplicateNameError as error:
+        raise ValueError(f"the name {quoted(str(error))} is in {subject} twice") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{subject} is not JSON: {error}") from None
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()
-        raise DuplicateNameError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+        raise _DuplicateNameError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
     return value
 
 
@@ -60,6 +66,7 @@ BITS: Final = {
 #: The most bytes of a header that the library reads.
 MAX_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
+_FIELDS: Final = ("dtype", "shape", "data_offsets")
 _MAX_SIZE: Final = 1 << 64
 #: The depth of objects and lists to which the library reads, the header itself included.
 _MAX_DEPTH: Final = 127
@@ -80,21 +87,20 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors in the order of the JSON, the metadata, and where the bytes begin.
+    """The tensors in the order of the JSON, and the metadata.
 
-    ``odd`` are remarks on what the library accepts and its own writer never writes.
+    ``oddities`` are remarks on what the library accepts and its own writer never writes.
     """
 
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
-    data: int
-    odd: tuple[str, ...] = ()
+    oddities: tuple[str, ...] = ()
 
 
 def read_header(source: Source, *, cut: bool = False) -> Header:
-    """Read and check the header; raises MalformedError with the rule that the file breaks.
+    """Read and check the header; raise MalformedError with the rule that the file breaks.
 
-    With ``cut`` the file may end before its last tensor, or go on after it.
+    With ``cut`` the file may end before its last tensor, or continue after it.
     """
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes of the header's length")
@@ -105,7 +111,6 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
         raise _broken(source, f"the header claims {size:,} bytes, the file ends after {source.size - 8:,}")
     raw = source.read(8, size)
     fields = _parsed(source, raw)
-    odd = [] if raw[:1] == b"{" else ["the header begins with blanks"]
     metadata = fields.pop(_METADATA, {})
     if metadata is None:  # the library accepts null
         metadata = {}
@@ -114,7 +119,7 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
     data = 8 + size
     entries = tuple(_entry(source, name, value, data) for name, value in fields.items())
     _check_tiling(source, entries, data, cut)
-    return Header(entries, metadata, data, tuple(odd))
+    return Header(entries, metadata, () if raw[:1] == b"{" else ("the header begins with blanks",))
 
 
 def _broken(source: Source, rule: str, where: str = "") -> MalformedError:
@@ -131,13 +136,11 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
         raise _broken(source, "the header must begin with '{'")
     try:
         # A parse_int is slow, and rarely needed.
-        fields = strict_json(text, parse_int=_integer if _MINUS_ZERO.search(text) else None)
-    except DuplicateNameError as error:
-        raise _broken(source, f"the name {quoted(str(error))} is in the header twice") from None
-    except (ValueError, RecursionError) as error:
-        raise _broken(source, f"the header is not JSON: {error}") from None
+        fields = strict_json(text, "the header", _integer if _MINUS_ZERO.search(text) else None)
+    except ValueError as error:
+        raise _broken(source, str(error)) from None
     assert isinstance(fields, dict)
-    # Half of a surrogate pair; only an escape can bring it into text that was UTF-8.
+    # Half of a surrogate pair: only an escape can bring it into valid UTF-8.
     half = _HALF.search(text) and next((name for name in _strings(fields) if _SURROGATE.search(name)), None)
     if half:
         raise _broken(source, f"the text {quoted(half)} holds half of a character")
@@ -167,14 +170,14 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
 
     if not isinstance(value, dict):
         raise broken("its entry must be an object with dtype, shape and data_offsets")
-    missing = [field for field in ("dtype", "shape", "data_offsets") if field not in value]
+    missing = next((field for field in _FIELDS if field not in value), "")
     if missing:
-        raise broken(f"{missing[0]} is missing")
-    if len(value) > 3:  # the library parses unknown fields, and ignores them
-        rule = _unreadable([value[field] for field in value.keys() - {"dtype", "shape", "data_offsets"}])
+        raise broken(f"{missing} is missing")
+    if len(value) > len(_FIELDS):  # the library parses unknown fields, and ignores them
+        rule = _unreadable([value[field] for field in value.keys() - _FIELDS])
         if rule:
             raise broken(rule)
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype, shape, offsets = (value[field] for field in _FIELDS)
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {quoted(str(dtype))} is unknown")
     if type(shape) is not list or not all(_is_size(size) for size in shape):
@@ -198,7 +201,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
 
 
 def _unreadable(values: list[Any]) -> str:
-    """Return why the library cannot parse one of these values, or ""."""
+    """Return why the library cannot parse one of these values, "" if it can."""
     depth = 2  # the header, and the entry
     while values:
         deeper: list[Any] = []
@@ -229,11 +232,10 @@ def _is_size(value: Any) -> bool:
 def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, cut: bool) -> None:
     """Raise MalformedError unless the tensors fill the file from the header to its end, without holes or overlaps."""
     at = data
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+    for entry in in_file_order(entries):
         if entry.begin > at:
-            raise _broken(
-                source, f"a hole of {entry.begin - at:,} bytes before tensor {quoted(entry.name)}", entry.name
-            )
+            rule = f"a hole of {entry.begin - at:,} bytes before tensor {quoted(entry.name)}"
+            raise _broken(source, rule, entry.name)
         if entry.begin < at:
             raise _broken(source, f"tensor {quoted(entry.name)} begins within the one before it", entry.name)
         at = entry.end
@@ -245,3 +247,8 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
         raise error
     if at < source.size and not cut:
         raise _broken(source, f"{pluralize(source.size - at, 'byte')} after the last tensor")
+
+
+def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Return the tensors in the order of their bytes."""
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end))

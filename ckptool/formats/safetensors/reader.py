@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Final
 
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
@@ -15,17 +16,18 @@ from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import Appending, Plan, Source, Span, merged
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
-from .header import MAX_HEADER, TensorEntry, read_header
+from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
 from .sharding_info import is_piece
 
-#: Elements of a torch dtype for each of the format, where they are not one.
-_TWO = 2
-#: What `explain` says of a damaged file that is called by the suffix of the format.
-_OURS = ("unknown", "safetensors")
+#: Values of F4 in one element of torch, which is a byte.
+_F4_VALUES: Final = 2
+#: The kinds that `explain` gives a damaged file with the suffix of the format.
+_OWN_KINDS: Final = ("unknown", "safetensors")
+_FRAMEWORKS: Final = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
 
 
 class Safetensors(Container):
-    """A safetensors file: a dict of tensors. ``metadata`` are the texts of its header."""
+    """A safetensors file: a dict of tensors. ``metadata`` are the texts in its header."""
 
     format = "safetensors"
     traits = Traits(pickled=False, unsummed="safetensors", written="safetensors", named=True)
@@ -34,33 +36,28 @@ class Safetensors(Container):
         self.source = source
         header = read_header(source, cut=cut)
         self.metadata: Mapping[str, str] = header.metadata
-        self.problems = [Problem("odd-header", "warning", text) for text in header.odd]
+        self.problems = [Problem("odd-header", "warning", text) for text in header.oddities]
         if is_piece(self.metadata):
             what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
             self.problems.append(Problem("piece", "warning", what))
-        self.entries = {str(number): entry for number, entry in enumerate(_in_file(header.entries))}
-        keys = {entry.name: key for key, entry in self.entries.items()}
+        self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
         #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
-        self.tensors: list[tuple[str, PlainTensor]] = []
-        for entry in self.entries.values():
-            dtype = BY_SAFETENSORS.get(entry.dtype)
-            if dtype is None:
-                what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
-                raise MalformedError(what, path=source.name, where=entry.name)
-            shape = entry.shape
-            if entry.dtype == "F4":
-                # A torch element is a byte of two values, and the format counts values.
-                if not shape or shape[-1] % _TWO:
-                    what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
-                    raise MalformedError(what, path=source.name, where=entry.name)
-                shape = (*shape[:-1], shape[-1] // _TWO)
-            self.tensors.append((entry.name, contiguous(dtype, shape, keys[entry.name])))
-        kind = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
-        self.writer = (
-            f"safetensors for {kind.get(self.metadata['format'], self.metadata['format'])}"
-            if ("format" in self.metadata)
-            else "safetensors"
-        )
+        self.tensors = [(entry.name, self._tensor(key, entry)) for key, entry in self.entries.items()]
+        framework = self.metadata.get("format")
+        self.writer = "safetensors" + ("" if framework is None else f" for {_FRAMEWORKS.get(framework, framework)}")
+
+    def _tensor(self, key: str, entry: TensorEntry) -> PlainTensor:
+        """Return a tensor as torch has it; raise MalformedError where torch has no such tensor."""
+        dtype, shape = BY_SAFETENSORS.get(entry.dtype), entry.shape
+        if dtype is None:
+            what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
+            raise MalformedError(what, path=self.source.name, where=entry.name)
+        if entry.dtype == "F4":
+            if not shape or shape[-1] % _F4_VALUES:
+                what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
+                raise MalformedError(what, path=self.source.name, where=entry.name)
+            shape = (*shape[:-1], shape[-1] // _F4_VALUES)
+        return contiguous(dtype, shape, key)
 
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
@@ -70,8 +67,8 @@ class Safetensors(Container):
         return builder.graph(builder.mapping(items))
 
     def stored_size(self, key: str) -> int | None:
-        entry = self.entries.get(key)
-        return None if entry is None or entry.end > self.source.size else entry.end - entry.begin
+        stored = self.stored(key)
+        return None if stored.span is None else stored.size
 
     def stored(self, key: str) -> StoredBytes:
         entry = self.entries.get(key)
@@ -82,10 +79,9 @@ class Safetensors(Container):
 
     def records(self) -> Iterator[StoredRecord]:
         for key, entry in self.entries.items():
-            if entry.end > self.source.size:
-                continue
-            size = entry.end - entry.begin
-            yield StoredRecord(entry.name, Span(self.source, entry.begin, size), size, None, False, key)
+            span, size, *_ = self.stored(key)
+            if span is not None:
+                yield StoredRecord(entry.name, span, size, None, False, key)
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
@@ -100,33 +96,24 @@ class Safetensors(Container):
         raise RefusedError(what, path=self.source.name, next="write a new file with -o")
 
 
-def _in_file(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
-
-
 def sniff(head: bytes, source: Source) -> bool:
-    """Nothing marks the format: a length, and JSON behind it. By its name a damaged one is told as well."""
-    size = int.from_bytes(head[:8], "little")
+    """Return whether a file is of this format: it begins with a length and JSON. A damaged one is known by its name."""
     text = head[8:].lstrip(b" \t\r\n")
-    if (
-        len(head) > 8
-        and text[:1] == b"{"
-        and size <= MAX_HEADER
-        and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
-    ):
+    starts_object = text[:1] == b"{" and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
+    if starts_object and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return True
-    # A web page, a pointer or a zip of that name is named as what it is.
-    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OURS
+    # A web page, a pointer or a zip of that name is reported as what it is.
+    return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OWN_KINDS
 
 
 def read_cut(source: Source) -> Safetensors:
-    """What is there of a file that may be cut: storages that are not all there have no bytes.
+    """Read a file that may be cut: storages that are not complete have no bytes.
 
-    Raises MalformedError where the header is not whole, or breaks another rule.
+    Raises MalformedError if the header is not whole, or breaks another rule.
     """
     return Safetensors(source, cut=True)
 
 
 def read(source: Source) -> Safetensors:
-    """Read the header; raises MalformedError with the rule of the format that the file breaks."""
+    """Read the header; raise MalformedError with the rule of the format that the file breaks."""
     return Safetensors(source)

@@ -1,4 +1,4 @@
-"""The place of a file's tensors in larger ones, as its safetensors header has it: ``DCP_SHARDING_INFO``.
+"""The places of a file's tensors in larger ones, as its safetensors header gives them: ``DCP_SHARDING_INFO``.
 
 Source: torch/distributed/checkpoint/_hf_utils.py; ``filesystem.py`` writes it into every file that it makes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
@@ -22,9 +22,9 @@ _TOO_LARGE: Final = 1 << 62
 def saved_offsets(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, tuple[int, ...]]], where: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return where each tensor of a file begins in the one that it is a piece of, in elements per dimension.
+    """Return where each tensor of a file begins in the tensor that it is a piece of, in elements per dimension.
 
-    A file without the information has whole tensors, as for torch. Raises MalformedError where it is invalid.
+    A file without sharding information has whole tensors, as in torch. Raises MalformedError if it is invalid.
     """
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in tensors}
@@ -40,18 +40,29 @@ def saved_offsets(
 
 
 def whole_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the metadata without sharding information, where by that each tensor begins where the whole does.
+    """Return the metadata, without the sharding information if it says that every tensor begins where the whole does.
 
-    A reader does not need it then; and where it is there, it must name every tensor of the file.
+    A reader does not need it then; where it is present, it must name every tensor of the file.
     """
-    if SHARDING_INFO not in metadata or is_piece(metadata):
-        return metadata
+    return without_sharding(metadata) if SHARDING_INFO in metadata and not is_piece(metadata) else metadata
+
+
+def without_sharding(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the metadata without the sharding information and its version."""
     return {name: text for name, text in metadata.items() if name not in (SHARDING_INFO, VERSION)}
 
 
+def common_metadata(headers: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the metadata that is the same in all files."""
+    first, *others = headers
+    return {name: text for name, text in first.items() if all(header.get(name) == text for header in others)}
+
+
 def is_piece(metadata: Mapping[str, str]) -> bool:
-    """Return whether a tensor of the file begins within a larger one, or its place is invalid; the first rank's never
-    does."""
+    """Return whether a tensor of the file begins within a larger one, or its place is invalid.
+
+    False for every file of the first rank.
+    """
     if SHARDING_INFO not in metadata:
         return False
     try:
@@ -62,7 +73,7 @@ def is_piece(metadata: Mapping[str, str]) -> bool:
 
 
 def metadata_for(metadata: Mapping[str, str], names: Iterable[str], path: str) -> Mapping[str, str]:
-    """Return the metadata for a file of some of the tensors. Raises RefusedError for a tensor of unknown place."""
+    """Return the metadata for a file of some of the tensors; raise RefusedError for a tensor whose place is unknown."""
     texts = whole_metadata(metadata)
     if SHARDING_INFO not in texts:
         return texts
@@ -77,9 +88,9 @@ def metadata_for(metadata: Mapping[str, str], names: Iterable[str], path: str) -
 
 
 def _offsets(text: str) -> dict[str, Any]:
-    """Return the offsets by the names of the tensors, None where there are none; raises MalformedError."""
+    """Return the offsets by the names of the tensors, None for no offsets; raise MalformedError if it is not JSON."""
     entries = _parse(text)
-    return {name: one.get("saved_offsets") if isinstance(one, dict) else None for name, one in entries.items()}
+    return {name: entry.get("saved_offsets") if isinstance(entry, dict) else None for name, entry in entries.items()}
 
 
 def _parse(text: str) -> dict[str, Any]:

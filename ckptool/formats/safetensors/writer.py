@@ -7,17 +7,17 @@ bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
-from ...base.text import pluralize, quoted
+from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
 from ...checkpoint.survey import StateDict
-from ...checkpoint.tensors import Tensor, extent, is_contiguous
+from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
 from ...files.sources import Piece, Plan, Span, merged
 from ...pickles.nodes import Graph, List, Ref
 from ...values.elements import tensor_size
@@ -30,27 +30,13 @@ from .sharding_info import metadata_for
 
 Tied = Literal["", "keep-first", "clone"]
 
-#: Values in an element of torch where the format counts values.
+#: The dtype of torch with two values in an element where the format counts values.
 _PAIRS: Final = "float4_e2m1fn_x2"
 _ALIGNMENT: Final = 8
 #: The order of dtypes in a file, last to first.
 _ORDER: Final = (
-    *(
-        "BOOL",
-        "F4",
-        "U8",
-        "I8",
-        "F8_E5M2",
-        "F8_E4M3",
-        "F8_E8M0",
-        "F8_E4M3FNUZ",
-        "F8_E5M2FNUZ",
-        "I16",
-        "U16",
-        "F16",
-        "BF16",
-    ),
-    *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+    *("BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16"),
+    *("BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
 )
 _RANK: Final = {name: number for number, name in enumerate(_ORDER)}
 
@@ -64,70 +50,53 @@ class Named(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What goes into the file: tensors, and other names of those that are in it under one."""
+    """The tensors that go into the file, and the names left out: name -> name of the same tensor in the file."""
 
     tensors: list[Named]
     names: dict[str, str]
 
 
 def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
-    """What the file would lack, kind by kind. ``tied`` says what becomes of tensors that share memory."""
-    inside = checkpoint.survey.tensors_in([state_dict.path])
+    """Return what the file would lack, by kind. ``tied`` says what becomes of tensors that share memory."""
+    graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
-    kept = [(entry.key, entry.tensor) for entry in dense]
-    if tied == "keep-first":
-        kept = [(named.name, named.tensor) for named in chosen_tensors(checkpoint, state_dict, tied).tensors]
-    found = [
-        Loss("entries", tuple(outside(checkpoint, state_dict))),
-        Loss("dtypes", tuple(entry.key for entry in odd if _lacks_dtype(entry.tensor))),
-        Loss("layouts", tuple(entry.key for entry in odd if not _lacks_dtype(entry.tensor))),
-        Loss("strides", tuple(entry.key for entry in dense if not is_contiguous(entry.tensor))),
-        Loss("sharing", () if tied == "clone" else tuple(_sharing(kept))),
-        Loss("requires-grad", tuple(entry.key for entry in inside if _may_learn(entry.tensor))),
-        Loss("attributes", tuple(entry.key for entry in dense if is_more(checkpoint.graph, entry.ref, entry.tensor))),
-        Loss(
-            "devices", tuple(dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"))
-        ),
-    ]
-    return [loss for loss in found if loss.where]
+    places: dict[str, Collection[str]] = {
+        "entries": outside(checkpoint, state_dict),
+        "dtypes": [entry.key for entry in odd if _lacks_dtype(entry.tensor)],
+        "layouts": [entry.key for entry in odd if not _lacks_dtype(entry.tensor)],
+        "strides": [entry.key for entry in dense if not is_contiguous(entry.tensor)],
+        "sharing": [] if tied == "clone" else _sharing(chosen_tensors(checkpoint, state_dict, tied).tensors),
+        "requires-grad": [entry.key for entry in inside if _may_learn(entry.tensor)],
+        "attributes": [entry.key for entry in dense if is_more(graph, entry.ref, entry.tensor)],
+        "devices": dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"),
+    }
+    return [Loss(kind, tuple(where)) for kind, where in places.items() if where]
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """The file of the state dict that a target names."""
+    """Plan the file of the state dict that a target names."""
     whole = whole_state_dict(checkpoint, target, "a safetensors file")
     refuse_edited(checkpoint, lambda: losses(checkpoint, whole), "safetensors")
-    # Converted, it is what the library writes; edited, what it was.
-    in_order = checkpoint.target is None
-    return file_plan(checkpoint, whole, tied=target.tied, metadata=target.metadata, in_order=in_order), True
+    chosen = chosen_tensors(checkpoint, whole, target.tied)
+    # A converted file is as the library writes it; an edited one keeps its order.
+    return plan_chosen(checkpoint, chosen, target.metadata, in_order=checkpoint.target is None), True
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """The header: names, dtypes and shapes, and the texts beside them."""
+    """Promise the header: names, dtypes and shapes, and the texts beside them."""
     chosen = chosen_tensors(checkpoint, whole_state_dict(checkpoint, target, "a safetensors file"), target.tied)
-    manifest = {one.name: listed(one.tensor) for one in chosen.tensors}
+    manifest = {named.name: (_dtype(named.tensor), tuple(_shape(named.tensor))) for named in chosen.tensors}
     return Promise("safetensors", manifest=manifest, texts={**target.metadata, **chosen.names})
 
 
-def file_plan(
-    checkpoint: Checkpoint,
-    state_dict: StateDict,
-    *,
-    tied: Tied = "",
-    metadata: Mapping[str, str] | None = None,
-    in_order: bool = False,
-) -> Plan:
-    """The file, without what ``losses`` tells. ``metadata`` are the texts of its header.
-
-    Names of tensors that are left out for another one that they are tied to go there, too, as ``save_model`` has it:
-    name -> kept name. With ``in_order`` tensors stay in the order of the state dict where none comes to an odd place by
-    that. Raises RefusedError where bytes of a tensor are missing.
-    """
-    return plan_chosen(checkpoint, chosen_tensors(checkpoint, state_dict, tied), metadata or {}, in_order=in_order)
-
-
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
-    """The file of some tensors; see ``plan``."""
+    """Plan a file of some tensors. ``metadata`` are the texts of its header.
+
+    The names of tensors that are left out for another one are added to these as ``save_model`` does: name -> kept name.
+    With ``in_order`` tensors stay in the order of the state dict unless one would become misaligned. Raises
+    RefusedError if bytes of a tensor are missing.
+    """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
     header: dict[str, object] = {"__metadata__": texts} if texts else {}
@@ -147,9 +116,8 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     try:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        what = (
-            f"no header of safetensors holds half a surrogate pair: {quoted(error.object[max(error.start - 40, 0) :])}"
-        )
+        half = error.object[max(error.start - 40, 0) :]
+        what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
         raise RefusedError(what, path=checkpoint.path, next="give it another name: ckptool rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
@@ -159,7 +127,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
 
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
-    """The tensors with their bytes, in the order of the file."""
+    """Return the tensors with their bytes, in the order of the file."""
     pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)) for named in chosen.tensors]
     if not (in_order and _keeps_places(pairs)):
         pairs.sort(key=lambda pair: _place(pair[0]))
@@ -167,7 +135,7 @@ def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tu
 
 
 def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
-    """Does every tensor begin at a multiple of the width of its elements, or did not before?"""
+    """Return whether every tensor begins at a multiple of its element width, or did not before."""
     at = 0
     begin = min((piece.offset for _, piece in pairs if isinstance(piece, Span)), default=0)
     for named, piece in pairs:
@@ -184,7 +152,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _lacks_dtype(tensor: Tensor) -> bool:
-    """Is it its dtype that the format has no name for?"""
+    """Return whether the format has no name for its dtype."""
     dtype = BY_NAME.get(tensor.dtype)
     return tensor.kind in ("dense", "quantized") or dtype is None
 
@@ -194,27 +162,25 @@ def _may_learn(tensor: Tensor) -> bool:
 
 
 def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
-    """What is not a tensor of the state dict: other top-level entries, and values in it that are no tensors."""
-    found = checkpoint.survey
-    inside = {entry.key for entry in found.tensors_in([state_dict.path])}
-    others = [
-        str(checkpoint.graph.nodes[key]) for key, _ in state_dict.items if checkpoint.graph.nodes[key] not in inside
-    ]
+    """Return what is not a tensor of the state dict: other top-level entries, and other values in it."""
+    survey, nodes = checkpoint.survey, checkpoint.graph.nodes
+    inside = {entry.key for entry in survey.tensors_in([state_dict.path])}
+    others = [str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside]
     if state_dict.path == "":
         return others
-    entries = [(entry.path, entry.ref) for entry in found.entries]
-    return list(_beside(checkpoint.graph, entries, state_dict)) + others
+    entries = [(entry.path, entry.ref) for entry in survey.entries]
+    return [*_beside(checkpoint.graph, entries, state_dict), *others]
 
 
 def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
-    """The paths of what is not the state dict, nor leads to it."""
+    """Yield the paths of what is not the state dict, nor leads to it."""
     while entries:
         inner: list[tuple[str, Ref]] = []
         for path, ref in entries:
             if path != state_dict.path and within(state_dict.path, path):
                 node, items = graph.nodes[ref], mapping(graph, ref)
                 if items is not None:
-                    inner = [(joined(path, one.step), one.ref) for one in as_children(graph, items)]
+                    inner = [(joined(path, child.step), child.ref) for child in as_children(graph, items)]
                 elif isinstance(node, List):
                     inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
                 else:
@@ -224,56 +190,50 @@ def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict)
         entries = inner
 
 
-def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of tensors with common bytes, as ``save_file`` finds them: of two rows of one storage it makes nothing.
+def _sharing(tensors: Iterable[Named]) -> list[str]:
+    """Return the names of tensors with common bytes, by the rules of ``save_file``: two rows of one storage have none.
 
     Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
     """
     uses: dict[str, list[tuple[int, int, int, str]]] = {}
-    for number, (name, tensor) in enumerate(tensors):
+    for number, (name, tensor, _) in enumerate(tensors):
         if tensor_size(tensor):
             size = BY_NAME[tensor.dtype].itemsize
             begin = tensor.offset * size
             end = begin + extent(tensor.shape, tensor.stride) * size
             uses.setdefault(tensor.storage, []).append((begin, end, number, name))
-    found: list[tuple[int, str]] = []
+    shared: list[tuple[int, str]] = []
     for parts in uses.values():
         group: list[tuple[int, str]] = []
         reached = 0
         for begin, end, number, name in [*sorted(parts), (1 << 62, 0, 0, "")]:
             if group and begin >= reached:
-                found += group if len(group) > 1 else ()
+                shared += group if len(group) > 1 else ()
                 group = []
             group.append((number, name))
             reached = max(reached, end)
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(shared)]
 
 
 def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> Chosen:
-    """The tensors that go into a file, in the order of the state dict."""
+    """Return the tensors that go into a file, in the order of the state dict."""
     chosen = Chosen([], {})
-    kept: dict[object, str] = {}
+    kept: dict[ViewId, str] = {}
     for entry in checkpoint.survey.tensors_in([state_dict.path]):
-        tensor = entry.tensor
-        if not _is_plain(tensor):
+        if not _is_plain(entry.tensor):
             continue
-        bits = lazy_bits(checkpoint, entry.ref)
-        same = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype, bits)
-        if tied == "keep-first" and tensor_size(tensor) and same in kept:
-            chosen.names[entry.key] = kept[same]
-            continue
-        kept[same] = entry.key
-        chosen.tensors.append(Named(entry.key, tensor, entry.ref))
+        if tied == "keep-first" and tensor_size(entry.tensor):
+            view = view_id(entry.tensor, lazy_bits(checkpoint, entry.ref))
+            if view in kept:
+                chosen.names[entry.key] = kept[view]
+                continue
+            kept[view] = entry.key
+        chosen.tensors.append(Named(entry.key, entry.tensor, entry.ref))
     return chosen
 
 
 def _place(named: Named) -> tuple[int, bytes]:
     return -_RANK[_dtype(named.tensor)], named.name.encode("utf-8", "surrogatepass")
-
-
-def listed(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """The dtype and the shape of a tensor as the header has them."""
-    return _dtype(tensor), tuple(_shape(tensor))
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -284,6 +244,6 @@ def _shape(tensor: Tensor) -> list[int]:
     shape = list(tensor.shape)
     if tensor.dtype == _PAIRS:
         if not shape:
-            raise TargetError(f"{pluralize(1, 'scalar')} of {tensor.dtype} has no last dimension to count values in")
+            raise TargetError(f"a scalar of {tensor.dtype} has no last dimension to count values in")
         shape[-1] *= 2
     return shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ...base.errors import RefusedError
@@ -50,7 +50,9 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
     root = checkpoint.root
     if root in ("", ".", "..") or "\\" in root or not root.isprintable():
         root = _ROOT  # readers disagree about such a name, or it is not printable
-    contents = list(_contents(checkpoint, root, data, storages))
+    contents = list(
+        archive_contents(root, data, checkpoint.container.byteorder, storage_contents(checkpoint, root, storages))
+    )
     name = f"{root}/.data/serialization_id"
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
@@ -67,14 +69,16 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
     return b""
 
 
-def _contents(checkpoint: Checkpoint, root: str, data: bytes, storages: list[Storage]) -> Iterator[RecordContent]:
-    container = checkpoint.container
-    yield _record(root, "data.pkl", data)
-    yield _record(root, ".format_version", b"1")
-    yield _record(root, ".storage_alignment", b"64")
-    yield _record(root, "byteorder", container.byteorder.encode())
-    yield from storage_contents(checkpoint, root, storages)
-    yield _record(root, "version", b"3\n")
+def archive_contents(
+    root: str, data: bytes, byteorder: str, storages: Iterable[RecordContent]
+) -> Iterator[RecordContent]:
+    """Yield the records that torch.save writes, without ``.data/serialization_id``; ``data`` is the pickle."""
+    yield record_content(root, "data.pkl", data)
+    yield record_content(root, ".format_version", b"1")
+    yield record_content(root, ".storage_alignment", b"64")
+    yield record_content(root, "byteorder", byteorder.encode())
+    yield from storages
+    yield record_content(root, "version", b"3\n")
 
 
 def storage_contents(
@@ -105,7 +109,8 @@ def _incomplete(checkpoint: Checkpoint, what: str) -> RefusedError:
     return RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
 
 
-def _record(root: str, name: str, data: bytes) -> RecordContent:
+def record_content(root: str, name: str, data: bytes) -> RecordContent:
+    """Return a record of these bytes."""
     return RecordContent(f"{root}/{name}", data, zlib.crc32(data), len(data))
 
 

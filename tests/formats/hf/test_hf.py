@@ -406,7 +406,7 @@ def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "5GiB", "-1GB", "0MB", "nan", "1e3MB"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(TargetError, match="no size"):
+    with pytest.raises(TargetError, match="not a size"):
         parse_size(text)
 
 

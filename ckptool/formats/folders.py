@@ -1,0 +1,103 @@
+"""Folders that are one checkpoint: how their files are opened, and what their containers have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..checkpoint.container import INCOMPLETE, Container, Problem
+from ..checkpoint.tensors import TensorReader
+from ..files.pool import open_pooled
+from ..files.sources import FileSource
+from ..pickles.nodes import Graph, Node, Persistent, Ref
+from .foreign.identification import explain_placeholder
+
+T = TypeVar("T")
+
+#: A tensor with more bytes than this is hostile: torch counts in int64.
+TOO_LARGE = 1 << 62
+
+
+class ShardedContainer(Container):
+    """A container of several files. ``errors`` are those of the files that cannot be read."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.files: list[FileSource] = []
+        self.errors: list[CkptoolError] = []
+
+    def _note(self, code: str, level: str, message: str, where: str = "", refused: bool = False) -> None:
+        self.problems.append(Problem(code, level, message, refused, where))
+
+    def _note_incomplete(self, message: str, where: str = "") -> None:
+        self._note(INCOMPLETE, "error", message, where, refused=True)
+
+    def _read_file(
+        self, folder: str, name: str, stack: ExitStack, read: Callable[[FileSource, str], T], subject: str
+    ) -> T | None:
+        """Return what ``read`` returns for a file; None if it cannot be read, which becomes a problem."""
+        try:
+            source = open_pooled(os.path.join(folder, name))
+            stack.callback(source.close)
+            content = read(source, name)
+        except CkptoolError as error:
+            self.errors.append(error)
+            self._note_incomplete(f"{subject} cannot be read: {error.what}", name)
+            return None
+        self.files.append(source)
+        return content
+
+
+def in_file(problem: Problem, name: str) -> Problem:
+    """Return the problem of one file as a problem of the folder."""
+    return problem._replace(message=f"{name}: {problem.message}", where=name)
+
+
+@contextmanager
+def opening(folder: str, next: str = "") -> Iterator[ExitStack]:
+    """Close the files that were opened if an error is raised; add the folder and the next step to the error."""
+    with ExitStack() as stack:
+        try:
+            yield stack
+        except CkptoolError as error:
+            error.path = error.path or folder
+            if isinstance(error, MalformedError):
+                error.next = error.next or next
+            raise
+        stack.pop_all()
+
+
+def open_listing(folder: str, name: str, stack: ExitStack, subject: str) -> FileSource:
+    """Open the file that lists the content of a folder; ``subject`` names it in errors.
+
+    Raises UnreadableError, and MalformedError for a placeholder.
+    """
+    try:
+        listing = open_pooled(os.path.join(folder, name))
+    except UnreadableError as error:
+        error.what, error.path = f"{subject} cannot be read: {error.what}", folder
+        raise
+    stack.callback(listing.close)
+    placeholder = explain_placeholder(listing)
+    if placeholder is not None:
+        what = f"{subject} is not there: {placeholder.what.removeprefix('it is ')}"
+        raise MalformedError(what, path=folder, next=placeholder.next)
+    return listing
+
+
+def with_storage_keys(reader: TensorReader, key_of: Callable[[str], str]) -> Graph:
+    """Return the graph of the reader with other keys in the persistent ids of its storages."""
+    graph = reader.graph
+    changes: dict[Ref, Node] = {}
+    added: list[Node] = []
+    for ref, storage in reader.uses():
+        node = graph.nodes[ref]
+        assert isinstance(node, Persistent)
+        pid = graph.nodes[node.pid]
+        assert isinstance(pid, tuple)
+        changes[node.pid] = (*pid[:2], len(graph.nodes) + len(added), *pid[3:])
+        added.append(key_of(storage.key))
+    return graph.edited(changes, added)
