@@ -14,7 +14,7 @@ from naive_sanitize import sanitized
 from torch import nn
 
 import ckptool
-from ckptool.api import sanitize
+from ckptool import sanitize
 from ckptool.base.errors import RefusedError
 
 
