@@ -20,6 +20,8 @@ possibly empty. This module knows nothing of click.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import NamedTuple
 
@@ -142,3 +144,13 @@ class ReadBackError(CkptoolError):
         self.promised = promised
         self.read = read
         self.report: tuple[str, ...] = ()
+
+
+@contextmanager
+def adding_path(path: str) -> Iterator[None]:
+    """Add the path of a file to an error that has none."""
+    try:
+        yield
+    except CkptoolError as error:
+        error.path = error.path or path
+        raise

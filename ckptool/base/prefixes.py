@@ -147,6 +147,11 @@ class _NameTree:
         return kept + name[at:]
 
 
+def common_length(a: Sequence[str], b: Sequence[str]) -> int:
+    """Return the length of the common beginning of two strings, or of two lists of segments."""
+    return next((at for at, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
+
+
 def common_prefix(names: Sequence[str]) -> str:
     """Return the longest run of whole segments that all names start with, including its dot."""
     shared = commonprefix(names)  # noqa: RUF071 (character by character is what is wanted)

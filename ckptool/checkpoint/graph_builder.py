@@ -5,7 +5,7 @@ This way every command sees one kind of checkpoint, whatever the container.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -41,13 +41,17 @@ def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
 
 
 class Constants:
-    """An arena to which constants and globals are added, one node for each value, as the pickler's memo would."""
+    """Adds nodes to an arena: constants and globals once for each value, as the pickler's memo would."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], Ref] = {}
 
     def add(self, node: Node) -> Ref:
         """Add a node to the arena."""
+        raise NotImplementedError
+
+    def put(self, ref: Ref, node: Node) -> None:
+        """Replace a node of the arena."""
         raise NotImplementedError
 
     def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
@@ -66,22 +70,13 @@ class Constants:
             known = self._known[key] = self.add(Global(module, name))
         return known
 
-
-class Builder(Constants):
-    """An arena of nodes that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-
-    def add(self, node: Node) -> Ref:
-        """Add a node."""
-        self.nodes.append(node)
-        return len(self.nodes) - 1
+    def new_call(self, module: str, name: str, args: Iterable[Ref] = ()) -> Call:
+        """Return the call of a function."""
+        return Call(REDUCE, self.named(module, name), self.group(args))
 
     def call(self, module: str, name: str, args: Iterable[Ref] = ()) -> Ref:
         """Add the call of a function."""
-        return self.add(Call(REDUCE, self.named(module, name), self.group(args)))
+        return self.add(self.new_call(module, name, args))
 
     def group(self, refs: Iterable[Ref]) -> Ref:
         """Add a tuple."""
@@ -100,8 +95,8 @@ class Builder(Constants):
         """Add a list."""
         return self.add(List(list(refs)))
 
-    def tensor(self, tensor: PlainTensor) -> Ref:
-        """Add a tensor: ``_rebuild_tensor_v2``, or v3 for dtypes without a storage class (torch/_tensor.py)."""
+    def new_tensor(self, tensor: PlainTensor) -> Call:
+        """Return a tensor: ``_rebuild_tensor_v2``, or v3 for dtypes without a storage class (torch/_tensor.py)."""
         dtype = tensor.dtype
         args = [
             self.storage(dtype, tensor.key, tensor.location, tensor.nbytes),
@@ -112,30 +107,16 @@ class Builder(Constants):
             self.call("collections", "OrderedDict"),
         ]
         if dtype.storage:
-            return self.call("torch._utils", "_rebuild_tensor_v2", args)
-        return self.call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
+            return self.new_call("torch._utils", "_rebuild_tensor_v2", args)
+        return self.new_call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
+
+    def tensor(self, tensor: PlainTensor) -> Ref:
+        """Add a tensor."""
+        return self.add(self.new_tensor(tensor))
 
     def pairs(self, refs: Sequence[Ref]) -> Ref:
         """Add a dict of references: key, value, key, value ..."""
         return self.add(Dict(list(refs)))
-
-    def graft(self, graph: Graph, root: Ref, places: dict[Ref, Ref] | None = None) -> Ref:
-        """Copy everything that a reference of another graph leads to, and return its new reference.
-
-        ``places`` maps the references of that graph that were copied before to the new ones, and is extended.
-        """
-        places = {} if places is None else places
-        copied: list[Ref] = []
-        work = [root]
-        while work:
-            ref = work.pop()
-            if ref not in places:
-                places[ref] = self.add(None)
-                copied.append(ref)
-                work.extend(reversed(children(graph.nodes[ref])))
-        for ref in copied:
-            self.nodes[places[ref]] = relocated(graph.nodes[ref], places)
-        return places[root]
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
         """Add a persistent reference to a storage, an untyped one for dtypes without a storage class."""
@@ -147,6 +128,48 @@ class Builder(Constants):
             self.constant(nbytes // dtype.itemsize if dtype.storage else nbytes),
         )
         return self.add(Persistent(self.add(parts)))
+
+    def graft(
+        self,
+        graph: Graph,
+        root: Ref,
+        places: dict[Ref, Ref] | None = None,
+        copied_node: Callable[[Ref], Node] | None = None,
+    ) -> Ref:
+        """Copy everything that a reference of another graph leads to, and return its new reference.
+
+        ``places`` maps the references of that graph that were copied before to the new ones, and is extended.
+        ``copied_node`` returns the node to add for one of that graph.
+        """
+        places = {} if places is None else places
+        copied: list[Ref] = []
+        work = [root]
+        while work:
+            ref = work.pop()
+            if ref not in places:
+                places[ref] = self.add(None)
+                copied.append(ref)
+                work.extend(reversed(children(graph.nodes[ref])))
+        for ref in copied:
+            self.put(places[ref], copied_node(ref) if copied_node else relocated(graph.nodes[ref], places))
+        return places[root]
+
+
+class Builder(Constants):
+    """An arena of nodes that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+
+    def add(self, node: Node) -> Ref:
+        """Add a node."""
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def put(self, ref: Ref, node: Node) -> None:
+        """Replace a node."""
+        self.nodes[ref] = node
 
     def graph(self, root: Ref, protocol: int = 0) -> Graph:
         """Return the graph, in the style of ``torch.save`` but with at least this ``protocol``."""

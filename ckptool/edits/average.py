@@ -52,8 +52,8 @@ def average(
     first, *others = checkpoints
     reader = first.survey.reader
 
-    def refusal(what: str, step: str = "ckptool slim each of them first") -> RefusedError:
-        return RefusedError(what, path=first.path, next=step)
+    def refusal(message: str, step: str = "ckptool slim each of them first") -> RefusedError:
+        return RefusedError(message, path=first.path, next=step)
 
     uses = storage_uses(first.graph, reader)
     plan: dict[str, list[str]] = {}
@@ -89,23 +89,23 @@ def average(
             for checkpoint, users_of, storage in zip(checkpoints, all_uses, keys)
         ]
         if bits.count(bits[0]) < len(bits):
-            what = f"{path} carries a negative bit in one checkpoint and not in another"
-            raise refusal(what, "leave it out: --exclude")
+            message = f"{path} carries a negative bit in one checkpoint and not in another"
+            raise refusal(message, "leave it out: --exclude")
         if len({use.tensor.dtype for use in users}) > 1:
             raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, checkpoints, keys)}
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "ckptool slim each of them")
-        nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
         readers = tuple(map(storage_reader, checkpoints, keys))
+        nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
         added[name] = Body(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"
         raise refusal("there is no floating tensor in a state dict to average", step if spread else "")
-    what = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
+    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
-    changes = [Change("average", key or "", tensors, integers, what, notes)]
+    changes = [Change("average", key or "", tensors, integers, summary, notes)]
     sources = [source for other in others for source in other.sources]
     return first.changed(first.graph, changes, added, needs_relayout=True, extra_sources=sources)
 
@@ -115,8 +115,8 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
         raise TargetError("an average needs two checkpoints or more")
     factors = [1.0] * len(checkpoints) if weights is None else list(weights)
     if len(factors) != len(checkpoints):
-        what = f"{pluralize(len(factors), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
-        raise TargetError(what, next="give one for each: --weights 0.7,0.3")
+        message = f"{pluralize(len(factors), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
+        raise TargetError(message, next="give one for each: --weights 0.7,0.3")
     if not all(map(isfinite, factors)) or not sum(factors):
         raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")
     return factors
@@ -130,31 +130,28 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
         candidates = sure
     if not candidates:
         where = f" at {state_dict.path!r}" if state_dict.path else ""
-        what = f"it has no state dict{where}"
-        raise RefusedError(what, path=other.path, next="name the one to average with --key")
+        raise RefusedError(f"it has no state dict{where}", path=other.path, next="name the one to average with --key")
     return candidates[0]
 
 
 def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    return {
-        str(nodes[name]): tensor for name, value in state_dict.items if (tensor := reader.tensor(value)) is not None
-    }
+    return {str(nodes[name]): tensor for name, ref in state_dict.items if (tensor := reader.tensor(ref)) is not None}
 
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     """Return the tensor of this name in another checkpoint; raise RefusedError if there is none that fits."""
     partner = table.get(name)
     if partner is None:
-        what = f"it has no tensor {quoted(name)}"
+        message = f"it has no tensor {quoted(name)}"
     elif (partner.shape, partner.dtype, partner.kind) != (tensor.shape, tensor.dtype, tensor.kind):
         there = f"{partner.dtype} {list(partner.shape)}"
-        what = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
+        message = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
     else:
         return partner
     step = f"leave it out: --exclude {quote(name)}"
     step += f", or see what else: ckptool diff {quote(first.path)} {quote(other.path)}"
-    raise RefusedError(what, path=other.path, next=step)
+    raise RefusedError(message, path=other.path, next=step)
 
 
 def _layout(tensor: Tensor) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
-from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
@@ -17,26 +17,27 @@ from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Computed
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from ..values.torch import compute
 from .optimizers import optimizers
 from .sharded import recast_spread
-from .storages import Use, chosen_tensors, copied_call, has_bits, no_hooks, repointed, storage_uses, with_plain_ids
+from .storages import Use, chosen_tensors, copied_call, has_bits, repointed, storage_uses, with_plain_ids
 
 #: Kinds of tensors that are cast as a whole, and those whose parts with values are; other parts have other meanings.
 _WHOLE: Final = ("dense", "meta")
 _IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
+#: Two values in a byte.
+_FLOAT4: Final = "float4_e2m1fn_x2"
 
 
-#: Converts little-endian elements of one dtype to another as torch does: (elements, dtype, target) to (elements, how
 def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError for one that is unknown, or that values cannot be cast to."""
     dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
-    if dtype is not None and dtype.name == "float4_e2m1fn_x2":
-        raise TargetError("torch itself cannot cast to float4_e2m1fn_x2", next="--dtype float8_e4m3fn")
+    if dtype is not None and dtype.name == _FLOAT4:
+        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next="--dtype float8_e4m3fn")
     if dtype is None or not _has_values(dtype):
         from difflib import get_close_matches
 
@@ -46,10 +47,8 @@ def check_dtype(name: str) -> Dtype:
 
 
 def _has_values(dtype: Dtype) -> bool:
-    """Can torch cast its elements? Not two values in a byte, bits without a meaning, numbers without a scale."""
-    return dtype.name != "float4_e2m1fn_x2" and dtype.name.startswith(
-        ("float", "bfloat", "complex", "int", "uint", "bool")
-    )
+    """Tell whether torch can cast its elements: not two values in a byte, bits without a meaning or a scale."""
+    return dtype.name != _FLOAT4 and dtype.name.startswith(("float", "bfloat", "complex", "int", "uint", "bool"))
 
 
 def cast(
@@ -74,15 +73,13 @@ def cast(
     survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
     if not (target.floating or _is_complex(target) or only.include):
-        what = f"{target.name} would cut off the fraction: a cast is not a quantization"
-        raise TargetError(what, path=checkpoint.path, next="name the tensors with --include where that is meant")
+        message = f"{target.name} would cut off the fraction: a cast is not a quantization"
+        raise TargetError(message, path=checkpoint.path, next="name the tensors with --include where that is meant")
     all_kinds = everything or only.include or key is not None
     spared = [] if all_kinds else [item.path for item in optimizers(checkpoint.graph)]
     chosen = [entry for entry in chosen_tensors(checkpoint, key, only) if not _is_in(entry, spared)]
     wanted, left = _storages_to_cast(checkpoint, chosen, target, only)
-    leaves = {
-        part.storage for entry in survey.tensors if entry.tensor.requires_grad for part in reader.parts(entry.tensor)
-    }
+    leaves = {part.storage for e in survey.tensors if e.tensor.requires_grad for part in reader.parts(e.tensor)}
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     overflows = _OverflowCounts(checkpoint, strict)
@@ -129,17 +126,17 @@ def cast(
     changes = []
     if tensors:
         notes = (f"{pluralize(tied, 'storage')} shared by several stays shared",) if tied else ()
-        what = f"{pluralize(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
-        changes.append(Change("cast", key or "", tensors, 0, what, notes))
+        summary = f"{pluralize(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
+        changes.append(Change("cast", key or "", tensors, 0, summary, notes))
     kept = sum(_is_in(entry, spared) and _is_cast(entry.tensor, target, only) for entry in survey.tensors)
     if kept:
-        what = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in spared])} stay"
-        changes.append(Change("cast", "", 0, kept, what, ("--all casts the states of optimizers, too",)))
+        summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in spared])} stay"
+        changes.append(Change("cast", "", 0, kept, summary, ("--all casts the states of optimizers, too",)))
     if left:
         changes.append(Change("cast", "", 0, len(left), f"not cast: {join_limited(left, most=3)}"))
     if not tensors:
-        what = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
-        return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, what)])
+        summary = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
+        return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, summary)])
     return checkpoint.changed(editor.done(), changes, added, needs_relayout=True, deferred_changes=(overflows.changes,))
 
 
@@ -170,7 +167,7 @@ def _storages_to_cast(
 
 
 def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
-    """Is a chosen tensor to be cast, judging by its dtype?"""
+    """Tell by its dtype whether a chosen tensor is to be cast."""
     source = BY_NAME.get(tensor.dtype)
     if source is None or source.name == target.name or not _has_values(source):
         return False
@@ -214,8 +211,8 @@ class _OverflowCounts:
         keys = {key for key, count in self.counts.items() if count}
         if not keys:
             return []
-        what = f"{pluralize(sum(self.counts.values()), 'finite value')} became infinite or NaN"
-        return [Change("overflow", "", len(keys), 0, f"{what}: in {join_limited(self._paths(keys), most=3)}")]
+        summary = f"{pluralize(sum(self.counts.values()), 'finite value')} became infinite or NaN"
+        return [Change("overflow", "", len(keys), 0, f"{summary}: in {join_limited(self._paths(keys), most=3)}")]
 
 
 def _cast_elements(
@@ -224,11 +221,8 @@ def _cast_elements(
     """Yield the elements of a storage in another dtype, in numbers of ``width`` bytes in the other byte order."""
     overflows.counts[storage.key] = 0
     for data in whole_chunks(storage.loaded(0, numel * source.itemsize), source.itemsize):
-        try:
+        with adding_path(storage.path):
             elements, overflowed = compute.cast_elements(data, source.name, target.name)
-        except CkptoolError as error:
-            error.path = error.path or storage.path
-            raise
         if overflowed:
             overflows.add(storage.key, target, overflowed)
         yield swapped(elements, width)
@@ -275,7 +269,7 @@ def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) 
         args = (*args[:6], editor.named("torch", target.name), *args[7:])
     elif not target.storage:
         grad = args[4] if len(args) > 4 else editor.constant(False)
-        hooks = args[5] if len(args) > 5 else no_hooks(editor)
+        hooks = args[5] if len(args) > 5 else editor.call("collections", "OrderedDict")
         args = (*args[:4], grad, hooks, editor.named("torch", target.name), *args[6:])
         _set_function(editor, use, "_rebuild_tensor_v3")
     editor.changed[use.args] = args
@@ -283,15 +277,11 @@ def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) 
 
 def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
     """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, in a parameter or not."""
-    nodes = editor.graph.nodes
-    while isinstance(node := nodes[ref], Call):
-        func, args = nodes[node.func], editor.node(node.args)
-        if type(args) is not tuple or not args:
-            return False
-        if isinstance(func, Global) and func.name == "_rebuild_meta_tensor_no_storage":
-            editor.changed[node.args] = (editor.named("torch", target.name), *args[1:])
+    for call in rebuild_calls(editor.graph, ref):
+        args = editor.node(call.args_ref)
+        if call.short_name == "_rebuild_meta_tensor_no_storage" and type(args) is tuple:
+            editor.changed[call.args_ref] = (editor.named("torch", target.name), *args[1:])
             return True
-        ref = args[0]
     return False
 
 

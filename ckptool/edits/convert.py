@@ -72,10 +72,10 @@ def output_format(path: str) -> str:
     known = f"there are {join_limited(list(TARGETS))}"
     if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
         name = stem + TARGETS["safetensors"][0]
-        what, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
-        raise TargetError(what, path=path, next=step, again=Again((("-o", name),)))
-    what, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
-    raise TargetError(what, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
+        message, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
+        raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
+    message, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
+    raise TargetError(message, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
 
 
 def kept_format(checkpoint: Checkpoint, path: str) -> str:
@@ -99,37 +99,36 @@ def convert(
 
     ``key`` names the state dict for formats that hold only one; ``tied`` says what becomes of tensors that share
     memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
-    texts for the header of safetensors. ``max_shard_size``, in bytes or text such as "5GB", makes a folder of shards
+    strings for the header of safetensors. ``max_shard_size``, in bytes or text such as "5GB", makes a folder of shards
     with an index, as huggingface_hub splits them; 0 a single file.
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow``,
     TargetError for an unknown format.
     """
     if target not in TARGETS:
-        raise TargetError(
-            f"{target!r} is not a format that can be written", next=f"one of {join_limited(list(TARGETS))}"
-        )
+        message = f"{target!r} is not a format that can be written"
+        raise TargetError(message, next=f"one of {join_limited(list(TARGETS))}")
     unknown = [kind for kind in allow if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if size and target not in SHARDED:
-        what = f"no reader of {target} supports shards with an index"
-        raise TargetError(what, path=checkpoint.path, next="leave --max-shard-size out")
+        message = f"no reader of {target} supports shards with an index"
+        raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = f"what it holds: ckptool inspect {argument(checkpoint.path)}"
-        what = f"{program.kind} of which there is nothing to convert: {NO_WEIGHTS}"
-        raise RefusedError(what, path=checkpoint.path, next=step)
+        message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
+        raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
     return _CONVERTERS[target](checkpoint, _Request(key, tied, allow, metadata or {}, size, beside))
 
 
 def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to a zip of the whole object."""
+    _refuse_texts(checkpoint, request)
     if request.shard_size:
         return _torch_shards(checkpoint, request)
-    _refuse_texts(checkpoint, request)
     refuse(request.beside, request.allow, checkpoint.path, "a state dict")
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _loss_notes(request.beside))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
@@ -137,7 +136,6 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 
 def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to a folder of zips, each with a part of the state dict."""
-    _refuse_texts(checkpoint, request)
     chosen = _only_dict(checkpoint, request.key)
     outside = tuple(safetensors_writer.outside(checkpoint, chosen))
     lost = request.beside + ([Loss("entries", outside)] if outside else [])
@@ -203,8 +201,8 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
 
 def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
     if request.metadata:
-        what = "a file of torch.save has no texts beside its objects"
-        raise TargetError(what, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
+        message = "a torch.save file has no header for metadata"
+        raise TargetError(message, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
@@ -217,11 +215,12 @@ def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
 def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
     if request.key is not None or request.metadata:
-        what = "a DCP folder holds the whole checkpoint, and no texts beside it"
-        step = f"take the state dict out first: ckptool extract {quote(checkpoint.path)}"
-        raise TargetError(what, path=checkpoint.path, next=step if request.key is not None else "leave --metadata out")
+        message = "a DCP folder holds the whole checkpoint, and has no header for metadata"
+        extract = f"take the state dict out first: ckptool extract {quote(checkpoint.path)}"
+        step = extract if request.key is not None else "leave --metadata out"
+        raise TargetError(message, path=checkpoint.path, next=step)
     if request.tied == "keep-first":
-        raise TargetError("a DCP folder has no place for other names of a tensor", next="--tied clone copies each")
+        raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint)
     lost = request.beside + parts + losses(checkpoint, tied=request.tied == "clone")
     refuse(lost, request.allow, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
@@ -262,6 +261,7 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
         step = f"what is in it: ckptool inspect {quote(checkpoint.path)} --tree"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
-    what = f"there are {len(chosen)} state dicts, {join_limited(list(map(repr, places)))}, and such an output holds one"
+    paths = join_limited([repr(place) for place in places])
+    message = f"there are {len(chosen)} state dicts, {paths}, and such an output holds one"
     step = f"choose, such as --key {quote(places[0])}"
-    raise TargetError(what, path=checkpoint.path, next=step, again=Again((("--key", places[0]),)))
+    raise TargetError(message, path=checkpoint.path, next=step, again=Again((("--key", places[0]),)))

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
+from ..base.grouping import grouped
 from ..base.map_location import check_device
 from ..base.text import join_limited, pluralize
 from ..checkpoint.changes import Change
@@ -17,14 +18,14 @@ from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import program_of
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from .sharded import mesh_devices, reset_meshes
-from .storages import chosen_tensors
+from .storages import chosen_storages
 
 
 class DeviceMap(NamedTuple):
-    """What becomes of a device.
+    """The devices that replace others.
 
     ``to`` is the target of everything that is not cpu or meta (with ``include_cpu`` also of these); ``pairs`` maps
-    single devices, ``"cuda:*"`` stands for every cuda device; ``visible`` are physical GPU numbers, each of which
+    single devices, ``"cuda:*"`` means every cuda device; ``visible`` are physical GPU numbers, each of which
     becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: pairs, visible, to.
     """
 
@@ -41,8 +42,8 @@ class DeviceMap(NamedTuple):
             return target
         if self.visible and kind == "cuda" and index.isdigit():
             if int(index) not in self.visible:
-                what = f"{device} is not among the visible devices {','.join(map(str, self.visible))}"
-                raise RefusedError(what, next=f"say where it goes, too: --map {device}=cuda:0")
+                message = f"{device} is not among the visible devices {','.join(map(str, self.visible))}"
+                raise RefusedError(message, next=f"say where it goes, too: --map {device}=cuda:0")
             return f"cuda:{list(self.visible).index(int(index))}"
         return self.to if self.to and (self.include_cpu or kind not in ("cpu", "meta")) else device
 
@@ -79,15 +80,9 @@ def remap_devices(
     elif not isinstance(devices, DeviceMap):
         devices = DeviceMap(pairs=devices)
     devices.check()
-    chosen = None
-    if key is not None or only:
-        parts, entries = checkpoint.survey.reader.parts, chosen_tensors(checkpoint, key, only)
-        chosen = {part.storage for entry in entries for part in parts(entry.tensor)}
-    try:
+    chosen = chosen_storages(checkpoint, key, only) if key is not None or only else None
+    with adding_path(checkpoint.path):
         return _remapped(checkpoint, devices, strings, chosen)
-    except RefusedError as error:
-        error.path = error.path or checkpoint.path
-        raise
 
 
 def device_pairs(texts: Iterable[str]) -> dict[str, str]:
@@ -125,10 +120,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         Change("remap", "", count, 0, f"{pluralize(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
     ]
-    changes += [
-        Change("remap", "", 0, count, f"{pluralize(count, 'storage')} on {old} as before")
-        for old, count in kept.items()
-    ]
+    changes += [Change("remap", "", 0, n, f"{pluralize(n, 'storage')} on {old} as before") for old, n in kept.items()]
     tags = {*kept, *(old for old, _ in moved)}
     there = f" (there are {join_limited(sorted(tags))})" if tags else ""
     known = {*tags, *(f"{tag.partition(':')[0]}:*" for tag in tags)}
@@ -154,8 +146,8 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
     changes = []
     for named in program.named_devices if program is not None else ():
         if devices(named.device) != named.device:
-            what = f"{named.what} names {named.device} {pluralize(named.number, 'time')}"
-            changes.append(Change("remap-code", named.where, 0, named.number, what, ("it stays as it is",)))
+            summary = f"{named.what} names {named.device} {pluralize(named.number, 'time')}"
+            changes.append(Change("remap-code", named.where, 0, named.number, summary, ("it stays as it is",)))
     return changes
 
 
@@ -173,8 +165,8 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | N
         if new == old:
             continue
         if editor is None:
-            what = f"the string {old!r} stays"
-            changes.append(Change("device-string", name.path, 0, 1, what, ("--strings changes it too",)))
+            summary = f"the string {old!r} stays"
+            changes.append(Change("device-string", name.path, 0, 1, summary, ("--strings changes it too",)))
         else:
             editor.changed[name.ref] = new
             edited.add(name.ref)
@@ -203,11 +195,8 @@ def _keep_names(editor: GraphEditor, strings: set[Ref]) -> None:
 
 def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
     """Change the device types of the meshes of DTensors, or without an editor only report them."""
-    moves: dict[tuple[str, str], list[Ref]] = {}
-    for ref, old in mesh_devices(checkpoint).items():
-        new = devices(old).partition(":")[0]
-        if new != old:
-            moves.setdefault((old, new), []).append(ref)
+    devices_of = mesh_devices(checkpoint).items()
+    moves = grouped(((old, new), ref) for ref, old in devices_of if (new := devices(old).partition(":")[0]) != old)
     changes = []
     for (old, new), refs in moves.items():
         one = len(refs) == 1
@@ -217,8 +206,8 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
             changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
         else:
             reset_meshes(editor, refs, new)
-            what = f"{which} {'is' if one else 'are'} now of {new!r}"
-            changes.append(Change("device-mesh", "", len(refs), 0, what))
+            summary = f"{which} {'is' if one else 'are'} now of {new!r}"
+            changes.append(Change("device-mesh", "", len(refs), 0, summary))
     return changes
 
 

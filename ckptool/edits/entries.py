@@ -100,10 +100,7 @@ def keep(
     ``only`` chooses what to drop. Raise RefusedError for a pattern that matches nothing.
     """
     survey = checkpoint.survey
-    numbers = set(range(len(survey.state_dicts)))
-    if key is not None:
-        chosen = {item.path for item in selected(checkpoint, key)}
-        numbers = {number for number in numbers if survey.state_dicts[number].path in chosen}
+    candidates = survey.tensors_in(None if key is None else [item.path for item in selected(checkpoint, key)])
     # The entries of a bare state dict are its keys.
     bare = any(item.ref == checkpoint.graph.root for item in survey.state_dicts)
     matched: dict[str, int] = {}
@@ -111,7 +108,7 @@ def keep(
     keys: set[str] = set()
     for glob, pattern in _patterns(globs).items():
         top = [] if key is not None else [n for n, e in enumerate(survey.entries) if pattern.match(e.key, e.path)]
-        inside = {e.path for e in survey.tensors if e.state_dict in numbers and pattern.match(e.key, e.path)}
+        inside = {e.path for e in candidates if pattern.match(e.key, e.path)}
         matched[glob] = len(top) + len(inside)
         entries.update(() if bare else top)
         keys |= inside
@@ -155,8 +152,8 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
         step = f"did you mean {near[0]!r}?"
     elif any(deeper.match(entry.path) for entry in survey.tensors):
         step = "patterns match entries and keys of state dicts; ckptool unset takes out other entries"
-    what = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
-    raise RefusedError(what, path=checkpoint.path, next=step)
+    message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
+    raise RefusedError(message, path=checkpoint.path, next=step)
 
 
 def _filtered(
@@ -173,9 +170,8 @@ def _filtered(
     changes = []
     dropped: dict[int, list[str]] = {}
     gone: set[Ref] = set()
-    numbers = {
-        item.ref: number for number, item in enumerate(survey.state_dicts) if inside is None or item.path in inside
-    }
+    dicts = enumerate(survey.state_dicts)
+    numbers = {item.ref: number for number, item in dicts if inside is None or item.path in inside}
     root = mapping(graph, graph.root)
     if root is not None and graph.root not in numbers and entry_goes is not None:
         kept, names = _split(graph, "", graph.root, entry_goes)
@@ -191,8 +187,8 @@ def _filtered(
         if names:
             editor.refill(ref, kept)
             dropped[number] = names
-            what = f"dropped {pluralize(len(names), 'key')}: {join_limited(names, most=3)}"
-            changes.append(Change(edit, path, len(names), len(kept), what))
+            summary = f"dropped {pluralize(len(names), 'key')}: {join_limited(names, most=3)}"
+            changes.append(Change(edit, path, len(names), len(kept), summary))
     if prune_optimizer and dropped:
         changes += prune_optimizers(checkpoint, editor, dropped)
     if not changes:
@@ -222,9 +218,9 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """
     if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
         value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
-    if not _is_scalar(value):
-        what = f"a {type(value).__name__} is not a scalar"
-        raise TargetError(what, path=checkpoint.path, next="a number, a text, True, False or None")
+    if not isinstance(value, Scalar):
+        message = f"a {type(value).__name__} is not a scalar"
+        raise TargetError(message, path=checkpoint.path, next="a number, a text, True, False or None")
     place = slot(checkpoint, key)
     if place is None:
         raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
@@ -232,23 +228,19 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     new, words = editor.add(value), cut(repr(value))
     if place.number < 0:
         items.append((new_key(checkpoint, editor, key, place.key), new))
-        what = f"added, {words}"
+        summary = f"added, {words}"
     else:
         name, old = items[place.number]
         before = checkpoint.graph.nodes[old]
-        if not _is_scalar(before):
-            what = f"{key!r} is a {_description(checkpoint, old)}, not a scalar"
-            raise RefusedError(what, path=checkpoint.path, next="drop it first if it is to go")
+        if not isinstance(before, Scalar):
+            message = f"{key!r} is a {_description(checkpoint, old)}, not a scalar"
+            raise RefusedError(message, path=checkpoint.path, next="drop it first if it is to go")
         if type(before) is type(value) and repr(before) == repr(value):
             return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {words} already")])
         items[place.number] = (name, new)
-        what = f"{cut(repr(before))} -> {words}"
+        summary = f"{cut(repr(before))} -> {words}"
     editor.refill(place.holder, items)
-    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, what)])
-
-
-def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
 
 
 def as_scalar(text: str) -> Scalar:
@@ -291,9 +283,9 @@ def _description(checkpoint: Checkpoint, ref: Ref) -> str:
 def _without_unused(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
     """Return the edited checkpoint without the bytes of storages that are no longer used.
 
-    It is laid out anew as well when a reader meets its storages in another order, which the layout contract of
+    It is also laid out again when a reader meets its storages in another order, which the layout contract of
     ``.format_version`` forbids (formats: ``zips.layout_holds``).
     """
-    before, after = (list(used_storages(one, checkpoint.path)) for one in (checkpoint.graph, graph))
+    before, after = (list(used_storages(version, checkpoint.path)) for version in (checkpoint.graph, graph))
     relayout = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
     return checkpoint.changed(graph, changes, needs_relayout=relayout)

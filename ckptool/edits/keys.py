@@ -26,6 +26,7 @@ from .optimizers import renamed_parameters
 Rename = Callable[[str], str]
 
 _WILDCARD: Final = re.compile(r"[*?]")
+_REGEX_STEP: Final = r"write 's/^layers\.(\d+)/blocks.\1/'"
 #: Levels of nested modules that a table of names moves.
 _DEPTH: Final = 64
 
@@ -114,8 +115,8 @@ def by_glob(
     """
     wildcards = _WILDCARD.findall(old)
     if wildcards != _WILDCARD.findall(new):
-        what = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wildcards) or 'none'}"
-        raise TargetError(what, next="write OLD=NEW such as 'backbone.*=encoder.*'")
+        message = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wildcards) or 'none'}"
+        raise TargetError(message, next="write OLD=NEW such as 'backbone.*=encoder.*'")
     glob = Glob(old)
     first, *parts = _WILDCARD.split(new)
 
@@ -147,8 +148,7 @@ def by_regex(
 
         return _renamed(checkpoint, rename, lambda name: bool(compiled.search(name)), compiled.pattern, key, only)
     except (re.error, IndexError) as error:
-        step = r"write s/^layers\.(\d+)/blocks.\1/"
-        raise TargetError(f"not a regular expression: {error}", next=step) from error
+        raise TargetError(f"not a regular expression: {error}", next=_REGEX_STEP) from error
 
 
 def by_table(
@@ -185,8 +185,8 @@ def _renamed(
 ) -> Checkpoint:
     names = _all_names(checkpoint, key)
     if not any(map(matches, names)):
-        what = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
-        raise RefusedError(what, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
+        message = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
+        raise RefusedError(message, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
     words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
 
@@ -338,8 +338,8 @@ def _refuse_collisions(checkpoint: Checkpoint, state_dict: StateDict, renames: I
         other, old, new = collisions[0]
         where = f" in {state_dict.path!r}" if state_dict.path else ""
         more = f", and {pluralize(len(collisions) - 1, 'more pair')} likewise" if len(collisions) > 1 else ""
-        what = f"the keys {quoted(other)} and {quoted(old)}{where} would both be called {quoted(new)}{more}"
-        raise RefusedError(what, path=checkpoint.path, next="take one of each pair out with drop")
+        message = f"the keys {quoted(other)} and {quoted(old)}{where} would both be called {quoted(new)}{more}"
+        raise RefusedError(message, path=checkpoint.path, next="take one of each pair out with drop")
 
 
 def _segments(prefix: str) -> str:
@@ -363,17 +363,16 @@ def parse_regex(text: str) -> tuple[re.Pattern[str], str, int]:
 
     Return the expression, the replacement and how often to replace (0: always); raise TargetError for anything else.
     """
-    step = r"write 's/^layers\.(\d+)/blocks.\1/'"
     separator = text[1:2]
     valid = text[:1] == "s" and separator and not separator.isalnum()
     parts = re.split(rf"(?<!\\){re.escape(separator)}", text) if valid else []
     if len(parts) != 4 or set(parts[3]) - set("gi") or not parts[1]:
-        raise TargetError(f"{text!r} is not s/OLD/NEW/", next=step)
+        raise TargetError(f"{text!r} is not s/OLD/NEW/", next=_REGEX_STEP)
     old, new = (part.replace("\\" + separator, separator) for part in parts[1:3])
     try:
         return re.compile(old, re.IGNORECASE if "i" in parts[3] else 0), new, 0 if "g" in parts[3] else 1
     except re.error as error:
-        raise TargetError(f"{old!r} is not a regular expression: {error}", next=step) from error
+        raise TargetError(f"{old!r} is not a regular expression: {error}", next=_REGEX_STEP) from error
 
 
 def parse_table(text: str, name: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, TargetError
+from ..base.prefixes import common_length
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
@@ -52,8 +53,8 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
         return Located(ref, path)
     if matches:
         spelled = list(matches.values())
-        what = f"{text!r} can be read as {join_limited(spelled, most=4)}"
-        raise TargetError(what, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
+        message = f"{text!r} can be read as {join_limited(spelled, most=4)}"
+        raise TargetError(message, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
     raise _nothing(checkpoint, text, deepest)
 
 
@@ -80,7 +81,7 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
         starts = (rest, rest[1:]) if rest.startswith(".") else (rest,) if not here.path else ()
         work += [
             (Located(ref, spell_key(here.path, name)), start[len(name) :])
-            for name, ref in _named(graph, here.ref)
+            for name, ref in _named(graph, here.ref).items()
             for start in starts
             if start.startswith(name) and start[len(name) :][:1] in ("", ".", "[")
         ]
@@ -91,14 +92,13 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
                 work.append((Located(there.ref, here.path + there.path), after))
 
 
-def _named(graph: Graph, ref: Ref) -> Iterator[tuple[str, Ref]]:
-    """Yield the entries of a mapping and the attributes of an object whose name is a string, the last of each."""
+def _named(graph: Graph, ref: Ref) -> dict[str, Ref]:
+    """Return the entries of a mapping and the attributes of an object whose name is a string, the last of each."""
     node = graph.nodes[ref]
     pairs = mapping(graph, ref) or []
     if isinstance(node, Call):
         pairs = attributes(graph, node) + pairs
-    last = {name: value for key, value in pairs if type(name := graph.nodes[key]) is str and name}
-    yield from last.items()
+    return {name: value for key, value in pairs if type(name := graph.nodes[key]) is str and name}
 
 
 def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError:
@@ -111,19 +111,19 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
     near = [_shortest(checkpoint, path) for path in same[:3]]
     if not near:
         wanted = _plain(text)
-        inside = (spell_key(deepest.path, name) for name, _ in _named(graph, deepest.ref))
+        inside = (spell_key(deepest.path, name) for name in _named(graph, deepest.ref))
         places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
         everything = {_plain(path): path for path in (*inside, *places)}
-        plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda name: _alike(name, wanted))}
+        plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda n: common_length(n, wanted))}
         names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
         near = [_shortest(checkpoint, plain[name]) for name in names]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
-    what = f"there is nothing at {text!r}{reached}{meant}"
+    message = f"there is nothing at {text!r}{reached}{meant}"
     if not near:
-        return TargetError(what, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
+        return TargetError(message, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
     step = f"ckptool get {quote(checkpoint.path)} {quote(near[0])}"
-    return TargetError(what, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
+    return TargetError(message, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
 
 
 def _shortest(checkpoint: Checkpoint, path: str) -> str:
@@ -141,9 +141,3 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
 def _plain(path: str) -> str:
     """Return a path as one would type it."""
     return path.replace('["', ".").replace('"]', "").lstrip(".")
-
-
-def _alike(name: str, other: str) -> int:
-    """Return the length of the common beginning."""
-    pairs = enumerate(zip(name, other))
-    return next((at for at, (one, two) in pairs if one != two), min(len(name), len(other)))

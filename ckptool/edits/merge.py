@@ -7,6 +7,7 @@ from shlex import quote
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
+from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
@@ -18,7 +19,7 @@ from ..checkpoint.paths import literal_identity, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
-from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, children, relocated
+from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, relocated
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from .lookup import lookup
 from .storages import with_plain_ids
@@ -67,8 +68,8 @@ def _pairs(
     for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--from")):
         if len(chosen) != 1:
             paths = join_limited([repr(item.path or ".") for item in chosen])
-            what = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
-            raise TargetError(what, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
+            message = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
+            raise TargetError(message, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
     return [(ours[0], theirs[0])]
 
 
@@ -91,8 +92,8 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
         old_tensor, tensor = here.survey.reader.tensor(items[number][1]), there.survey.reader.tensor(value)
         if old_tensor is not None and tensor is not None:
             if old_tensor.shape != tensor.shape:
-                what = f"{quoted(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
-                raise RefusedError(what, path=there.path, next=f"leave it out: --exclude {quote(text)}")
+                message = f"{quoted(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
+                raise RefusedError(message, path=there.path, next=f"leave it out: --exclude {quote(text)}")
             recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
         replaced += 1
@@ -102,23 +103,23 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     _merge_metadata(graft, ours, theirs, new)
     parts = [f"{pluralize(replaced, 'key')} replaced"] if replaced else []
     parts += [f"{pluralize(len(new), 'key')} added"] if new else []
-    what = f"{' and '.join(parts)} from {there.path}"
+    summary = f"{' and '.join(parts)} from {there.path}"
     notes: tuple[str, ...] = (f"{pluralize(recast, 'key')} of another dtype now",) if recast else ()
     notes += _untied_note(here, ours, items)
     if not replaced and set(map(unwrapper(places), places)) & set(map(unwrapper(new), new)):
         step = f"ckptool match {quote(there.path)} {quote(here.path)}"
-        notes += (f"but for the names of wrappers these keys were there before, and are there twice now: {step}",)
-    return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, what, notes)
+        notes += (f"apart from the names of wrappers these keys existed before, and now exist twice: {step}",)
+    return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, summary, notes)
 
 
 def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[tuple[Ref, Ref]]) -> tuple[str, ...]:
     """Return the remark on keys that are no longer tied to another key."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    tied: dict[str, list[tuple[str, bool]]] = {}
-    for (name, old), (_, new) in zip(state_dict.items, items):
-        tensor = reader.tensor(old)
-        if tensor is not None and tensor.storage:
-            tied.setdefault(tensor.storage, []).append((str(nodes[name]), old != new))
+    tied = grouped(
+        (tensor.storage, (str(nodes[name]), old != new))
+        for (name, old), (_, new) in zip(state_dict.items, items)
+        if (tensor := reader.tensor(old)) is not None and tensor.storage
+    )
     mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]
     untied = [repr(name) for names in mixed for name, replaced in names if replaced]
     return (f"no longer tied to what shared their storage: {join_limited(untied, most=3)}",) if untied else ()
@@ -139,8 +140,8 @@ def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tu
         entry = lookup(foreign, origin)
         place = slot(checkpoint, target)
         if place is None:
-            what = f"there is no mapping that could hold {target!r}"
-            raise TargetError(what, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
+            message = f"there is no mapping that could hold {target!r}"
+            raise TargetError(message, path=original.path, next=f"ckptool inspect {quote(original.path)} --tree")
         items, new = filled.setdefault(place.holder, list(place.items)), added.setdefault(place.holder, {})
         key = literal_identity(place.key)
         number = place.number if place.number >= 0 else new.get(key, -1)
@@ -195,20 +196,7 @@ class _Graft:
 
     def ref(self, root: Ref) -> Ref:
         """Return our reference for one of theirs, copied with everything that it leads to."""
-        nodes = self.foreign.graph.nodes
-        new: list[Ref] = []
-        work = [root]
-        while work:
-            ref = work.pop()
-            if ref in self._copies:
-                continue
-            # A slot for each first: objects may lead back to each other.
-            self._copies[ref] = self.editor.add(None)
-            new.append(ref)
-            work.extend(reversed(children(nodes[ref])))
-        for ref in new:
-            self.editor.put(self._copies[ref], self._copied(ref))
-        return self._copies[root]
+        return self.editor.graft(self.foreign.graph, root, self._copies, self._copied)
 
     def _copied(self, ref: Ref) -> Node:
         graph = self.foreign.graph
@@ -223,8 +211,9 @@ class _Graft:
         if graph.style.protocol != self.checkpoint.graph.style.protocol and isinstance(
             node, bytes | ByteArray | Buffer | Extension | Set | FrozenSet
         ):
-            what = f"it is written in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
-            raise RefusedError(what, path=self.foreign.path, next=f"ckptool sanitize {quote(self.foreign.path)} first")
+            message = f"it is in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
+            step = f"ckptool sanitize {quote(self.foreign.path)} first"
+            raise RefusedError(message, path=self.foreign.path, next=step)
         return relocated(node, self._copies)
 
     def _key(self, key: str) -> str:
@@ -246,8 +235,7 @@ class _Graft:
             return body
         dtype = self.foreign.survey.reader.storages[key].dtype
         if dtype.name == "unknown":
-            what = f"storage {key!r} has another byte order, and an unknown dtype"
-            raise RefusedError(what, path=self.foreign.path)
+            raise RefusedError(f"storage {key!r} has another byte order, and an unknown dtype", path=self.foreign.path)
         parameters = storage_reader(self.foreign, key), number_width(dtype)
         return Body(Computed(body.size, _swapped_storage, parameters), body.size)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.errors import RefusedError
+from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.text import pluralize
 from ..checkpoint.changes import Change
@@ -20,7 +21,7 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 
 #: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
@@ -46,9 +47,9 @@ class Optimizer(NamedTuple):
 
 def optimizers(graph: Graph) -> list[Optimizer]:
     """Return every mapping with ``state`` and ``param_groups``, each once."""
-    found: list[Optimizer] = []
+    result: list[Optimizer] = []
     if "param_groups" not in graph.nodes:
-        return found
+        return result
     seen = bytearray(len(graph.nodes))
     work: list[tuple[Ref, str]] = [(graph.root, "")]
     while work:
@@ -66,15 +67,15 @@ def optimizers(graph: Graph) -> list[Optimizer]:
             by_name = {key: value for name, value in items if type(key := graph.nodes[name]) is str}
             optimizer = _optimizer(graph, ref, path, by_name)
             if optimizer is not None:
-                found.append(optimizer)
+                result.append(optimizer)
             children = [child for child in as_children(graph, items) if _may_contain(graph, child.ref)]
             below = [(child.ref, joined(base, child.step)) for child in children]
         work += reversed(below)
-    return found
+    return result
 
 
 def _may_contain(graph: Graph, ref: Ref) -> bool:
-    """Can it contain an optimizer? A tensor cannot: a call of several arguments that nothing was filled into."""
+    """Tell whether a node can contain an optimizer; a tensor cannot: an unfilled call of several arguments."""
     node = graph.nodes[ref]
     if type(node) is Call and node.filling is None:
         return len(elements(graph.nodes[node.args])) == 1
@@ -125,8 +126,8 @@ def renamed_parameters(
         if not moved or not names <= table.keys():
             continue
         if any(names <= keys for keys in staying):
-            what = "its parameter names stay: it may belong to another state dict with the same names"
-            changes.append(Change("rename-optimizer", optimizer.path, 0, len(names), what))
+            summary = "its parameter names stay: it may belong to another state dict with the same names"
+            changes.append(Change("rename-optimizer", optimizer.path, 0, len(names), summary))
             continue
         for ref in lists:
             old_parts = elements(graph.nodes[ref])
@@ -136,8 +137,8 @@ def renamed_parameters(
         items = [(_renamed(editor, name, table), value) for name, value in states]
         if items != states:
             editor.refill(optimizer.state, items)
-        what = f"{pluralize(moved, 'parameter name')} in the state of the optimizer renamed likewise"
-        changes.append(Change("rename-optimizer", optimizer.path, moved, len(names) - moved, what))
+        summary = f"{pluralize(moved, 'parameter name')} in the state of the optimizer renamed likewise"
+        changes.append(Change("rename-optimizer", optimizer.path, moved, len(names) - moved, summary))
     return changes
 
 
@@ -189,9 +190,9 @@ def prune_optimizers(
             paths = " and with ".join(repr(owner.state_dict.path or ".") for owner in likely)
             reason = f"it fits {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(losses)
         if reason:
-            what = f"it is unknown which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
+            message = f"it is unknown which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
             step = f"drop the optimizer as well ({optimizer.path or 'the whole file'}), or leave out --prune-optimizer"
-            raise RefusedError(what, path=checkpoint.path, next=step)
+            raise RefusedError(message, path=checkpoint.path, next=step)
         changes += [_prune(checkpoint.graph, editor, optimizer, ids) for ids in lost if ids]
     return changes
 
@@ -213,7 +214,7 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
     names = [node for group in optimizer.groups if group.names >= 0 for node in _values(graph, group.names)]
     if all(type(param) is str for param in ids):
         names = ids
-    tied = _ties(checkpoint, state_dict)
+    tied = tied_keys(checkpoint, state_dict)
     if len(names) == len(ids) and set(names) <= tied.keys():
         keys = {param: (str(name), *(k for k in tied[str(name)] if k != name)) for param, name in zip(ids, names)}
         return Owner(state_dict, keys, True)
@@ -227,18 +228,16 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
     return f"it has {pluralize(len(ids), 'parameter')} without names, which do not fit the keys in their order"
 
 
-def _ties(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
+def tied_keys(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
     """Return for every key all keys with the same tensor, in their order."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
-    same: dict[object, list[str]] = {}
-    for key, value in state_dict.items:
-        same.setdefault(_identity(value, reader.tensor(value)), []).append(str(graph.nodes[key]))
+    same = grouped((_identity(value, reader.tensor(value)), str(graph.nodes[key])) for key, value in state_dict.items)
     return {name: tuple(names) for names in same.values() for name in names}
 
 
-def _identity(ref: Ref, tensor: Tensor | None) -> object:
+def _identity(ref: Ref, tensor: Tensor | None) -> ViewId | Ref:
     """Return what tied tensors have in common."""
-    return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor and tensor.storage else ref
+    return view_id(tensor) if tensor and tensor.storage else ref
 
 
 def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
@@ -287,10 +286,10 @@ def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collec
     # States that no group mentions stay.
     states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]
     editor.refill(optimizer.state, [(_renumbered(editor, name, new_ids), value) for name, value in states])
-    what = f"the state of {pluralize(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
+    summary = f"the state of {pluralize(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
     nameless = all(group.names < 0 for group in optimizer.groups) and all(type(param) is int for param in gone)
     notes = ("it names no parameters: they were taken in the order of the keys",) if nameless else ()
-    return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), what, notes)
+    return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), summary, notes)
 
 
 def _renumbered(editor: GraphEditor, ref: Ref, new_ids: Mapping[Node, Node]) -> Ref:

@@ -43,7 +43,7 @@ _TABLE: Final = 64 << 20
 
 
 class Scope(NamedTuple):
-    """What the options before a step say about it: which state dict, which keys, how."""
+    """The options before a step that apply to it: which state dict, which keys, how."""
 
     key: str | None = None
     include: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class StepKind(NamedTuple):
 
 
 def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
-    """Do several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
+    """Apply several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
 
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
     for the steps after them, patterns until others are named. Raise TargetError for an unknown step, and what the
@@ -112,8 +112,8 @@ def rename(
     """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
     (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
 
-    ``_metadata`` and the names of parameters in optimizers follow. Raises RefusedError where nothing matches or two
-    keys would become one, TargetError for patterns that make no sense.
+    ``_metadata`` and the names of parameters in optimizers follow. Raise RefusedError if nothing matches or two
+    keys would become one, TargetError for invalid patterns.
     """
     if sum(way is not None for way in (table, glob, regex, like)) != 1:
         raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")
@@ -137,8 +137,7 @@ def apply_fix(
     """
     for step in steps:
         if step.option in FROM_TARGET:
-            by_order = step.option == "by-order"
-            checkpoint = rename_like(checkpoint, wanted, step.value, by_order=by_order, key=key)
+            checkpoint = rename_like(checkpoint, wanted, step.value, by_order=step.option == "by-order", key=key)
             continue
         scope: list[Step] = [] if key is None else [("key", key)]
         checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])

@@ -14,6 +14,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import attributes, callable_name, class_name, elements, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within
+from ..checkpoint.tensors import RebuildCall
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
@@ -46,15 +47,7 @@ _WORD: Final = re.compile("[a-z0-9]")
 _LONGEST: Final = 256
 #: Names that every machine has: they reveal nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
-#: Calls that make tensors, with the user's attributes as their fourth argument.
-_WITH_STATE: Final = frozenset(
-    f"torch.{name}"
-    for name in (
-        *("_utils._rebuild_parameter_with_state", "_tensor._rebuild_from_type_v2", "_tensor._rebuild_from_type"),
-        *("_utils._rebuild_from_type_v2", "tensor._rebuild_from_type"),
-    )
-)
-#: Characters that no text has.
+#: Characters that no text has: a checkpoint within the checkpoint, or the data of an array, is left alone.
 _CONTROL: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
 
@@ -105,8 +98,8 @@ def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only
     names = [item.path for item in items if item.new is None]
     if names:
         gone = {entry.key for entry in checkpoint.survey.entries if entry.path in names}
-        what = f"dropped {join_limited(names)}"
-        checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, what)])
+        summary = f"dropped {join_limited(names)}"
+        checkpoint = drop_entries(checkpoint, gone, [Change("redact-args", "", len(names), 0, summary)])
         items = [item for item in items if not any(within(item.path, name) for name in names)]
     editor = GraphEditor(checkpoint.graph)
     changes = []
@@ -144,15 +137,15 @@ def find_private(
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
         if _ARGUMENTS.search(entry.key) and only.match(entry.path) and not any(within(p, entry.path) for p in inside):
-            what = f"training arguments, {class_name(graph, entry.ref)}"
-            items.append(PrivateItem("args", entry.path, what, entry.ref, None))
+            message = f"training arguments, {class_name(graph, entry.ref)}"
+            items.append(PrivateItem("args", entry.path, message, entry.ref, None))
     seen: set[Ref] = set()
     for path, ref, text, is_source in texts:
         result = _redacted(path, text, is_source, users, kinds) if ref not in seen and only.match(path) else None
         if result is not None:
             seen.add(ref)
-            what = "a module's source" if is_source else repr(cut(text))
-            items.append(PrivateItem(result[0], path, what, ref, result[1]))
+            message = "a module's source" if is_source else repr(cut(text))
+            items.append(PrivateItem(result[0], path, message, ref, result[1]))
     return _with_distinct_keys(graph, items)
 
 
@@ -231,7 +224,7 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         seen[ref] = 1
         if type(node) is bytes:
             decoded = node.decode("utf-8", "replace")
-            if _is_text(decoded):
+            if not _CONTROL.search(decoded):
                 yield path, ref, decoded, False
             continue
         if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
@@ -250,11 +243,6 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         work += reversed(list(_below(graph, ref, bounded(path, ref))))
 
 
-def _is_text(text: str) -> bool:
-    """Are these bytes a text? Others are left alone: a checkpoint within the checkpoint, the data of an array."""
-    return not _CONTROL.search(text)
-
-
 def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     node = graph.nodes[ref]
     items = mapping(graph, ref)
@@ -270,10 +258,11 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     if isinstance(node, Call):
         name = callable_name(graph, node.func)
         parts = elements(graph.nodes[node.args])
-        if name in _WITH_STATE:
-            yield from ((part, path) for part in parts[3:])
+        call = RebuildCall(ref, ref, name, node.func, node.args, tuple(parts))
+        if call.state >= 0 and name.startswith("torch."):
+            yield call.state, path  # attributes that were set on the tensor
         elif name == "_codecs.encode":  # how protocol 2 writes bytes
-            yield from ((part, path) for part in parts[:1] if _is_text(str(graph.nodes[part])))
+            yield from ((part, path) for part in parts[:1] if not _CONTROL.search(str(graph.nodes[part])))
         elif items is None and not name.startswith("torch._utils."):
             yield node.func, path
             yield from ((part, path) for part in parts)

@@ -10,7 +10,7 @@ from ..checkpoint.programs import program_of
 
 
 def repack(checkpoint: Checkpoint) -> Checkpoint:
-    """Lay the file out anew: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
+    """Lay the file out again: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
 
     Unused storages, old versions and dead bytes are dropped, so that ``torch.load(mmap=True)`` works on every file. A
     file as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.

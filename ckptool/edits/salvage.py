@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
+from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
 from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -23,8 +23,8 @@ from ..formats.torch import legacy_reader
 from ..formats.torch.tar_reader import sniff
 from ..pickles.nodes import Ref, children
 from ..safety.checksums import checksum
-from ..safety.storages import storage_flaws
 from ..safety.weights_only import graph_blockers
+from .storages import misdescribed
 
 
 class Lost(NamedTuple):
@@ -57,13 +57,12 @@ def salvage(path: FilePath, progress: Callable[[int], None] | None = None) -> Sa
     """
     source = open_any(path)
     try:
-        container, whole = _container(source, progress)
-        checkpoint = Checkpoint.of(source.name, source, container)
-        salvaged = _without_lost(checkpoint, container.lost, whole)
-    except BaseException as error:
+        with adding_path(source.name):
+            container, whole = _container(source, progress)
+            checkpoint = Checkpoint.of(source.name, source, container)
+            salvaged = _without_lost(checkpoint, container.lost, whole)
+    except BaseException:
         source.close()
-        if isinstance(error, UnreadableError):
-            error.path = error.path or source.name
         raise
     if not salvaged.lost and not whole and salvaged.verified:
         sound = _sound_container(source)
@@ -139,7 +138,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
                 missing[key] = reasons.get(key, cut_off)
             else:
                 empty[key] = Body(b"", 0, 0)  # there is nothing to lose
-    flawed = _flawed(checkpoint)
+    flawed = misdescribed(checkpoint)
     if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
         return Salvaged(kept, len(survey.tensors), [], verified)
@@ -160,14 +159,13 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     lost += [Lost(path, "its description is damaged") for ref, path in flawed.items() if ref not in listed]
     saved = len(survey.tensors) - sum(entry.ref in gone for entry in survey.tensors)
     if not saved or graph.root in gone:
-        what = (
-            f"nothing can be saved: the bytes of {'all ' if len(lost) > 1 else ''}{pluralize(len(lost), 'tensor')} are"
-        )
-        raise MalformedError(f"{what} lost", path=checkpoint.path, next="get another copy of the file")
+        tensors = f"{'all ' if len(lost) > 1 else ''}{pluralize(len(lost), 'tensor')}"
+        message = f"nothing can be saved: the bytes of {tensors} are lost"
+        raise MalformedError(message, path=checkpoint.path, next="get another copy of the file")
     editor = GraphEditor(graph)
     prune(editor, gone)
-    what = f"{pluralize(len(lost), 'tensor')} left out, {pluralize(saved, 'tensor')} saved"
-    change = Change("salvage", "", len(lost), saved, what)
+    summary = f"{pluralize(len(lost), 'tensor')} left out, {pluralize(saved, 'tensor')} saved"
+    change = Change("salvage", "", len(lost), saved, summary)
     return Salvaged(checkpoint.changed(editor.done(), [change], empty, needs_relayout=True), saved, lost, verified)
 
 
@@ -191,11 +189,3 @@ def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
         leading.update(new)
         work += new
     return holders & leading
-
-
-def _flawed(checkpoint: Checkpoint) -> dict[Ref, str]:
-    """Return the paths of tensors and storages that the pickle describes in a way that torch cannot read."""
-    flaws = storage_flaws(checkpoint)
-    return {
-        flaw.ref: flaw.path or "a tensor" for flaw in flaws if flaw.code in ("geometry", "arguments") and flaw.refused
-    }

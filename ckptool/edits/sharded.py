@@ -10,11 +10,11 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import callable_name, class_name, elements, mapping, named_attributes
+from ..checkpoint.objects import class_name, elements, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, sharding_summary
+from ..checkpoint.tensors import rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Ref
-from ..pickles.opcodes import REDUCE
-from .storages import copied_call, no_hooks
+from .storages import copied_call
 
 _MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 
@@ -46,8 +46,8 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
         node = checkpoint.graph.nodes[part]
         if shards.parameter:
             # _rebuild_parameter(data, requires_grad, hooks), as in Parameter.__reduce_ex__.
-            args = editor.add((part, editor.constant(entry.tensor.requires_grad), no_hooks(editor)))
-            editor.changed[inner] = Call(REDUCE, editor.named("torch._utils", "_rebuild_parameter"), args)
+            args = (part, editor.constant(entry.tensor.requires_grad), editor.call("collections", "OrderedDict"))
+            editor.changed[inner] = editor.new_call("torch._utils", "_rebuild_parameter", args)
         else:
             assert isinstance(node, Call)
             editor.changed[inner] = copied_call(node)
@@ -61,20 +61,14 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     empty = [entry.path for entry, shards in spread_entries if not shards.parts]
     notes: tuple[str, ...] = (f"in several parts: {join_limited(split, most=3)}",) if split else ()
     notes += (f"left out, without a part here: {join_limited(empty, most=3)}",) if empty else ()
-    what = f"{pluralize(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
-    change = Change("local-parts", "", len(spread_entries), 0, what, notes)
+    summary = f"{pluralize(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
+    change = Change("local-parts", "", len(spread_entries), 0, summary, notes)
     return checkpoint.changed(editor.done(), [change], needs_relayout=True)
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
     """Return the call that makes the spread tensor itself, in a Parameter or not."""
-    nodes = checkpoint.graph.nodes
-    while True:
-        node = nodes[ref]
-        assert isinstance(node, Call)
-        if not callable_name(checkpoint.graph, node.func).rpartition(".")[2].startswith("_rebuild_parameter"):
-            return ref
-        ref = elements(nodes[node.args])[0]
+    return next(call.ref for call in rebuild_calls(checkpoint.graph, ref) if not call.is_parameter)
 
 
 def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, Sharding]) -> None:
@@ -94,8 +88,8 @@ def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, S
             for number, part in enumerate(several[value].parts):
                 part_name = f"{name}.part{number}"
                 if part_name in names:
-                    what = f"there is a key {quoted(part_name)} already, as a part of {quoted(name)} would be called"
-                    raise RefusedError(what, path=checkpoint.path, next="rename it first: ckptool rename")
+                    message = f"there is a key {quoted(part_name)} already, as a part of {quoted(name)} would be called"
+                    raise RefusedError(message, path=checkpoint.path, next="rename it first: ckptool rename")
                 new_items.append((editor.add(part_name, key), part.ref))
         editor.refill(ref, new_items)
 

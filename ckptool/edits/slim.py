@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Body
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
-from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
+from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
 from ..files.sources import Computed, Span
 from ..files.threads import run_in_threads
 from ..values.elements import (
@@ -29,7 +29,7 @@ from ..values.elements import (
     whole_chunks,
 )
 from .entries import drop_entries
-from .storages import Use, chosen_tensors, repointed, storage_uses, with_plain_ids
+from .storages import Use, chosen_storages, repointed, storage_uses, with_plain_ids
 
 Purpose = Literal["inference"]
 
@@ -73,7 +73,7 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    wanted = _chosen_storages(checkpoint, only)
+    wanted = chosen_storages(checkpoint, None, only)
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, Body] = {}
     before = after = cut = made_dense = 0
@@ -104,17 +104,10 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     if not cut:
         change = Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")
         return original.changed(original.graph, [change])
-    what = f"{pluralize(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
+    summary = f"{pluralize(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
     notes = (f"{pluralize(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
-    return checkpoint.changed(
-        editor.done(), [Change("slim-views", "", cut, 0, what, notes)], added, needs_relayout=True
-    )
-
-
-def _chosen_storages(checkpoint: Checkpoint, only: Globs) -> set[str]:
-    reader = checkpoint.survey.reader
-    chosen = chosen_tensors(checkpoint, None, only)
-    return {part.storage for entry in chosen for part in reader.parts(entry.tensor)} if only else {*reader.storages}
+    change = Change("slim-views", "", cut, 0, summary, notes)
+    return checkpoint.changed(editor.done(), [change], added, needs_relayout=True)
 
 
 def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
@@ -146,9 +139,9 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
 
 
 def _has_gaps(cluster: Cluster) -> bool:
-    """Is it one view that does not read everything between its first and its last element?"""
+    """Tell whether it is one view that does not read everything between its first and its last element."""
     first = cluster.uses[0].tensor
-    if len({(t.offset, t.shape, t.stride, t.dtype) for t in (use.tensor for use in cluster.uses)}) > 1:
+    if len({view_id(use.tensor) for use in cluster.uses}) > 1:
         return False
     return not is_contiguous(first) and tensor_size(first) < cluster.end - cluster.begin
 
@@ -176,11 +169,9 @@ def _as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
 def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
     dtype = dtype_of(use.tensor)
     assert isinstance(dtype, Dtype)
-    empty = 0 in use.tensor.shape
-    offset = 0 if dense or empty else use.tensor.offset - begin // dtype.itemsize
-    strides = contiguous_strides(use.tensor.shape) if dense else None
+    offset = 0 if dense or 0 in use.tensor.shape else use.tensor.offset - begin // dtype.itemsize
     numel = nbytes // storage.dtype.itemsize
-    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, strides=strides)
+    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, dense=dense)
 
 
 def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
@@ -197,7 +188,7 @@ def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
     homes: dict[str, set[int]] = {}
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
-    wanted = _chosen_storages(checkpoint, only)
+    wanted = chosen_storages(checkpoint, None, only)
     alike: dict[object, dict[int | None, list[str]]] = {}
     for key in uses.tensors:
         storage = reader.storages[key]
@@ -218,10 +209,10 @@ def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
         for use in uses.tensors[key]:
             editor.changed[use.args] = repointed(editor, use, first, reader.storages[key].numel)
     size = sum(reader.storages[key].nbytes for key in same)
-    what = f"{pluralize(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
+    summary = f"{pluralize(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
     notes = (f"tied now: {join_limited(pairs, most=3)}",)
-    return checkpoint.changed(editor.done(), [Change("dedupe", "", len(same), 0, what, notes)], needs_relayout=True)
+    return checkpoint.changed(editor.done(), [Change("dedupe", "", len(same), 0, summary, notes)], needs_relayout=True)
 
 
 def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
@@ -288,8 +279,8 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
         names = [name for name, other in causes.items() if other == cause]
         size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
         notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
-        what = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
-        changes.append(Change("drop", "", len(names), 0, what, notes))
+        summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
+        changes.append(Change("drop", "", len(names), 0, summary, notes))
     if not changes:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
     return drop_entries(checkpoint, causes, changes)

@@ -1,20 +1,19 @@
-"""Which calls make tensors of which storages, which tensors an edit chooses, and how they get other storages."""
+"""Uses of storages: the calls that make tensors of them, the choice of tensors, and other storages for a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name, mapping
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import selected_tensors
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, contiguous_strides
 from ..checkpoint.views import without_views
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
-from ..pickles.opcodes import REDUCE
+from ..safety.storages import storage_flaws
 
 _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"))
 
@@ -47,14 +46,18 @@ def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if graph is checkpoint.graph else checkpoint.changed(graph, [], needs_relayout=True)
 
 
-def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> Iterator[TensorEntry]:
-    """Yield the tensors that match ``only``, in the state dict at ``key`` if there is one."""
-    survey = checkpoint.survey
-    paths = None if key is None else {item.path for item in selected(checkpoint, key)}
-    for entry in survey.tensors:
-        inside = paths is None or (entry.state_dict >= 0 and survey.state_dicts[entry.state_dict].path in paths)
-        if inside and (not only or only.match(entry.key, entry.path)):
-            yield entry
+def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> list[TensorEntry]:
+    """Return the tensors that match ``only``, in the state dict at ``key`` if there is one."""
+    tensors = selected_tensors(checkpoint, key)
+    return [entry for entry in tensors if only.match(entry.key, entry.path)] if only else tensors
+
+
+def chosen_storages(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str]:
+    """Return the storages of the chosen tensors; without a choice all of them."""
+    reader = checkpoint.survey.reader
+    if key is None and not only:
+        return {*reader.storages}
+    return {part.storage for entry in chosen_tensors(checkpoint, key, only) for part in reader.parts(entry.tensor)}
 
 
 def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
@@ -96,25 +99,18 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
 
 
 def has_bits(graph: Graph, use: Use) -> bool:
-    """Does the tensor carry a conjugate or negative bit? They are in a dict, the last argument."""
+    """Tell whether the tensor carries a conjugate or negative bit; they are in a dict, the last argument."""
     args = graph.nodes[use.args]
     return type(args) is tuple and len(args) > 6 and bool(mapping(graph, args[-1]))
 
 
 def repointed(
-    editor: GraphEditor,
-    use: Use,
-    key: str,
-    numel: int,
-    *,
-    offset: int | None = None,
-    strides: Sequence[int] | None = None,
-    cls: Ref = -1,
+    editor: GraphEditor, use: Use, key: str, numel: int, *, offset: int = -1, dense: bool = False, cls: Ref = -1
 ) -> tuple[Ref, ...]:
     """Return the arguments of a use with another storage: ``key`` of ``numel`` elements, of class ``cls`` (-1: same).
 
-    ``offset`` and ``strides`` are in elements; None keeps them. Call it for all uses of a storage: its old mention is
-    removed, because of two mentions that disagree the first one counts.
+    ``offset`` is in elements, -1 keeps it; ``dense`` makes the strides those of row-major order. Call it for all uses
+    of a storage: its old mention is removed, because of two mentions that disagree the first one counts.
     """
     graph = editor.graph
     persistent = graph.nodes[use.storage]
@@ -125,9 +121,9 @@ def repointed(
     new = (pid[0], cls if cls >= 0 else pid[1], editor.text(pid[2], key), pid[3], _number(editor, pid[4], numel))
     storage = editor.add(Persistent(editor.add(new, persistent.pid)), use.storage)
     editor.changed[use.storage] = None
-    at = args[1] if offset is None else _number(editor, args[1], offset)
-    steps = args[3] if strides is None else editor.add(tuple(editor.constant(step) for step in strides))
-    return (storage, at, args[2], steps, *args[4:])
+    at = args[1] if offset < 0 else _number(editor, args[1], offset)
+    strides = editor.numbers(contiguous_strides(use.tensor.shape)) if dense else args[3]
+    return (storage, at, args[2], strides, *args[4:])
 
 
 def _number(editor: GraphEditor, ref: Ref, value: int) -> Ref:
@@ -140,6 +136,7 @@ def copied_call(node: Call, func: Ref = -1) -> Call:
     return call.filled(node.items, node.pairs, node.states)
 
 
-def no_hooks(editor: GraphEditor) -> Ref:
-    """Return an empty OrderedDict, the hooks of a tensor."""
-    return editor.add(Call(REDUCE, editor.named("collections", "OrderedDict"), editor.constant(())))
+def misdescribed(checkpoint: Checkpoint) -> dict[Ref, str]:
+    """Return the paths of tensors and storages that the pickle describes in a way that torch cannot read."""
+    flaws = [flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused]
+    return {flaw.ref: flaw.path or "a tensor" for flaw in flaws}

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
@@ -25,6 +25,10 @@ from .targets import MatchTarget, candidate_dicts, match_target, specs_of
 if TYPE_CHECKING:
     import torch
 
+Steps: TypeAlias = tuple[FixStep, ...]
+#: The "fix" of a report.
+Fix: TypeAlias = dict[str, Any]
+
 #: State dicts for which a fix is searched; the others are judged by their shapes.
 _TRIED: Final = 4
 #: Patterns by which a fix may drop keys.
@@ -39,7 +43,7 @@ class Match(NamedTuple):
     dict at ``key``; None if nothing does."""
 
     report: dict[str, Any]
-    steps: tuple[FixStep, ...] | None
+    steps: Steps | None
     key: str | None
 
 
@@ -49,8 +53,8 @@ class _Attempt(NamedTuple):
     state_dict: StateDict
     specs: dict[str, Spec]
     filled: frozenset[str]
-    before: tuple[FixStep, ...]
-    after: tuple[FixStep, ...]
+    before: Steps
+    after: Steps
     best: Candidate
 
     @property
@@ -75,7 +79,7 @@ def match_checkpoint(
     Raise TargetError if there is no state dict.
     """
     attempts = [_attempt(checkpoint, item, target, anywhere) for item in _likely_dicts(checkpoint, key, target)]
-    best = max(attempts, key=lambda one: one.rank)
+    best = max(attempts, key=lambda candidate: candidate.rank)
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)
     steps, fix = _fix(checkpoint, target, best, strict)
@@ -128,13 +132,12 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
     specs = specs_of(checkpoint, item)
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
-    shapes = [spec.shape for spec in specs.values()]
-    best = search(list(specs), shapes, target.shapes, filled, target.source)
+    best = search(list(specs), [spec.shape for spec in specs.values()], target.shapes, filled, target.source)
     return _Attempt(item, specs, filled, before, after, best)
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
-    """Were the modules that wrote it of a version, if any, from before the counters of batch norms?"""
+    """Tell whether its modules have versions from before the counters of batch norms, or none."""
     graph = checkpoint.graph
     entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
     for _, value in entries or ():
@@ -145,7 +148,7 @@ def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
     return True
 
 
-def _layout(have: str, wanted: str) -> tuple[tuple[FixStep, ...], tuple[FixStep, ...]]:
+def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
     """Return the steps that extract a state dict at one path, and those that put it at the other."""
     keys = _string_keys(wanted)
     if have == wanted or keys is None:
@@ -164,12 +167,10 @@ def _string_keys(path: str) -> list[str] | None:
     return keys if len(keys) == len(steps) else None
 
 
-def _fix(
-    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool
-) -> tuple[tuple[FixStep, ...], dict[str, Any] | None]:
+def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool) -> tuple[Steps, Fix | None]:
     """Return the steps and their result; None if there is nothing to do, or nothing helps."""
     after = compare(best.renamed, target.tensors, best.filled)
-    drops: tuple[FixStep, ...] = ()
+    drops: Steps = ()
     dropped: list[str] = []
     if strict and after.unexpected and not after.missing and not after.sizes and after.loads:
         drops = _drops(best.renamed, after.unexpected)
@@ -185,9 +186,8 @@ def _fix(
     if left_out:
         notes.append(f"leaves out the entries beside it: {join_limited(left_out)}")
     if dropped:
-        notes.append(
-            f"drops {pluralize(len(dropped), 'key')} that the target does not have: {join_limited(dropped, most=3)}"
-        )
+        number = pluralize(len(dropped), "key")
+        notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
     return steps, {
@@ -209,11 +209,11 @@ def _is_good(comparison: Comparison, strict: bool) -> bool:
 
 
 def _is_other_model(comparison: Comparison, best: _Attempt, target: MatchTarget) -> bool:
-    """Does too little load for the same model?"""
+    """Tell whether too little loads for the same model."""
     return len(comparison.loads) * 2 < min(len(best.specs), len(target.tensors))
 
 
-def _drops(names: Collection[str], unexpected: Sequence[str]) -> tuple[FixStep, ...]:
+def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
     """Return steps that drop exactly the unexpected keys; none if a few patterns cannot."""
     bad = set(unexpected)
     wanted = {name[:at] for name in names if name not in bad for at, char in enumerate(name) if char == "."}
@@ -302,18 +302,11 @@ def _modules(comparison: Comparison) -> list[dict[str, Any]]:
     for outcome, names in outcomes.items():
         for name in names:
             groups.setdefault(".".join(modules[name][:depth]), Counter())[outcome] += 1
-    return [
-        {"module": module} | {outcome: counts[outcome] for outcome in outcomes} for module, counts in groups.items()
-    ]
+    return [{"module": name} | {outcome: counts[outcome] for outcome in outcomes} for name, counts in groups.items()]
 
 
 def _next(
-    checkpoint: Checkpoint,
-    target: MatchTarget,
-    best: _Attempt,
-    steps: tuple[FixStep, ...],
-    now: Comparison,
-    fix: dict[str, Any] | None,
+    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, steps: Steps, now: Comparison, fix: Fix | None
 ) -> tuple[str, str]:
     """Return what the user can do about what no edit solves, and the command for it; "" if the fix is complete."""
     if fix is not None and fix["complete"]:
@@ -325,18 +318,17 @@ def _next(
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
     if not after.sizes:
-        return f"load_state_dict(..., strict=False) takes it so; {_not_strict(after, target)}", ""
+        return f"load_state_dict(..., strict=False) takes it as it is; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad)
-    what = (
-        f"without the {pluralize(len(bad), 'key')} of another size load_state_dict(..., strict=False) takes the others"
-    )
+    number = pluralize(len(bad), "key")
+    message = f"without the {number} of another size load_state_dict(..., strict=False) takes the others"
     if not drops:
-        return what, ""
+        return message, ""
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*steps[: len(steps) - len(last)], *drops, *last)
-    return what, command_words(checkpoint.path, words, _output(checkpoint.path), edited)
+    return message, command_words(checkpoint.path, words, _output(checkpoint.path), edited)
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
@@ -361,28 +353,26 @@ def _notes(
     notes = []
     path = best.state_dict.path
     if key is None and len(attempts) > 1:
-        others = [
-            repr(one.state_dict.path or ".") + (" (fits as well)" if one.best.score == best.best.score else "")
-            for one in attempts
-            if one is not best
-        ]
-        number = pluralize(len(checkpoint.state_dicts), "state dict")
-        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {join_limited(others)}")
-    if target.others:
-        others = [repr(other or ".") for other in target.others]
-        notes.append(
-            f"of the target {target.path or '.'!r} is taken; --target-key takes another: {join_limited(others)}"
+        others = join_limited(
+            [
+                repr(one.state_dict.path or ".") + " (fits as well)" * (one.best.score == best.best.score)
+                for one in attempts
+                if one is not best
+            ]
         )
+        number = pluralize(len(checkpoint.state_dicts), "state dict")
+        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {others}")
+    if target.others:
+        others = join_limited([repr(other or ".") for other in target.others])
+        notes.append(f"of the target {target.path or '.'!r} is taken; --target-key takes another: {others}")
     survey = checkpoint.survey
-    places = [item.path for item in survey.state_dicts]
-    ours = [item for item in survey.tensors if item.state_dict >= 0 and places[item.state_dict] == path]
+    ours = survey.tensors_in([path])
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
         tensors = pluralize(shards.tensors, "tensor")
         where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
-        notes.append(
-            f"{where} ({join_limited(list(shards.kinds))}): load_state_dict takes them only into a model spread so"
-        )
+        kinds = join_limited(list(shards.kinds))
+        notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
     if _string_keys(target.path) is None and path != target.path:
@@ -404,8 +394,8 @@ def match(
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
     callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several
-    state dicts. With ``anywhere`` it does not matter where in the file the state dict stands, without ``strict``
-    neither do missing and unexpected keys. Raises TargetError where one of the two has no state dict.
+    state dicts. With ``anywhere`` the place of the state dict in the file does not matter, without ``strict``
+    neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
     """
     wanted = match_target(target, model, target_key)
     with open_checkpoint(path) as checkpoint:

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import RefusedError
+from ...base.grouping import grouped
 from ...base.prefixes import unwrapper
 from ...base.text import pluralize, quoted
 
@@ -39,7 +40,7 @@ class Mismatch(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How well names fit: more keys that load, then fewer ``problems`` (missing, unexpected, of another size)."""
+    """The fit of names: more keys that load, then fewer ``problems`` (missing, unexpected, of another size)."""
 
     loads: int
     problems: int
@@ -62,12 +63,12 @@ class Comparison(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Would ``load_state_dict(strict=True)`` accept it?"""
+        """Whether ``load_state_dict(strict=True)`` would accept it."""
         return not (self.missing or self.unexpected or self.sizes)
 
 
 def agrees(have: Shape, wanted: Shape) -> bool:
-    """Does a value of one shape load where the other is wanted?
+    """Tell whether a value of one shape loads where the other is wanted.
 
     Torch accepts one element for a scalar, because torch 0.3 had no scalars (Module._load_from_state_dict).
     """
@@ -155,10 +156,8 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
 
 def _by_unwrapped_name(names: Iterable[str]) -> dict[str, str]:
     """Return names by their form without the segments of wrappers; those that would become one stay as they are."""
-    groups: dict[str, list[str]] = {}
     originals = list(names)
-    for plain, name in zip(map(unwrapper(originals), originals), originals):
-        groups.setdefault(plain, []).append(name)
+    groups = grouped(zip(map(unwrapper(originals), originals), originals))
     return {plain if len(same) == 1 else name: name for plain, same in groups.items() for name in same}
 
 

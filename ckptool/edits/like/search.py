@@ -7,16 +7,17 @@ votes for the steps worth trying.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from heapq import nlargest
 from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
-from ...base.prefixes import common_prefix, unwrapper
-from ..keys import Rename, stripping
+from ...base.grouping import grouped
+from ...base.prefixes import common_length, common_prefix, unwrapper
+from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
 Key = TypeVar("Key")
@@ -78,15 +79,13 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
         old, _, new = step.value.partition("=")
         return _glob_rename(old, new)
     if step.option == "rename-regex":
-        parts = step.value.split("/")
-        if len(parts) != 4 or parts[0] != "s" or parts[3]:
-            raise TargetError(f"{step.value!r} is not s/PATTERN/REPLACEMENT/")
-        return partial(re.compile(parts[1]).sub, parts[2], count=1)
+        pattern, new, count = parse_regex(step.value)
+        return partial(pattern.sub, new, count=count)
     raise TargetError(f"--{step.option} does not rename")
 
 
 def _glob_rename(old: str, new: str) -> Rename:
-    """Rename by a glob as it is made here: one star at the end of each, or none."""
+    """Return the function that renames by a glob of this module: one star at the end of each, or none."""
     head, star, _ = old.partition("*")
     into = new.partition("*")[0]
 
@@ -133,8 +132,8 @@ _SYNONYM_PAIRS: Final = (
 _SYNONYMS: Final = frozenset((*_SYNONYM_PAIRS, *((b, a) for a, b in _SYNONYM_PAIRS)))
 #: Partners that are tried for one name when nothing distinguishes them.
 _PARTNERS: Final = 3
-#: The weight of a vote by order; one by name counts 1.
-_UNSURE: Final = 0.25
+#: The weight of a vote by name; one by order counts 1.
+_SURE: Final = 4
 #: Of many pairs every n-th votes. Rare differences are heard once the common ones are settled. Primes, because names
 #: repeat from layer to layer.
 _VOTERS: Final = 1_000
@@ -162,7 +161,7 @@ def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str
     left = {name: shape for name, shape in wanted.items() if name not in settled}
     if not free or not left:
         return []
-    votes = _Votes({}, {}, {}, {}, set())
+    votes = _Votes(Counter(), Counter(), Counter(), Counter(), set())
     stride = next((step for step in _STRIDES if len(free) <= step * _VOTERS), _STRIDES[-1])
     for pair in islice(_likely_pairs(free, left), 0, None, stride):
         votes.tally(pair)
@@ -177,47 +176,36 @@ class _Votes(NamedTuple):
     end, ``middles`` what lies between the common beginning and end of two names.
     """
 
-    heads: dict[tuple[str, str], float]
-    longer: dict[tuple[str, str], float]
-    names: dict[tuple[str, str], float]
-    middles: dict[tuple[str, str, bool], float]
+    heads: Counter[tuple[str, str]]
+    longer: Counter[tuple[str, str]]
+    names: Counter[tuple[str, str]]
+    middles: Counter[tuple[str, str, bool]]
     sure: set[tuple[str, str]]
 
     def tally(self, pair: NamePair) -> None:
         """Count the votes of one pair."""
         diff = name_difference(pair.own, pair.other)
-        weight = 1.0 if pair.sure else _UNSURE
-        differences = [diff.head]
-        _add(self.heads if diff.end else self.names, diff.head, weight)
+        weight = _SURE if pair.sure else 1
+        (self.heads if diff.end else self.names)[diff.head] += weight
         if diff.longer is not None:
-            _add(self.longer, diff.longer, weight)
-            differences.append(diff.longer)
+            self.longer[diff.longer] += weight
         if diff.middle is not None:
-            _add(self.middles, (*diff.middle, not diff.end), weight)
-            differences.append(diff.middle)
+            self.middles[(*diff.middle, not diff.end)] += weight
         # A single match of number and shape in one place may be chance.
         sure = pair.sure and (pair.only or diff.end > 1 or diff.begin > 0) and not diff.moved
         if sure or diff.middle in _SYNONYMS:
-            self.sure.update(differences)
+            self.sure.update(filter(None, (diff.head, diff.longer, diff.middle)))
 
 
-def _add(votes: dict[Key, float], key: Key, weight: float) -> None:
-    votes[key] = votes.get(key, 0) + weight
-
-
-def _top(votes: Mapping[Key, float], most: int) -> list[Key]:
+def _top(votes: Counter[Key], most: int) -> list[Key]:
     """Return the keys with the most votes; of equal ones the first."""
-    return nlargest(most, votes, key=lambda key: votes[key])
+    return [key for key, _ in votes.most_common(most)]
 
 
 def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) -> Iterator[NamePair]:
     """Yield pairs of names with the longest common end and the same shape; without a common end, in one module."""
-    ends: dict[tuple[str, Shape], list[str]] = {}
-    modules: dict[tuple[str, Shape], list[str]] = {}
-    for name, shape in left.items():
-        for end in suffixes(name):
-            ends.setdefault((end, shape), []).append(name)
-        modules.setdefault((name.rpartition(".")[0], shape), []).append(name)
+    ends = grouped(((end, shape), name) for name, shape in left.items() for end in suffixes(name))
+    modules = grouped(((name.rpartition(".")[0], shape), name) for name, shape in left.items())
     groups: dict[tuple[str, Shape], list[str]] = {}
     alone: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in free:
@@ -242,7 +230,7 @@ def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:
     if len(own) == len(others) == 1:
         yield NamePair(own[0], others[0], True, True)
         return
-    groups, by_numbers = _by_numbers(own), _by_numbers(others)
+    groups, by_numbers = (grouped((numbers_in(name), name) for name in names) for names in (own, others))
     rest: list[str] = []
     for numbers, names in groups.items():
         if numbers in by_numbers:
@@ -251,13 +239,6 @@ def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:
             rest += names
     if rest:
         yield from _zipped(rest, others)
-
-
-def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        groups.setdefault(numbers_in(name), []).append(name)
-    return groups
 
 
 def _zipped(own: list[str], others: list[str]) -> Iterator[NamePair]:
@@ -283,13 +264,8 @@ class NameDifference(NamedTuple):
 def name_difference(own: str, other: str) -> NameDifference:
     """Compare two names segment by segment, from the end and from the beginning."""
     a, b = own.split("."), other.split(".")
-    shorter = min(len(a), len(b))
-    end = 0
-    while end < shorter and a[-1 - end] == b[-1 - end]:
-        end += 1
-    begin = 0
-    while begin < shorter - end and a[begin] == b[begin]:
-        begin += 1
+    end = common_length(a[::-1], b[::-1])
+    begin = min(common_length(a, b), len(a) - end, len(b) - end)
     to_a, to_b = len(a) - end, len(b) - end
     longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
     middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
@@ -310,12 +286,12 @@ def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[F
     if shared:
         yield FixStep("strip-prefix", shared)
     # Where one head ends with the other, something was put before all names, or stripped.
-    prefixes: dict[tuple[str, str], float] = {}
+    prefixes: Counter[tuple[str, str]] = Counter()
     for (own, other), weight in votes.heads.items():
         if own and other.endswith("." + own):
-            _add(prefixes, ("add-prefix", other[: -len(own)]), weight)
+            prefixes["add-prefix", other[: -len(own)]] += weight
         elif other and own.endswith("." + other):
-            _add(prefixes, ("strip-prefix", own[: -len(other)]), weight)
+            prefixes["strip-prefix", own[: -len(other)]] += weight
     yield from (FixStep(*step) for step in _top(prefixes, most))
 
 
@@ -342,26 +318,25 @@ def _by_glob(votes: _Votes, own: str, other: str, end: str) -> Iterator[FixStep]
 
 def _by_middle(votes: _Votes, most: int) -> Iterator[FixStep]:
     """Yield steps that rename segments wherever they occur; those with a number at their end together."""
-    numbered: dict[tuple[str, str, bool], float] = {}
+    numbered: Counter[tuple[str, str, bool]] = Counter()
     sure: set[tuple[str, str]] = set()
     for (own, other, last), weight in votes.middles.items():
         a, b = _NUMBERED.match(own), _NUMBERED.match(other)
         if a and b and a[2] == b[2]:
-            _add(numbered, (a[1], b[1], last), weight)
+            numbered[a[1], b[1], last] += weight
             if (own, other) in votes.sure:
                 sure.add((a[1], b[1]))
-    for own, other, last in _top(numbered, most):
-        if not _NOT_IN_REGEX & set(own + other):
-            end, back = ("$", "") if last else (r"\.", ".")
-            text = rf"s/(^|\.){re.escape(own)}(\d+){end}/\1{other}\g<2>{back}/"
-            yield FixStep("rename-regex", text, (own, other) not in sure)
-    for own, other, last in _top(votes.middles, most):
+    for (own, other, last), digits, proven in (
+        *((middle, r"(\d+)", sure) for middle in _top(numbered, most)),
+        *((middle, "", votes.sure) for middle in _top(votes.middles, most)),
+    ):
         if not _NOT_IN_REGEX & set(own + other) and (other or not last):
             end, back = ("$", "") if last else (r"\.", "." if other else "")
             # \1 before a digit would be another group.
             group = r"\g<1>" if other[:1].isdigit() else r"\1"
-            text = rf"s/(^|\.){re.escape(own)}{end}/{group}{other}{back}/"
-            yield FixStep("rename-regex", text, (own, other) not in votes.sure)
+            same = r"\g<2>" if digits else ""
+            text = rf"s/(^|\.){re.escape(own)}{digits}{end}/{group}{other}{same}{back}/"
+            yield FixStep("rename-regex", text, (own, other) not in proven)
 
 
 # -- The search
@@ -390,7 +365,7 @@ class Candidate(NamedTuple):
 
     @property
     def guess(self) -> bool:
-        """Is one of its steps a guess?"""
+        """Whether one of its steps is a guess."""
         return any(step.guess for step in self.steps)
 
 
@@ -427,7 +402,7 @@ class _SearchSpace(NamedTuple):
         return Candidate((*candidate.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
 
     def plausible(self, candidate: Candidate) -> bool:
-        """Does enough load to be the same model? Two models have a few shapes in common by chance."""
+        """Tell whether enough loads for the same model; two models have a few shapes in common by chance."""
         return candidate.score.loads * 2 >= min(len(self.shapes), len(self.wanted))
 
 
@@ -443,7 +418,7 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
         plain = simpler
     if plain is not None and start.score.problems:
         frontier.append(plain)
-        best = max(best, plain, key=lambda one: one.rank)
+        best = max(best, plain, key=lambda candidate: candidate.rank)
     stalled = 0
     for depth in range(_DEPTH):
         # The first round runs in any case: there may be a simpler step than the one about wrappers.
@@ -457,15 +432,15 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
                     continue
                 if not new.score.problems and len(new.steps) == 1 and not step.guess:
                     # Proposals come with the simplest first: no other step is cheaper.
-                    return max(best, new, key=lambda one: one.rank)
+                    return max(best, new, key=lambda candidate: candidate.rank)
                 signature = hash(tuple(new.names))
                 if signature not in reached or new.rank > reached[signature].rank:
                     reached[signature] = new
-        frontier = sorted(reached.values(), key=lambda one: one.rank, reverse=True)[:width]
+        frontier = sorted(reached.values(), key=lambda candidate: candidate.rank, reverse=True)[:width]
         if not frontier:
             break
         stalled = 0 if frontier[0].score.rank > best.score.rank else stalled + 1
-        best = max(best, frontier[0], key=lambda one: one.rank)
+        best = max(best, frontier[0], key=lambda candidate: candidate.rank)
         if (best.score.loads - start.score.loads) * _HOPELESS < start.score.problems:
             break
     return best
@@ -490,7 +465,7 @@ def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
     """Choose the names of the target over the best by steps if they are better, or as good and not a guess."""
     better = [other for other in others if other.score.rank > best.score.rank]
     if better:
-        return max(better, key=lambda one: one.rank)
+        return max(better, key=lambda candidate: candidate.rank)
     for other in others if best.guess else ():
         if other.score != best.score:
             continue
@@ -499,7 +474,7 @@ def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
             return other
         if not other.guess and len(best.steps) <= _FEW:
             return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
-    return max((best, *others), key=lambda one: one.rank)
+    return max((best, *others), key=lambda candidate: candidate.rank)
 
 
 def _trimmed(space: _SearchSpace, start: Candidate, best: Candidate) -> Candidate:

@@ -1,4 +1,4 @@
-"""What a checkpoint shall fit: names, shapes and dtypes of a checkpoint, a lock file, a model or a mapping.
+"""The target of a match: names, shapes and dtypes of a checkpoint, a lock file, a model or a mapping.
 
 Only this module of ``like`` opens files, and builds the model that is named to it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ...files.archives import open_any
 from ...formats.opening import open_checkpoint
 from ...values.torch.loads import model_state
 from ..keys import by_table
+from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 
 _SCHEMA = "ckptool.lock/1"
@@ -86,10 +88,10 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if not candidates:
         modules = checkpoint.survey.modules
         if modules:
-            what = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
+            message = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
             step = f"make it one: ckptool sanitize {argument(checkpoint.path)} --as-state-dict"
             step += f" -o {argument(suggested_output(checkpoint.path, 'plain'))}"
-            raise TargetError(what, path=checkpoint.path, next=step)
+            raise TargetError(message, path=checkpoint.path, next=step)
         step = f"ckptool inspect {quote(checkpoint.path)} --tree"
         raise TargetError("there is no state dict in it", path=checkpoint.path, next=step)
     return candidates
@@ -109,20 +111,6 @@ def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
     return specs
 
 
-def _tied_names(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, str]:
-    """Return the second names of tensors, each with the first: the same elements of the same storage."""
-    reader, firsts, tied = checkpoint.survey.reader, dict[object, str](), {}
-    for key, value in state_dict.items:
-        tensor = reader.tensor(value)
-        if tensor is None or not tensor.storage or 0 in tensor.shape:
-            continue
-        name = str(checkpoint.graph.nodes[key])
-        first = firsts.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype), name)
-        if first != name:
-            tied[name] = first
-    return tied
-
-
 def target_in_checkpoint(
     checkpoint: Checkpoint, key: str | None = None, *, preferred: str | None = None
 ) -> MatchTarget:
@@ -134,8 +122,11 @@ def target_in_checkpoint(
     place = normal_path(preferred) if preferred is not None else None
     best = max(candidates, key=lambda item: (item.path == place, len(item.items)))
     others = tuple(item.path for item in candidates if item is not best)
-    tied = _tied_names(checkpoint, best)
-    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs_of(checkpoint, best), others, tied)
+    specs = specs_of(checkpoint, best)
+    tensors = {name for name, spec in specs.items() if spec.shape is not None and 0 not in spec.shape}
+    same = tied_keys(checkpoint, best).items()
+    tied = {name: names[0] for name, names in same if name != names[0] and name in tensors}
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied)
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:
@@ -158,14 +149,11 @@ def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> Match
 
 
 def _is_lock(path: str) -> bool:
-    """Does it begin like JSON, which no checkpoint does?"""
+    """Tell whether a file begins like JSON, which no checkpoint does."""
     if os.path.isdir(path):
         return False
-    source = open_any(path)
-    try:
+    with closing(open_any(path)) as source:
         return source.read(0, min(source.size, 256)).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
-    finally:
-        source.close()
 
 
 def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchTarget:
@@ -175,21 +163,18 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     """
     import json
 
-    source = open_any(path)
-    try:
+    with closing(open_any(path)) as source:
         if source.size > LIMITS.pickle_bytes:
             raise MalformedError("it is too large for a lock file", path=path)
         data = source.read(0, source.size)
-    finally:
-        source.close()
     try:
         document = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise MalformedError("it begins like JSON, but is not JSON", path=path) from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != _SCHEMA:
-        what = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
-        raise MalformedError(what, path=path, next="ckptool lock CHECKPOINT -o LOCK makes one")
+        message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
+        raise MalformedError(message, path=path, next="ckptool lock CHECKPOINT -o LOCK makes one")
     dicts = document.get("state_dicts")
     if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
         raise MalformedError("it has no 'state_dicts'", path=path)
@@ -235,8 +220,8 @@ def rename_like(
     candidates = candidate_dicts(checkpoint, key)
     if len(candidates) > 1:
         paths = join_limited([repr(item.path or ".") for item in candidates])
-        what = f"there are {len(candidates)} state dicts: {paths}"
-        raise TargetError(what, path=checkpoint.path, next="name one with --key")
+        message = f"there are {len(candidates)} state dicts: {paths}"
+        raise TargetError(message, path=checkpoint.path, next="name one with --key")
     have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
     if by_order and None not in wanted.values():
         # If only tensors are wanted, other values have no place in the order.
@@ -247,6 +232,6 @@ def rename_like(
         step = f"ckptool match {quote(checkpoint.path)} {quote(source)}"
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
     if not table:
-        what = "no key can be matched by its name and shape"
-        raise RefusedError(what, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
+        message = "no key can be matched by its name and shape"
+        raise RefusedError(message, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
     return by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")

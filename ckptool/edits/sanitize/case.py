@@ -40,8 +40,7 @@ class Case:
         #: Bytes of new storages by key; rules add to it.
         self.storages = storages
         self.name = called_name(editor, node.func) or self._method(node.func)
-        args = self.current(node.args)
-        self.args: tuple[Ref, ...] = args if type(args) is tuple else ()
+        self.args = _elements(editor, node.args)
         #: The value of a builtin base that ``copyreg._reconstructor`` was given, -1 for none.
         self.base = -1
         #: The keyword arguments of NEWOBJ_EX, -1 for none.
@@ -63,21 +62,19 @@ class Case:
     def _method(self, func: Ref) -> str:
         """Return the dotted name of ``getattr(cls, name)``, as protocol 2 writes a method; "" for anything else."""
         node = self.current(func)
-        args = self.current(node.args) if isinstance(node, Call) else ()
-        if not isinstance(node, Call) or type(args) is not tuple or len(args) != 2:
+        args = _elements(self.editor, node.args) if isinstance(node, Call) else ()
+        if not isinstance(node, Call) or len(args) != 2 or called_name(self.editor, node.func) != "builtins.getattr":
             return ""
         owner, name = called_name(self.editor, args[0]), self.current(args[1])
-        if called_name(self.editor, node.func) != "builtins.getattr" or not owner or not isinstance(name, str):
-            return ""
-        return f"{owner}.{name}"
+        return f"{owner}.{name}" if owner and isinstance(name, str) else ""
 
     def _partial(self, func: Node) -> None:
         """Follow ``functools.partial(cls.__new__, cls, ...)()``: keyword arguments of ``__new__`` in protocol 2."""
         if not isinstance(func, Call) or called_name(self.editor, func.func) != "functools.partial" or not func.states:
             return
-        state = self.current(func.states[-1])
-        args = self.current(state[1]) if type(state) is tuple and len(state) > 2 else ()
-        if type(state) is tuple and type(args) is tuple and args and self._method(state[0]).endswith(".__new__"):
+        state = _elements(self.editor, func.states[-1])
+        args = _elements(self.editor, state[1]) if len(state) > 2 else ()
+        if args and self._method(state[0]).endswith(".__new__"):
             self._is_class(args[0], args[1:])
             self.keywords = state[2]
 
@@ -107,8 +104,7 @@ class Case:
 
     def last_state(self) -> tuple[Ref, ...]:
         """Return the references in the last state if it is a tuple, else nothing."""
-        state = self.current(self.node.states[-1]) if self.node.states else ()
-        return state if type(state) is tuple else ()
+        return _elements(self.editor, self.node.states[-1]) if self.node.states else ()
 
     def attribute(self, name: str) -> Ref:
         """Return the reference of one attribute, -1 for none."""
@@ -119,15 +115,9 @@ class Case:
         return {name: value for key, value in pairs or () if isinstance(name := self.graph.nodes[key], str)}
 
 
-def new_call(editor: GraphEditor, module: str, name: str, *args: Ref) -> Call:
-    """Return a call of ``module.name``."""
-    func = editor.named(module, name)
-    return Call(op.REDUCE, func, editor.add(tuple(args)) if args else editor.constant(()))
-
-
 def new_bytes(editor: GraphEditor, text: Ref) -> Call:
     """Return bytes as torch accepts them: ``_codecs.encode(text, 'latin1')``."""
-    return new_call(editor, "_codecs", "encode", text, editor.constant("latin1"))
+    return editor.new_call("_codecs", "encode", (text, editor.constant("latin1")))
 
 
 def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
@@ -161,10 +151,9 @@ def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
         if isinstance(node, str):
             # As the decoder reads the str of Python 2; other surrogates are not bytes.
             return node.encode("utf-8", "surrogateescape")
-        args = editor.node(node.args) if isinstance(node, Call) else None
-        if not isinstance(node, Call) or type(args) is not tuple:
+        if not isinstance(node, Call):
             return None
-        name = called_name(editor, node.func)
+        name, args = called_name(editor, node.func), _elements(editor, node.args)
         if name in ("builtins.bytes", "builtins.bytearray") and not args:
             return b""
         if name == "builtins.bytearray" and len(args) == 1:
@@ -173,6 +162,12 @@ def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
         return text.encode("latin-1") if isinstance(text, str) else None
     except UnicodeEncodeError:
         return None
+
+
+def _elements(editor: GraphEditor, ref: Ref) -> tuple[Ref, ...]:
+    """Return the current elements of a tuple, () for another node."""
+    node = editor.node(ref)
+    return node if type(node) is tuple else ()
 
 
 def called_name(editor: GraphEditor, func: Ref) -> str:
@@ -198,7 +193,7 @@ class Keys:
         self._hashable: dict[Ref, bool] = {}
 
     def hashable(self, ref: Ref) -> bool:
-        """Can it be the key of a dict by now? Not recursive: tuples may be nested without end."""
+        """Tell whether it can be the key of a dict by now. Not recursive: tuples may be nested without end."""
         known = self._hashable
         path: list[tuple[Ref, Iterator[Ref]]] = [(-1, iter((ref,)))]
         while path:
@@ -233,7 +228,7 @@ class Keys:
         return indices
 
     def _replaced(self, ref: Ref) -> bool:
-        """Was it made plain, or an element of it?"""
+        """Tell whether it or an element of it was made plain."""
         node, changed = self.editor.node(ref), self.editor.changed
         return ref in changed or (type(node) is tuple and any(part in changed for part in node[:_ELEMENTS]))
 

@@ -6,40 +6,40 @@ Sources: numpy's ``multiarray`` pickling (``scalar``, ``_reconstruct``, ``_fromb
 from __future__ import annotations
 
 import struct
-from array import array as machine_array
-from collections.abc import Sequence
 from math import prod
 from typing import Final, NamedTuple
 
+from ...base.dtypes import BY_NAME
 from ...base.text import cut, pluralize
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.graph_editor import GraphEditor
-from ...checkpoint.objects import callable_name, mapping
-from ...checkpoint.tensors import TensorReader
-from ...pickles.nodes import Call, Dict, List, Node, Persistent, Ref
-from ...values.elements import added_storages
-from .case import UNKNOWN, Case, Replacement, RuleResult, called_name, new_bytes, new_call, raw_bytes
+from ...checkpoint.objects import callable_name, elements, mapping
+from ...checkpoint.tensors import TensorReader, contiguous_strides
+from ...pickles.nodes import Call, Dict, List, Node, Ref
+from ...values.elements import added_storages, number_width, swapped
+from .case import UNKNOWN, Case, Replacement, RuleResult, called_name, new_bytes, raw_bytes
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 BUFFERS: Final = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
 
-#: numpy code: (torch dtype, storage class or "" for UntypedStorage and _rebuild_tensor_v3, struct code)
+#: numpy code: (torch dtype, struct code)
 _TYPES: Final = {
-    "f8": ("float64", "DoubleStorage", "d"),
-    "f4": ("float32", "FloatStorage", "f"),
-    "f2": ("float16", "HalfStorage", "e"),
-    "i8": ("int64", "LongStorage", "q"),
-    "i4": ("int32", "IntStorage", "i"),
-    "i2": ("int16", "ShortStorage", "h"),
-    "i1": ("int8", "CharStorage", "b"),
-    "u8": ("uint64", "", "Q"),
-    "u4": ("uint32", "", "I"),
-    "u2": ("uint16", "", "H"),
-    "u1": ("uint8", "ByteStorage", "B"),
-    "b1": ("bool", "BoolStorage", "?"),
-    "c16": ("complex128", "ComplexDoubleStorage", "2d"),
-    "c8": ("complex64", "ComplexFloatStorage", "2f"),
+    "f8": ("float64", "d"),
+    "f4": ("float32", "f"),
+    "f2": ("float16", "e"),
+    "i8": ("int64", "q"),
+    "i4": ("int32", "i"),
+    "i2": ("int16", "h"),
+    "i1": ("int8", "b"),
+    "u8": ("uint64", "Q"),
+    "u4": ("uint32", "I"),
+    "u2": ("uint16", "H"),
+    "u1": ("uint8", "B"),
+    "b1": ("bool", "?"),
+    "c16": ("complex128", "2d"),
+    "c8": ("complex64", "2f"),
 }
 #: Dates and durations are stored as int64.
 _TIMES: Final = {"M8": "datetime64", "m8": "timedelta64"}
@@ -114,7 +114,7 @@ def numpy_scalar(case: Case) -> RuleResult:
     value, editor = values[0], case.editor
     if isinstance(value, complex):
         parts = (editor.constant(value.real), editor.constant(value.imag))
-        return Replacement(new_call(editor, "__builtin__", "complex", *parts), f"complex{dtype.time_note}")
+        return Replacement(editor.new_call("__builtin__", "complex", parts), f"complex{dtype.time_note}")
     return Replacement(_plain_node(case, value), f"{type(value).__name__}{dtype.time_note}")
 
 
@@ -145,13 +145,14 @@ def numpy_array(case: Case) -> RuleResult:
         objects = case.current(data)
         # Objects are pickled in the order of their indices, however the array lies in memory.
         return _nested(case, list(objects.items), shape) if isinstance(objects, List) else UNKNOWN
-    raw, strides = raw_bytes(case.editor, data), _strides(shape, fortran)
+    raw = raw_bytes(case.editor, data)
+    strides = contiguous_strides(shape[::-1])[::-1] if fortran else contiguous_strides(shape)
     if axes is not None and case.current(axes) is not None:
         # NumPy 2.4: the shape is that of the memory, its axes are permuted.
         permutation = _shape(case, axes)
         if permutation is None or sorted(permutation) != list(range(len(shape))):
             return UNKNOWN
-        shape, strides = tuple(shape[axis] for axis in permutation), [strides[axis] for axis in permutation]
+        shape, strides = (tuple(sizes[axis] for axis in permutation) for sizes in (shape, strides))
     if raw is None or len(raw) != prod(shape) * dtype.width:
         return UNKNOWN
     if dtype.family in "US":
@@ -163,16 +164,6 @@ def numpy_array(case: Case) -> RuleResult:
     if dtype.number_code not in _TYPES or prod(max(size, 1) for size in shape) >= 1 << 62:
         return UNKNOWN  # also an empty array whose strides torch cannot count
     return _tensor(case, dtype, shape, strides, raw)
-
-
-def _strides(shape: tuple[int, ...], fortran: bool) -> list[int]:
-    """Return the strides in elements; an axis without elements counts as one."""
-    strides: list[int] = []
-    size = 1
-    for length in shape if fortran else reversed(shape):
-        strides.append(size)
-        size *= max(length, 1)
-    return strides if fortran else strides[::-1]
 
 
 def numpy_object(case: Case) -> RuleResult:
@@ -200,7 +191,7 @@ def numpy_object(case: Case) -> RuleResult:
     return numpy_object(case.inner(ref, state))
 
 
-def _in_index_order(refs: list[Ref], shape: tuple[int, ...], strides: list[int]) -> list[Ref]:
+def _in_index_order(refs: list[Ref], shape: tuple[int, ...], strides: tuple[int, ...]) -> list[Ref]:
     places = [0]
     for size, stride in zip(shape, strides) if refs else ():
         places = [before + index * stride for before in places for index in range(size)]
@@ -222,47 +213,12 @@ def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> RuleResult:
     return Replacement(List(items), words)
 
 
-def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], strides: list[int], raw: bytes) -> Replacement:
-    name, storage, _ = _TYPES[dtype.number_code]
-    editor = case.editor
-    if dtype.big:
-        raw = _little_endian(raw, dtype)
+def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], strides: tuple[int, ...], raw: bytes) -> Replacement:
+    target = BY_NAME[_TYPES[dtype.number_code][0]]
     key = f"array-{len(case.storages)}"
-    case.storages[key] = raw
-    pid = (
-        editor.constant("storage"),
-        editor.named("torch", storage) if storage else editor.named("torch.storage", "UntypedStorage"),
-        editor.add(key),
-        editor.constant("cpu"),
-        editor.constant(prod(shape) if storage else len(raw)),
-    )
-    args = [
-        editor.add(Persistent(editor.add(pid))),
-        editor.constant(0),
-        _integers(editor, shape),
-        _integers(editor, strides),
-        editor.constant(False),
-        editor.add(new_call(editor, "collections", "OrderedDict")),
-    ]
-    if not storage:
-        args.append(editor.named("torch", name))
-    function = "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"
-    words = f"tensor, {name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
-    return Replacement(new_call(editor, "torch._utils", function, *args), words)
-
-
-def _integers(editor: GraphEditor, values: Sequence[int]) -> Ref:
-    refs = tuple(editor.constant(value) for value in values)
-    return editor.add(refs) if refs else editor.constant(())
-
-
-def _little_endian(raw: bytes, dtype: _Dtype) -> bytes:
-    width = dtype.width // 2 if dtype.family == "c" else dtype.width
-    if width == 1:
-        return raw
-    numbers = machine_array({2: "H", 4: "I", 8: "Q"}[width], raw)
-    numbers.byteswap()
-    return numbers.tobytes()
+    case.storages[key] = swapped(raw, number_width(target)) if dtype.big else raw
+    words = f"tensor, {target.name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
+    return Replacement(case.editor.new_tensor(PlainTensor(target, shape, strides, key, len(raw))), words)
 
 
 def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:
@@ -283,10 +239,9 @@ def _dtype(case: Case, ref: Ref) -> _Dtype | None:
 
 
 def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
-    args = editor.node(node.args)
-    code = editor.node(args[0]) if type(args) is tuple and args else None
-    state = editor.node(node.states[-1]) if node.states else ()
-    parts = [editor.node(part) for part in state] if type(state) is tuple else []
+    args = elements(editor.node(node.args))
+    code = editor.node(args[0]) if args else None
+    parts = [editor.node(part) for part in elements(editor.node(node.states[-1]))] if node.states else []
     digits = code[1:] if type(code) is str else ""
     # After the byte order come a shape within the element, and the names of its fields.
     if type(code) is not str or any(part is not None for part in parts[2:4]):
@@ -300,9 +255,9 @@ def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
 
 def _unit(editor: GraphEditor, metadata: list[Node]) -> str:
     """Return the unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
-    pair = metadata[0] if metadata else ()
-    unit = editor.node(pair[1]) if type(pair) is tuple and len(pair) == 2 else ()
-    if type(unit) is not tuple or len(unit) < 2:
+    pair = elements(metadata[0]) if metadata else ()
+    unit = elements(editor.node(pair[1])) if len(pair) == 2 else ()
+    if len(unit) < 2:
         return "?"
     raw, number = raw_bytes(editor, unit[0]), editor.node(unit[1])
     if raw is None or type(number) is not int:
@@ -323,6 +278,6 @@ def _values(dtype: _Dtype, raw: bytes, count: int) -> list[object] | None:
         return [piece.decode(encoding, "replace").rstrip("\0") for piece in pieces]
     if dtype.number_code not in _TYPES:
         return None
-    form = _TYPES[dtype.number_code][2]
+    form = _TYPES[dtype.number_code][1]
     values = struct.unpack(f"{'>' if dtype.big else '<'}{count * len(form)}{form[-1]}", raw)
     return [complex(*values[at : at + 2]) for at in range(0, len(values), 2)] if len(form) == 2 else list(values)

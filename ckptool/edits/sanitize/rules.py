@@ -17,19 +17,7 @@ from ...checkpoint.objects import elements, mapped_name, mapping, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
-from .case import (
-    UNKNOWN,
-    Case,
-    Replacement,
-    RuleResult,
-    as_dict,
-    as_list,
-    as_tuple,
-    dict_of,
-    new_bytes,
-    new_call,
-    raw_bytes,
-)
+from .case import UNKNOWN, Case, Replacement, RuleResult, as_dict, as_list, as_tuple, dict_of, new_bytes, raw_bytes
 
 #: The flags of a text pattern without flags: re.UNICODE.
 _NO_FLAGS: Final = 32
@@ -63,8 +51,7 @@ def _date(case: Case) -> RuleResult:
         total = duration.total_seconds()
         return Replacement(total, f"float {total}, in seconds")
     if case.name == "datetime.timezone":
-        offset = _offset(case)
-        return Replacement(offset, f"str {offset!r}") if offset else UNKNOWN
+        return _string(_offset(case) or None)
     if case.name == "zoneinfo.ZoneInfo._unpickle":
         return _string(case.text(0))
     if case.name not in ("datetime.datetime", "datetime.date", "datetime.time"):
@@ -72,9 +59,7 @@ def _date(case: Case) -> RuleResult:
     raw = raw_bytes(case.editor, case.args[0]) if case.args else None
     text = _iso(case.name, raw) if raw is not None else None
     zone = _zone(case, case.args[1]) if len(case.args) > 1 else ""
-    if text is None or zone is None:
-        return UNKNOWN
-    return Replacement(text + zone, f"str {text + zone!r}")
+    return UNKNOWN if text is None or zone is None else _string(text + zone)
 
 
 def _iso(name: str, raw: bytes) -> str | None:
@@ -159,10 +144,8 @@ def _collection(case: Case) -> RuleResult:
             return as_tuple(items)
         if name == "builtins.list":
             return as_list(items)
-        members = case.editor.add(List(items))
-        return Replacement(
-            new_call(case.editor, "__builtin__", "set", members), f"set, {pluralize(len(items), 'element')}"
-        )
+        members = case.editor.new_call("__builtin__", "set", (case.editor.sequence(items),))
+        return Replacement(members, f"set, {pluralize(len(items), 'element')}")
     if name in ("builtins.range", "builtins.slice"):
         return _range(case)
     return None
@@ -197,15 +180,12 @@ def _text(case: Case) -> RuleResult:
         value = case.current(ref) if ref >= 0 else None
         if type(value) is int and 0 <= value < 1 << 128:
             digits = f"{value:032x}"
-            text = "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-            return Replacement(text, f"str {text!r}")
+            return _string("-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])))
         return UNKNOWN
     if case.name == "builtins.getattr" and len(case.args) == 2:
         # An Enum member by its name, as Python 3.11 pickles some.
         owner, member = case.current(case.args[0]), case.text(1)
-        if member is None or not isinstance(owner, Global):
-            return UNKNOWN
-        return _string(f"{mapped_name(owner)}.{member}")
+        return _string(f"{mapped_name(owner)}.{member}" if isinstance(owner, Global) and member is not None else None)
     return None
 
 
@@ -377,7 +357,7 @@ _SPECTRAL: Final = "torch.nn.utils.spectral_norm.SpectralNormStateDictHook"
 
 
 def is_module(case: Case) -> bool:
-    """Does it have the attributes of every nn.Module?"""
+    """Tell whether it has the attributes of every nn.Module."""
     return bool(case.node.states) and case.strings(case.state()).keys() >= _MODULE_DICTS
 
 
@@ -388,12 +368,10 @@ def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
         return UNKNOWN
     editor = case.editor
     pairs = [part for name, ref in builder.entries for part in (editor.add(name), ref)]
-    metadata_pairs = [
-        part for path, facts in builder.metadata for part in (editor.add(path), editor.add(dict_of(facts)))
-    ]
-    metadata = new_call(editor, "collections", "OrderedDict").filled((), metadata_pairs, ())
+    modules = [part for path, facts in builder.metadata for part in (editor.add(path), editor.add(dict_of(facts)))]
+    metadata = editor.new_call("collections", "OrderedDict").filled((), modules, ())
     attributes = Dict([editor.constant("_metadata"), editor.add(metadata)])
-    state_dict = new_call(editor, "collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
+    state_dict = editor.new_call("collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
     words = f"state dict, {pluralize(len(builder.entries), 'tensor')}; other attributes of the module are left out"
     if builder.hooks:
         words += f", {pluralize(builder.hooks, 'hook')} of it not run"
@@ -415,32 +393,29 @@ class _StateDictBuilder:
         """Add the content of a module and of those in it; return False for endless nesting or another structure."""
         nodes, constant = case.graph.nodes, case.editor.constant
         parts = case.strings(case.state())
-        if case.ref in self._open or len(self._open) > _MODULE_DEPTH or not parts.keys() >= _MODULE_DICTS:
+        if case.ref in self._open or len(self._open) > _MODULE_DEPTH:
             return False
-        if case.name.startswith(_PACKED):
+        if case.name.startswith(_PACKED) or not parts.keys() >= _MODULE_DICTS:
             return False
         parameters, buffers, modules = (
-            [
-                (name, value)
-                for key, value in mapping(case.graph, parts[part]) or ()
-                if isinstance(name := nodes[key], str)
-            ]
-            for part in ("_parameters", "_buffers", "_modules")
+            case.strings(mapping(case.graph, parts[part])) for part in ("_parameters", "_buffers", "_modules")
         )
-        facts = [(constant("version"), constant(_version(case.name, {name for name, _ in buffers})))]
+        facts = [(constant("version"), constant(_version(case.name, {*buffers})))]
         skipped = {nodes[ref] for ref in _members(case, parts.get("_non_persistent_buffers_set", -1))}
-        self.entries += ((prefix + name, self._data(case, ref)) for name, ref in parameters if nodes[ref] is not None)
         self.entries += (
-            (prefix + name, ref) for name, ref in buffers if nodes[ref] is not None and name not in skipped
+            (prefix + name, self._data(case, ref)) for name, ref in parameters.items() if nodes[ref] is not None
+        )
+        self.entries += (
+            (prefix + name, ref) for name, ref in buffers.items() if nodes[ref] is not None and name not in skipped
         )
         self.metadata.append((prefix.removesuffix("."), facts))
         self._add_hooks(case, parts.get("_state_dict_hooks", -1), facts)
         self._open.add(case.ref)
-        for name, ref in modules:
+        for name, ref in modules.items():
             node = nodes[ref]
-            if node is None:
-                continue
-            if not isinstance(node, Call) or not self.add(case.inner(ref, node), f"{prefix}{name}."):
+            if node is not None and not (
+                isinstance(node, Call) and self.add(case.inner(ref, node), f"{prefix}{name}.")
+            ):
                 return False
         self._open.discard(case.ref)
         return True
@@ -461,8 +436,8 @@ class _StateDictBuilder:
     def _data(self, case: Case, ref: Ref) -> Ref:
         """Return the tensor in a Parameter: a state dict holds it detached."""
         node = case.graph.nodes[ref]
-        args = case.graph.nodes[node.args] if isinstance(node, Call) else ()
-        return args[0] if type(args) is tuple and args and self.reader.tensor(args[0]) is not None else ref
+        args = elements(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
+        return args[0] if args and self.reader.tensor(args[0]) is not None else ref
 
 
 def _spectral_name(hook: Case) -> str | None:
@@ -478,8 +453,8 @@ def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
     node = case.graph.nodes[ref] if ref >= 0 else None
     if isinstance(node, Set):
         return tuple(node.items)
-    args = case.graph.nodes[node.args] if isinstance(node, Call) else ()
-    return elements(case.graph.nodes[args[0]]) if type(args) is tuple and args else ()
+    args = elements(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
+    return elements(case.graph.nodes[args[0]]) if args else ()
 
 
 def _version(name: str, buffers: set[str]) -> int:

@@ -50,7 +50,8 @@ from ...safety.torch_lists import NEWEST, allowed, registered
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
 from ..sharded import local_parts as parts_of
-from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes, new_call
+from ..storages import misdescribed
+from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import ARRAYS, BUFFERS, SCALARS, numpy_array, numpy_object, numpy_scalar
 from .rules import OBJECT_RULES, any_class, is_module, state_dict_of
 
@@ -75,9 +76,7 @@ _RENAMED: Final = {
 _LARGEST: Final = 1 << 2000
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 #: Modules whose functions act on the machine: their results cannot be expressed.
-_ACTING: Final = frozenset(
-    ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
-)
+_ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
 _RULES: Final = (numpy_scalar, numpy_array, numpy_object, *OBJECT_RULES)
 
 
@@ -89,7 +88,7 @@ def sanitize(
     ``as_state_dict`` turns pickled modules into their state dicts; ``drop_unknown`` leaves out what cannot be made
     plain (the entry of a mapping is dropped, in a list None takes its place); ``local_parts`` replaces tensors that
     are spread over ranks by what one rank had. Each change is in ``changes`` with its path.
-    Raises RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
+    Raise RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
     MalformedError for a damaged file.
     """
     # The dtypes that newer versions list cannot be changed into others; what they register did not exist before.
@@ -106,8 +105,7 @@ def sanitize(
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
     """Return what no other form makes loadable: calls that torch fails at, and what is not followed."""
-    flaws = (flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused)
-    return {*checkpoint.survey.unfollowed, *(flaw.ref for flaw in flaws)}
+    return {*checkpoint.survey.unfollowed, *misdescribed(checkpoint)}
 
 
 def _checked(edited: Checkpoint) -> Checkpoint:
@@ -124,18 +122,14 @@ def _checked(edited: Checkpoint) -> Checkpoint:
 
 
 def _make_plain(
-    checkpoint: Checkpoint,
-    allowed_names: frozenset[str],
-    unloadable: Collection[Ref],
-    as_state_dict: bool,
-    drop_unknown: bool,
+    checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drop_unknown: bool
 ) -> Checkpoint:
-    """Make everything plain that is not among the globals that torch allows ("module.name")."""
+    """Make everything plain that is not among ``names``, the globals that torch allows ("module.name")."""
     container, path = checkpoint.container, checkpoint.path
     for problem in container.problems:
         if problem.code in _BROKEN:
             raise MalformedError(problem.message, path=path, next=salvage_step(path))
-    sanitizer = _Sanitizer(checkpoint, allowed_names, unloadable, as_state_dict)
+    sanitizer = _Sanitizer(checkpoint, names, unloadable, as_state_dict)
     sanitizer.run()
     unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
     root_unknown = checkpoint.graph.root in unknown
@@ -168,15 +162,15 @@ def _make_plain(
         or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])
     )
     if checkpoint.traits.in_a_row:
-        # Five pickles of one protocol, and storages that they cannot hold: all of it is laid out anew.
+        # Five pickles of one protocol, and storages that they cannot hold: everything is laid out again.
         untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
         relayout = bool(relayout or untyped or refused)
     if not (changes or sanitizer.editor.changed or refused or relayout):
         return checkpoint
     if refused:
         protocol = checkpoint.graph.style.protocol
-        what = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
-        changes.insert(0, Change("protocol", "", 1, 0, what))
+        summary = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
+        changes.insert(0, Change("protocol", "", 1, 0, summary))
     if relayout and not changes and checkpoint.format == "torch-zip":
         changes = [Change("repack", "", 1, 0, "laid out anew, as torch.save does")]
     return checkpoint.changed(graph, changes, added_storages(checkpoint, storages, after), needs_relayout=relayout)
@@ -189,12 +183,12 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
             continue
         stored = checkpoint.body(storage.key)
         if stored is None:
-            what = f"the bytes of storage {storage.key!r} are not in the file"
+            message = f"the bytes of storage {storage.key!r} are not in the file"
         elif checkpoint.format == "torch-zip" and stored.size != storage.nbytes:
-            what = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
+            message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
         else:
             continue
-        raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
+        raise MalformedError(message, path=checkpoint.path, next=salvage_step(checkpoint.path))
 
 
 def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
@@ -226,21 +220,20 @@ def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> 
     """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it."""
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
-        what = f"it holds a pickled module at {join_limited(rooted)}"
-        return RefusedError(what, path=path, next="--as-state-dict makes it its state dict")
+        message = f"it holds a pickled module at {join_limited(rooted)}"
+        return RefusedError(message, path=path, next="--as-state-dict makes it its state dict")
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
-    what = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
+    message = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
     if sanitizer.packed:
-        what += "; only the class of such a module can make its state dict"
+        message += "; only the class of such a module can make its state dict"
     if root_goes:
         step = "load it where its classes are, if you trust it, and save module.state_dict()"
-        return RefusedError(
-            f"{what}; nothing would be left without it", path=path, next=step if sanitizer.packed else ""
-        )
+        message += "; nothing would be left without it"
+        return RefusedError(message, path=path, next=step if sanitizer.packed else "")
     step = "--drop-unknown leaves them out"
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = f"--local-parts makes plain tensors of what one rank had, {step}"
-    return RefusedError(what, path=path, next=step)
+    return RefusedError(message, path=path, next=step)
 
 
 def _plain_style(graph: Graph) -> Graph:
@@ -356,17 +349,16 @@ class _Sanitizer:
             # Sets are calls in protocol 2; a frozen one has no form that torch accepts.
             if isinstance(node, FrozenSet):
                 self.note(visit.path, "frozenset", f"set, {pluralize(len(node.items), 'element')}")
-            editor.changed[ref] = new_call(editor, "__builtin__", "set", editor.add(List(list(node.items))))
+            editor.changed[ref] = editor.new_call("__builtin__", "set", (editor.sequence(node.items),))
         elif isinstance(node, bytes | ByteArray):
             data = node if isinstance(node, bytes) else node.data
             encoded = new_bytes(editor, editor.add(data.decode("latin-1")))
             if isinstance(node, ByteArray):
-                encoded = new_call(editor, "builtins", "bytearray", editor.add(encoded))
+                encoded = editor.new_call("builtins", "bytearray", (editor.add(encoded),))
             editor.changed[ref] = encoded
         elif isinstance(node, str):
             if ref in self.not_utf8 and ref not in editor.changed:
-                text = node.encode("utf-8", "surrogateescape").decode("latin-1")
-                return Replacement(text, "str, read as Latin-1")
+                return Replacement(node.encode("utf-8", "surrogateescape").decode("latin-1"), "str, read as Latin-1")
         elif type(node) is int and abs(node) >= _LARGEST:
             return Replacement(hex(node), f"str, an integer of {node.bit_length():,} bits in hexadecimal")
         elif isinstance(node, Persistent):
@@ -463,8 +455,8 @@ class _Sanitizer:
         """
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":
-            args = self.editor.node(node.args)
-            members = elements(self.editor.node(args[0])) if type(args) is tuple and args else ()
+            args = elements(self.editor.node(node.args))
+            members = elements(self.editor.node(args[0])) if args else ()
             hashable = all(keys.hashable(member) for member in members)
             if not hashable or keys.duplicates(members):
                 self.editor.changed[visit.ref] = List(list(members))
@@ -506,10 +498,9 @@ class _Sanitizer:
             # OrderedDict([[key, value], ...]): the lists are only notation, and have no path.
             pairs = [part for pair in given for part in elements(nodes[pair])]
             return self._entries(path, [*pairs, *node.pairs]) + states
-        args = self.editor.node(node.args)
         # The function and the class of a tensor are names that torch checks, not objects.
         skip = 2 if called_name(self.editor, node.func) == _FROM_TYPE else 0
-        visits = [_Visit(ref, path) for ref in args[skip:]] if type(args) is tuple else []
+        visits = [_Visit(ref, path) for ref in elements(self.editor.node(node.args))[skip:]]
         return visits + self._entries(path, node.pairs) + states
 
     def _entries(self, path: str, pairs: Sequence[Ref]) -> list[_Visit]:

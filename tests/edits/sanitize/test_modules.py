@@ -9,12 +9,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from ckptool.api import sanitize
 from conftest import FIXTURES
 from naive_sanitize import sanitized
 from torch import nn
 
 import ckptool
+from ckptool import sanitize
 from ckptool.base.errors import RefusedError
 
 
