@@ -65,10 +65,7 @@ _LEVELS: Final = ("error", "warning", "note")
 #: A shard, as huggingface_hub and transformers name them.
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
 #: Classes that torch puts on the list when a module of its own is imported.
-_REGISTERED: Final = (
-    ("torch.distributed.", "torch.distributed.tensor"),
-    ("torch._dynamo.", "torch._dynamo"),
-)
+_REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 #: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
 _WHOLE: Final = (
     "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"

@@ -142,11 +142,7 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
 
 
 def select_entries(
-    checkpoint: Checkpoint,
-    key: str | None = None,
-    everything: bool = False,
-    globs: Globs = Globs(),
-    sort: str = "file",
+    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs(), sort: str = "file"
 ) -> list[TensorEntry]:
     """Return the tensors of the state dicts found with high confidence, or of the one at ``key``.
 

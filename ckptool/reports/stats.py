@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf, prod
-from typing import Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs
@@ -12,6 +12,7 @@ from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
+from ..checkpoint.tensors import view_id
 from ..files.sources import FilePath
 from ..formats.opening import open_checkpoint
 from ..values.elements import elements, in_storage_order, tensor_size
@@ -21,12 +22,13 @@ from ..values.torch.loads import need_torch
 from ..values.torch.measure import STEP, ElementRule, Measured, measure
 from .keys import TensorReport, select_entries, tensor_report
 
+if TYPE_CHECKING:
+    from ..files.write.copying import Progress
+
 #: Bins of a histogram: as many characters has the chart in the table.
 _BINS: Final = 10
 #: What the rows can be sorted by: the order of the file, by name, or by a number, largest first.
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
-
-Progress = Callable[[int], None]
 
 
 class Histogram(TypedDict):
@@ -141,9 +143,7 @@ def _view(how: Reading | str) -> object:
     """Return what two places with the same numbers have in common."""
     if isinstance(how, str):
         return object()
-    tensor = how.tensor
-    view = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
-    return view, how.of, how.negated, how.affine
+    return view_id(how.tensor), how.of, how.negated, how.affine
 
 
 def _statistics(checkpoint: Checkpoint, how: Reading | str, progress: Progress | None) -> _Statistics:
@@ -153,10 +153,7 @@ def _statistics(checkpoint: Checkpoint, how: Reading | str, progress: Progress |
         measured = _measured(checkpoint, how, progress)
     except MalformedError as error:
         return _no_statistics(how.of, error.what)
-    histogram: Histogram = {
-        "counts": list(measured.counts),
-        "edges": [json_number(edge) for edge in measured.edges],
-    }
+    histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
     return {
         "of": "absolute values" if how.tensor.dtype.startswith("complex") else how.of,
         "finite": measured.finite,
@@ -260,7 +257,7 @@ def stats(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     sort: str = "file",
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> StatsReport:
     """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 

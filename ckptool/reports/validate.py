@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
@@ -40,7 +40,8 @@ from .expectations import Policy, expectations, policy_of
 from .findings import command, rescue_step, sanitize_step
 from .loading import load_report
 
-Progress = Callable[[int], None]
+if TYPE_CHECKING:
+    from ..files.write.copying import Progress
 
 INVALID: Final = "invalid"
 VALID: Final = "valid"
@@ -384,7 +385,7 @@ def validate(
     policy: Policy | Mapping[str, Any] | None = None,
     *,
     quick: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ValidateReport:
     """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
 

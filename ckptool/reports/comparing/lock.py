@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypedDict, cast
 
@@ -21,6 +21,7 @@ from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
 from ...files.sources import FilePath, Plan
+from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_plan
 from ...formats.opening import open_checkpoint
 from ..checks import NOT_POSSIBLE, Check, Note, judge
@@ -54,7 +55,7 @@ class Lock(TypedDict):
     entries: dict[str, str]
 
 
-def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress | None = None) -> Lock:
     """Return the lock of a checkpoint; with ``content`` every tensor is read and has its hash.
 
     Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
@@ -198,11 +199,7 @@ def _is_value(value: Mapping[str, Any]) -> bool:
 
 
 def lock_checks(
-    checkpoint: Checkpoint,
-    lock: Lock,
-    *,
-    quick: bool = False,
-    progress: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint, lock: Lock, *, quick: bool = False, progress: Progress | None = None
 ) -> list[Check]:
     """Return the check "lock", and where the lock has hashes "lock-content", which ``quick`` leaves out.
 
@@ -304,7 +301,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def lock(path: FilePath, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+def lock(path: FilePath, *, content: bool = False, progress: Progress | None = None) -> Lock:
     """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
     ``content`` adds a hash of each tensor's values. ``validate(path, {"lock": FILE})`` compares with it.
@@ -314,12 +311,7 @@ def lock(path: FilePath, *, content: bool = False, progress: Callable[[int], Non
 
 
 def write_lock(
-    path: FilePath,
-    output: FilePath,
-    *,
-    content: bool = False,
-    force: bool = False,
-    progress: Callable[[int], None] | None = None,
+    path: FilePath, output: FilePath, *, content: bool = False, force: bool = False, progress: Progress | None = None
 ) -> Written:
     """Write the lock of a checkpoint to a file, atomically; parameters and errors are those of lock and save."""
     name = os.fspath(output)
