@@ -68,20 +68,12 @@ class CompanionReport(TypedDict):
 
 
 class Companions(NamedTuple):
-    """All the files beside a checkpoint."""
+    """All the files beside a checkpoint, and what was found in them."""
 
-    files: list[Companion]
+    files: list[CompanionReport]
     checks: list[Check]
     pickles: list[FoundPickle]
     globals: list[NamedGlobal]
-
-    @property
-    def report(self) -> list[CompanionReport]:
-        """The files as the report of ``validate`` has them."""
-        return [
-            {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason}
-            for item in self.files
-        ]
 
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
@@ -101,7 +93,10 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
         unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped)
         names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
         checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
-    return Companions(files, checks, pickles, named_globals(pickles, torch))
+    reports: list[CompanionReport] = [
+        {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason} for item in files
+    ]
+    return Companions(reports, checks, pickles, named_globals(pickles, torch))
 
 
 def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:

@@ -75,28 +75,24 @@ class _Writer:
         self.written = 0
 
     def pieces(self, ref: Ref, path: str) -> Iterator[str]:
-        for piece in self._value(ref, path):
+        for piece in self._pieces(ref, path):
             self.written += len(piece)
             yield piece
+
+    def _pieces(self, ref: Ref, path: str) -> Iterator[str]:
+        yield from self._value(ref, path)
         while self.stack:
-            top = self.stack[-1]
-            depth = len(self.stack)
-            found = next(top.members, None)
-            if found is None:
-                self.stack.pop()
-                self.inside.discard(top.ref)
-                self.places[top.ref] = (top.path, self.written - top.begin)
-                text = "\n" + "  " * (depth - 1) + top.end
-                self.written += len(text)
-                yield text
+            top, indent = self.stack[-1], "\n" + "  " * len(self.stack)
+            member = next(top.members, None)
+            if member is not None:
+                prefix, child, where = member
+                yield prefix.replace("\n", indent, 1)
+                yield from self._value(child, where)
                 continue
-            prefix, child, where = found
-            text = prefix.replace("\n", "\n" + "  " * depth, 1)
-            self.written += len(text)
-            yield text
-            for piece in self._value(child, where):
-                self.written += len(piece)
-                yield piece
+            self.stack.pop()
+            self.inside.discard(top.ref)
+            self.places[top.ref] = (top.path, self.written - top.begin)
+            yield indent[:-2] + top.end
 
     def _value(self, ref: Ref, path: str) -> Iterator[str]:
         known = self.places.get(ref)

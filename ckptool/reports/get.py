@@ -19,7 +19,7 @@ from ..values.interpretation import numbers_in
 from ..values.npy import array_of
 from ..values.numeric import Number
 from ..values.python_values import ContainerValue, ScalarValue, python_key, python_value
-from ..values.tensor_text import interpret_for_display
+from ..values.tensor_text import interpret_for_display, shape_text
 
 
 class TensorValue:
@@ -41,8 +41,7 @@ class TensorValue:
         self.requires_grad = tensor.requires_grad
 
     def __repr__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"<TensorValue {self.path!r} {self.dtype} {shape} {self.location}>"
+        return f"<TensorValue {self.path!r} {self.dtype} {shape_text(self.shape)} {self.location}>"
 
     @property
     def numel(self) -> int:

@@ -39,12 +39,18 @@ _PARTS: Final = {
 Nested: TypeAlias = "list[Nested] | Number | None"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as ``4x3x1x1``, or ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def tensor_summary(tensor: Tensor) -> str:
     """Return what a tensor is in one line: ``float32 4x3x1x1, cuda:0``."""
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
     kind = "" if tensor.kind in ("dense", "quantized", "meta") else tensor.kind
     grad = "requires_grad" if tensor.requires_grad else ""
-    return ", ".join(filter(None, (f"{tensor.dtype} {shape}", tensor.location, kind, tensor.cls, grad)))
+    return ", ".join(
+        filter(None, (f"{tensor.dtype} {shape_text(tensor.shape)}", tensor.location, kind, tensor.cls, grad))
+    )
 
 
 def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
