@@ -45,7 +45,7 @@ _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
 class Companion(NamedTuple):
-    """A file beside the checkpoint: its ``name`` in the folder, with "/", and what it is, in words.
+    """A file beside the checkpoint: its ``name`` in the folder, with "/", and its description in words.
 
     ``reason`` says why its content was not looked at. ``notes`` are its problems.
     """
@@ -176,7 +176,7 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
 
 
 def _replaces_weights(name: str, kind: str) -> bool:
-    """Return whether a pointer, a page or nothing is where the name promises weights or objects."""
+    """Return whether a pointer, a web page or an empty file replaces what the name promises: weights or objects."""
     if kind not in _POINTERS or name.lower().endswith(_DATA):
         return False
     return kind not in ("empty", "link-text") or name.endswith(_WEIGHTS)

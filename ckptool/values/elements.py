@@ -89,7 +89,7 @@ def stored_bytes(checkpoint: Checkpoint, key: str, begin: int = 0, size: int | N
 
 
 def _cached_bytes(checkpoint: Checkpoint, body: Body, key: str) -> Iterable[bytes]:
-    """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
+    """Return the bytes of a storage that several views may read: those of the last one are kept, unless it is large."""
     if body.size > _CACHED:
         return _sequential(body, key)
     inflated = checkpoint.inflated
@@ -152,8 +152,7 @@ def number_width(dtype: Dtype) -> int:
 
 
 def swapped_width(checkpoint: Checkpoint, key: str) -> int:
-    """Return the width in bytes of the numbers of a storage that a big-endian file has in the other order than torch
-    has them in memory on a little-endian machine; 1 where there are none."""
+    """Return the width in bytes of the numbers of a storage that are swapped for a little-endian machine, or 1."""
     if checkpoint.container.byteorder != "big":
         return 1
     storage = checkpoint.survey.reader.storages.get(key)

@@ -56,7 +56,7 @@ class Reading(NamedTuple):
 
 
 def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """Return how to read the numbers of the tensor ``ref``, or in a few words why it has none."""
+    """Return how to read the numbers of the tensor ``ref``, or in a few words why that is impossible."""
     part = _dense_part(checkpoint, ref)
     if isinstance(part, str):
         return part
@@ -167,7 +167,7 @@ def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
         return ref, "elements"
     parts = [(part, inner) for part in tensor.parts if (inner := reader.tensor(part)) is not None]
     if is_sharded(tensor) and not parts:
-        return "nothing of it is in this file"
+        return "no part of it is in this file"
     if tensor.kind == "wrapper":
         if len(parts) == 1:
             return parts[0][0], "part"

@@ -506,7 +506,7 @@ def test_stats_are_those_of_the_part() -> None:
     assert (rows["rows.weight"]["min"], rows["rows.weight"]["numel"]) == (part.min().item(), 12)
     assert rows["blocks.weight"]["reason"] == "a ShardedTensor of 2 tensors"
     none = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank2.pth")["tensors"]}
-    assert none["blocks.weight"]["reason"] == "nothing of it is in this file"
+    assert none["blocks.weight"]["reason"] == "no part of it is in this file"
 
 
 @pytest.mark.parametrize("name", ["fsdp2.rank3", "tp.rank3", "sharded_tensors.rank0"])

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
+"""The differences between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...files.write.copying import Progress
 
-#: What can be left out of the comparison, and what it covers.
+#: Words for parts that can be left out of the comparison, and what each covers.
 IGNORABLE: Final = {
     "device": "location tags, torch.device objects, strings that name devices",
     "prefix": "what wrappers put into the names of state dicts: module., _orig_mod. and so on",
@@ -252,7 +252,7 @@ def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
 
 
 def _plain(value: TypedValue) -> object:
-    """Return the value, or the type of what has none."""
+    """Return the value, or the type where there is none."""
     return value.type if value.value is None else value.value
 
 

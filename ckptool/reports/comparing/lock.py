@@ -151,7 +151,7 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
 
 
 def _flaw(lock: Any) -> str:
-    """Return why JSON is not a lock, "" for nothing."""
+    """Return why JSON is not a lock, "" if it is one."""
     if not isinstance(lock, dict):
         return "it is not a JSON object"
     if lock.get("schema") != SCHEMA:

@@ -88,10 +88,10 @@ def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[s
     labels = _ARGUMENTS.get(name)
     if labels is None:
         return {f"({number})": item for number, item in enumerate(args)}
-    found = _labelled(nodes, args, labels)
+    labelled = _labelled(nodes, args, labels)
     # The flags conj and neg are compared by name; an absent flag is off.
-    flags = found.pop(".flags", -1)
-    return found | ({} if flags < 0 else side.children(flags))
+    flags = labelled.pop(".flags", -1)
+    return labelled | ({} if flags < 0 else side.children(flags))
 
 
 def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
