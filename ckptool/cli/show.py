@@ -131,7 +131,7 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
             if depth:
                 from ..reports.tree import tree_of
 
-                report["tree"] = [line.report for line in tree_of(checkpoint, depth)]
+                report["tree"] = tree_of(checkpoint, depth)
         if load:
             from ..reports.loading import load_report
 

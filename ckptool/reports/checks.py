@@ -6,8 +6,8 @@ Each check passes, warns, fails, or is not possible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.errors import MalformedError
 from ..base.text import human_bytes, join_limited, pluralize, quoted
@@ -20,6 +20,9 @@ from ..safety.named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import MISNAMED, LoadPrediction, weights_only
 from .findings import rule_texts
+
+if TYPE_CHECKING:
+    from ..files.write.copying import Progress
 
 PASS: Final = "pass"
 WARNING: Final = "warning"
@@ -76,11 +79,7 @@ def judge(name: str, group: str, notes: Sequence[Note], good: str) -> Check:
 
 
 def check_checkpoint(
-    checkpoint: Checkpoint,
-    *,
-    torch: str,
-    quick: bool = False,
-    progress: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint, *, torch: str, quick: bool = False, progress: Progress | None = None
 ) -> tuple[list[Check], Safety]:
     """Check a checkpoint that was opened. ``quick`` leaves out the checksums, for which every byte is read."""
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
@@ -188,9 +187,7 @@ def _note(problem: Problem) -> Note:
     return Note(problem.code, problem.level, problem.message, problem.where, problem.offset)
 
 
-def _checksums(
-    checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progress: Callable[[int], None] | None
-) -> Check:
+def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progress: Progress | None) -> Check:
     name, group = "checksums", "integrity"
     if quick:
         return judge(name, group, notes, "")._replace(

@@ -45,7 +45,7 @@ _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
 class Companion(NamedTuple):
-    """A file beside the checkpoint: its ``name`` in the folder, with "/", and what it is, in words.
+    """A file beside the checkpoint: its ``name`` in the folder, with "/", and its description in words.
 
     ``reason`` says why its content was not looked at. ``notes`` are its problems.
     """
@@ -68,20 +68,12 @@ class CompanionReport(TypedDict):
 
 
 class Companions(NamedTuple):
-    """All the files beside a checkpoint."""
+    """All the files beside a checkpoint, and what was found in them."""
 
-    files: list[Companion]
+    files: list[CompanionReport]
     checks: list[Check]
     pickles: list[FoundPickle]
     globals: list[NamedGlobal]
-
-    @property
-    def report(self) -> list[CompanionReport]:
-        """The files as the report of ``validate`` has them."""
-        return [
-            {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason}
-            for item in self.files
-        ]
 
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
@@ -101,7 +93,10 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
         unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped)
         names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
         checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
-    return Companions(files, checks, pickles, named_globals(pickles, torch))
+    reports: list[CompanionReport] = [
+        {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason} for item in files
+    ]
+    return Companions(reports, checks, pickles, named_globals(pickles, torch))
 
 
 def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
@@ -181,7 +176,7 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
 
 
 def _replaces_weights(name: str, kind: str) -> bool:
-    """Return whether a pointer, a page or nothing is where the name promises weights or objects."""
+    """Return whether a pointer, a web page or an empty file replaces what the name promises: weights or objects."""
     if kind not in _POINTERS or name.lower().endswith(_DATA):
         return False
     return kind not in ("empty", "link-text") or name.endswith(_WEIGHTS)

@@ -59,7 +59,7 @@ class _Open(NamedTuple):
 
 
 def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
-    """Yield the JSON of the value at ``ref``, whose path is ``path``. Takes the memory of a piece of a tensor.
+    """Yield the JSON of the value at ``ref``, whose path is ``path``. Memory: one piece of a tensor.
 
     Raises MalformedError where bytes are missing, RefusedError for a tensor that repeats its elements endlessly.
     """
@@ -75,28 +75,24 @@ class _Writer:
         self.written = 0
 
     def pieces(self, ref: Ref, path: str) -> Iterator[str]:
-        for piece in self._value(ref, path):
+        for piece in self._pieces(ref, path):
             self.written += len(piece)
             yield piece
+
+    def _pieces(self, ref: Ref, path: str) -> Iterator[str]:
+        yield from self._value(ref, path)
         while self.stack:
-            top = self.stack[-1]
-            depth = len(self.stack)
-            found = next(top.members, None)
-            if found is None:
-                self.stack.pop()
-                self.inside.discard(top.ref)
-                self.places[top.ref] = (top.path, self.written - top.begin)
-                text = "\n" + "  " * (depth - 1) + top.end
-                self.written += len(text)
-                yield text
+            top, indent = self.stack[-1], "\n" + "  " * len(self.stack)
+            member = next(top.members, None)
+            if member is not None:
+                prefix, child, where = member
+                yield prefix.replace("\n", indent, 1)
+                yield from self._value(child, where)
                 continue
-            prefix, child, where = found
-            text = prefix.replace("\n", "\n" + "  " * depth, 1)
-            self.written += len(text)
-            yield text
-            for piece in self._value(child, where):
-                self.written += len(piece)
-                yield piece
+            self.stack.pop()
+            self.inside.discard(top.ref)
+            self.places[top.ref] = (top.path, self.written - top.begin)
+            yield indent[:-2] + top.end
 
     def _value(self, ref: Ref, path: str) -> Iterator[str]:
         known = self.places.get(ref)
@@ -112,39 +108,39 @@ class _Writer:
             self.places[ref] = (bounded(path, ref), len(plain))
             yield plain
             return
-        found = python_value(self.checkpoint, ref)
-        if isinstance(found, ScalarValue):
-            yield _text(_leaf(found))
-        elif isinstance(found, Tensor):
+        value = python_value(self.checkpoint, ref)
+        if isinstance(value, ScalarValue):
+            yield _text(_leaf(value))
+        elif isinstance(value, Tensor):
             begin = self.written
-            yield from self._tensor(ref, found, path)
+            yield from self._tensor(ref, value, path)
             self.places[ref] = (path, self.written - begin)
-        elif not found.members and found.kind != "object":
-            yield "{}" if found.kind == "mapping" else "[]"
+        elif not value.members and value.kind != "object":
+            yield "{}" if value.kind == "mapping" else "[]"
         elif len(self.stack) >= _MAX_DEPTH:
             yield _text({"ref": path})
         else:
-            yield from self._opened(ref, found, path)
+            yield from self._opened(ref, value, path)
 
     def _plain(self, ref: Ref) -> str:
         """Return a dict of strings and numbers alone as a whole, as there may be many; "" for anything else."""
         parts = plain_parts(self.checkpoint.graph, ref)
         if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
             return ""
-        held = dict(zip(parts[::2], parts[1::2]))
-        if len(held) * 2 < len(parts):
+        entries = dict(zip(parts[::2], parts[1::2]))
+        if len(entries) * 2 < len(parts):
             return ""  # a key is there twice
         indent = "\n" + "  " * len(self.stack)
-        rows = [f"{indent}  {_text(key)}: {_text(_leaf(ScalarValue('', value)))}" for key, value in held.items()]  # type: ignore[arg-type]
+        rows = [f"{indent}  {_text(key)}: {_text(_leaf(ScalarValue('', value)))}" for key, value in entries.items()]  # type: ignore[arg-type]
         return "{" + ",".join(rows) + indent + "}"
 
-    def _opened(self, ref: Ref, found: ContainerValue, path: str) -> Iterator[str]:
+    def _opened(self, ref: Ref, container: ContainerValue, path: str) -> Iterator[str]:
         path = bounded(path, ref)
-        members = found.members
-        if found.kind == "sequence" and all(
-            isinstance(python_value(self.checkpoint, one.ref), ScalarValue) for one in members
+        members = container.members
+        if container.kind == "sequence" and all(
+            isinstance(python_value(self.checkpoint, member.ref), ScalarValue) for member in members
         ):
-            leaves = (python_value(self.checkpoint, one.ref) for one in members)
+            leaves = (python_value(self.checkpoint, member.ref) for member in members)
             texts = (_text(_leaf(leaf)) for leaf in leaves if isinstance(leaf, ScalarValue))
             begin, size = "[", 2
             while piece := list(islice(texts, _LONG)):
@@ -155,19 +151,19 @@ class _Writer:
             yield "]"
             self.places[ref] = (path, size)
             return
-        opening = _text({"class": found.cls})[:-1] + ', "attributes": {' if found.kind == "object" else "{"
-        if not found.members:
+        opening = _text({"class": container.cls})[:-1] + ', "attributes": {' if container.kind == "object" else "{"
+        if not container.members:
             yield opening + "}}"
             return
         self.inside.add(ref)
         self.places[ref] = (path, 0)
-        self.stack.append(_Open(self._members(found, path), _END[found.kind], ref, path, self.written))
-        yield "[" if found.kind == "sequence" else opening
+        self.stack.append(_Open(self._members(container, path), _END[container.kind], ref, path, self.written))
+        yield "[" if container.kind == "sequence" else opening
 
-    def _members(self, found: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
+    def _members(self, container: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
         comma = "\n"
-        for name, step, ref, _ in found.members:
-            yield comma if found.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
+        for name, step, ref, _ in container.members:
+            yield comma if container.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
             comma = ",\n"
 
     def _tensor(self, ref: Ref, tensor: Tensor, path: str) -> Iterator[str]:
@@ -182,16 +178,16 @@ class _Writer:
                 comma = ", "
             yield "}}"
             return
-        how = interpret_for_display(self.checkpoint, ref)
-        if isinstance(how, str):
-            yield _text({**facts, "reason": how})
+        reading = interpret_for_display(self.checkpoint, ref)
+        if isinstance(reading, str):
+            yield _text({**facts, "reason": reading})
             return
-        if how.affine is None:
-            yield from _lists(self.checkpoint, how)
+        if reading.affine is None:
+            yield from _lists(self.checkpoint, reading)
             return
         yield '{"int_repr": '
-        yield from _lists(self.checkpoint, how)
-        scales, zero_points, axis = how.affine
+        yield from _lists(self.checkpoint, reading)
+        scales, zero_points, axis = reading.affine
         values: dict[str, Any] = {"scale": _float(scales[0]), "zero_point": _float(zero_points[0])}
         if axis >= 0:
             values = {"scales": list(map(_float, scales)), "zero_points": list(map(_float, zero_points)), "axis": axis}
@@ -201,10 +197,10 @@ class _Writer:
 _END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
 
 
-def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
+def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
     """Yield the numbers of a tensor as lists in lists."""
-    shape = how.tensor.shape
-    endless = excessive_repeats(shape, how.tensor.stride)
+    shape = reading.tensor.shape
+    endless = excessive_repeats(shape, reading.tensor.stride)
     if endless:
         raise RefusedError(f"the tensor is too large to print: {endless}", path=checkpoint.path)
     if 0 in shape:
@@ -215,13 +211,13 @@ def _lists(checkpoint: Checkpoint, how: Reading) -> Iterator[str]:
         yield text
         return
     if not shape:
-        yield _text(json_number(next(numbers_in(how))[0]))
+        yield _text(json_number(next(numbers_in(reading))[0]))
         return
     width = shape[-1]
     # The rows in a list of each outer dimension: brackets open where it begins, and close where it ends.
     rows = [prod(shape[axis:-1]) for axis in range(len(shape) - 1)]
     row = at = 0
-    for numbers in numbers_in(how):
+    for numbers in numbers_in(reading):
         done = 0
         while done < len(numbers):
             part = numbers[done : done + width - at]

@@ -25,25 +25,25 @@ _MAX_DEPTH: Final = 200
 
 def entry_lines(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
     """Yield the lines that show the value at ``ref``, unescaped. Raises MalformedError where bytes are missing."""
-    found = python_value(checkpoint, ref)
-    if isinstance(found, Tensor):
+    shown = python_value(checkpoint, ref)
+    if isinstance(shown, Tensor):
         yield from tensor_lines(checkpoint, ref)
-    elif isinstance(found, ScalarValue):
+    elif isinstance(shown, ScalarValue):
         # A string has no quotes, and its own lines.
-        yield from found.value.split("\n") if isinstance(found.value, str) else [_leaf(found, 1 << 20)]
+        yield from shown.value.split("\n") if isinstance(shown.value, str) else [_leaf(shown, 1 << 20)]
     else:
-        yield from _tree(checkpoint, ref, found, path)
+        yield from _tree(checkpoint, ref, shown, path)
 
 
-def _tree(checkpoint: Checkpoint, ref: Ref, found: ContainerValue, path: str) -> Iterator[str]:
+def _tree(checkpoint: Checkpoint, ref: Ref, container: ContainerValue, path: str) -> Iterator[str]:
     opened = {ref: path}
     texts: dict[Ref, str] = {}
-    if not found.members:
-        yield _empty(found)
+    if not container.members:
+        yield _empty(container)
         return
-    if found.kind == "object":
-        yield f"{found.cls}, {pluralize(len(found.members), 'attribute')}"
-    work: list[Iterator[tuple[str, Ref, str]]] = [_members(found, path)]
+    if container.kind == "object":
+        yield f"{container.cls}, {pluralize(len(container.members), 'attribute')}"
+    work: list[Iterator[tuple[str, Ref, str]]] = [_members(container, path)]
     while work:
         step = next(work[-1], None)
         if step is None:
@@ -75,28 +75,28 @@ def _tree(checkpoint: Checkpoint, ref: Ref, found: ContainerValue, path: str) ->
             work.append(_members(inner, where))
 
 
-def _members(found: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
-    for name, step, ref, _ in found.members:
+def _members(container: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
+    for name, step, ref, _ in container.members:
         yield name, ref, bounded(joined(path, step), ref)
 
 
-def _inline(checkpoint: Checkpoint, found: ContainerValue) -> str:
+def _inline(checkpoint: Checkpoint, container: ContainerValue) -> str:
     """Return an empty container or a short list of scalars as one line, "" for anything else."""
-    if not found.members:
-        return _empty(found)
-    if found.kind != "sequence" or len(found.members) > _MAX_INLINE // 2:
+    if not container.members:
+        return _empty(container)
+    if container.kind != "sequence" or len(container.members) > _MAX_INLINE // 2:
         return ""
-    leaves = [python_value(checkpoint, member.ref) for member in found.members]
+    leaves = [python_value(checkpoint, member.ref) for member in container.members]
     texts = [_leaf(leaf, _MAX_INLINE) for leaf in leaves if isinstance(leaf, ScalarValue)]
-    left, right = {"tuple": ("(", ")"), "set": ("{", "}")}.get(found.cls, ("[", "]"))
+    left, right = {"tuple": ("(", ")"), "set": ("{", "}")}.get(container.cls, ("[", "]"))
     text = left + ", ".join(texts) + right
     return text if len(texts) == len(leaves) and len(text) <= _MAX_INLINE else ""
 
 
-def _empty(found: ContainerValue) -> str:
-    if found.kind == "object":
-        return f"{found.cls}, no attributes"
-    return f"an empty {found.cls}"
+def _empty(container: ContainerValue) -> str:
+    if container.kind == "object":
+        return f"{container.cls}, no attributes"
+    return f"an empty {container.cls}"
 
 
 def _leaf(leaf: ScalarValue, limit: int) -> str:

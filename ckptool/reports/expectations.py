@@ -22,7 +22,7 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2
 
 
 class Policy(NamedTuple):
-    """What is expected of a checkpoint; an empty field expects nothing.
+    """Expectations of a checkpoint; an empty field expects nothing.
 
     ``layout`` is "bare" or "wrapped"; ``prefix`` is "none" or a prefix that every key must have; ``device`` lists the
     devices allowed for storages (``cuda:*`` is any cuda device), ``dtype`` the dtypes allowed for floating-point

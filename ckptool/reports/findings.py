@@ -1,4 +1,4 @@
-"""Findings: what a user should know about a checkpoint, each with the next command."""
+"""Findings: facts that a user should know about a checkpoint, each with the next command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import is_sharded, sharding_summary
-from ..edits.sanitize.sanitizer import sanitize
 from ..files.archives import is_address
 from ..files.sources import FolderSource
 from ..safety.calls import suspicious_calls
@@ -59,16 +58,13 @@ def rescue_step(checkpoint: Checkpoint) -> str:
     return "get another copy of the file"
 
 
-#: Problems on whose account an edit is refused.
+#: Problems for which edits are refused.
 _NO_EDITS: Final = UNEDITABLE | AMBIGUOUS
 _LEVELS: Final = ("error", "warning", "note")
 #: A shard, as huggingface_hub and transformers name them.
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
 #: Classes that torch puts on the list when a module of its own is imported.
-_REGISTERED: Final = (
-    ("torch.distributed.", "torch.distributed.tensor"),
-    ("torch._dynamo.", "torch._dynamo"),
-)
+_REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 #: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
 _WHOLE: Final = (
     "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
@@ -87,7 +83,7 @@ def findings(
     namings: Sequence[Naming],
     map_location: MapLocation = None,
 ) -> list[Finding]:
-    """Return the findings, errors first. Devices that ``map_location`` takes care of are none.
+    """Return the findings, errors first. Devices that ``map_location`` takes care of give none.
 
     ``namings`` are those of the state dicts, in order.
     """
@@ -126,7 +122,7 @@ def _allowed(step: str, commands: Sequence[str]) -> bool:
 
 
 def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Find a model file of DeepSpeed without weights: with ZeRO stage 3 each rank saves its parts elsewhere."""
+    """Yield a warning for a DeepSpeed file without weights: with ZeRO stage 3 each rank saves its part elsewhere."""
     inner = [entry.tensor for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
     deepspeed = any(entry.key == "ds_version" for entry in checkpoint.survey.entries)
     if deepspeed and inner and all(0 in tensor.shape for tensor in inner):
@@ -135,7 +131,7 @@ def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _shard_file(path: str) -> Iterator[Finding]:
-    """Find that the file is one shard of several."""
+    """Yield a note on a file that is one of several shards."""
     shard = _SHARD.search(os.path.basename(path))
     if shard is not None and not is_address(path) and int(shard[2]) > 1:
         message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
@@ -180,7 +176,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
 
 
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Find what the pickle means to torch that ckptool does not follow: every other command refuses it."""
+    """Yield an error for each feature of the pickle that ckptool does not follow; other commands refuse the file."""
     for message in dict.fromkeys(checkpoint.survey.unfollowed.values()):
         yield Finding("not-followed", "error", f"{message}, which ckptool does not follow")
 
@@ -230,7 +226,7 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
 
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Find that one rank saved it: whether its tensors are whole, and where whole ones come from."""
+    """Yield findings on a file that one rank saved: whether its tensors are whole, and how to get whole ones."""
     shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
         return
@@ -314,7 +310,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
 
 
 def _combined(path: str, edits: Sequence[Finding]) -> Iterator[Finding]:
-    """Find one command for the prefix and the device, where both are to be edited."""
+    """Yield the one command that edits prefix and device, where both are to be edited."""
     names = [finding for finding in edits if finding.code in ("prefix", "wrappers")]
     if names and any(finding.code == "device" and finding.next for finding in edits):
         option = "--wrappers" if any("--wrappers" in finding.next for finding in names) else "--strip-module"
@@ -371,6 +367,8 @@ def sanitize_step(checkpoint: Checkpoint) -> str:
         if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
             return rename_step(checkpoint.path, ".pth")
         extension = ".pth"
+    from ..edits.sanitize.sanitizer import sanitize  # for files that need it only
+
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
     modules = bool(checkpoint.survey.modules)
     for drop_unknown in (False, True):

@@ -19,7 +19,7 @@ from ..values.interpretation import numbers_in
 from ..values.npy import array_of
 from ..values.numeric import Number
 from ..values.python_values import ContainerValue, ScalarValue, python_key, python_value
-from ..values.tensor_text import interpret_for_display
+from ..values.tensor_text import interpret_for_display, shape_text
 
 
 class TensorValue:
@@ -41,8 +41,7 @@ class TensorValue:
         self.requires_grad = tensor.requires_grad
 
     def __repr__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"<TensorValue {self.path!r} {self.dtype} {shape} {self.location}>"
+        return f"<TensorValue {self.path!r} {self.dtype} {shape_text(self.shape)} {self.location}>"
 
     @property
     def numel(self) -> int:
@@ -53,12 +52,12 @@ class TensorValue:
 
         Raises RefusedError where it has none, MalformedError where the bytes are missing.
         """
-        how, name = interpret_for_display(self._checkpoint, self._ref), self.path or "the tensor"
-        if isinstance(how, str):
-            raise RefusedError(f"{name}: {how}", path=self._checkpoint.path)
-        if how.of in ("values", "part"):
+        reading, name = interpret_for_display(self._checkpoint, self._ref), self.path or "the tensor"
+        if isinstance(reading, str):
+            raise RefusedError(f"{name}: {reading}", path=self._checkpoint.path)
+        if reading.of in ("values", "part"):
             raise RefusedError(f"{name} is made of other tensors ({self.tensor.kind})", path=self._checkpoint.path)
-        for piece in numbers_in(how):
+        for piece in numbers_in(reading):
             yield from piece
 
     def tolist(self) -> Any:
@@ -139,54 +138,62 @@ class _Values:
                 self.values[here] = self._convert(here, inside, where)
                 work.pop()
                 continue
-            missing = [(one.ref, joined(where, one.step)) for one in inside.members if one.ref not in self.values]
+            missing = [
+                (member.ref, joined(where, member.step)) for member in inside.members if member.ref not in self.values
+            ]
             if missing and self.values.get(here) is not _PENDING:
                 self.values[here] = _PENDING
                 work += missing
                 continue
             # A tuple cannot be among its own elements: a hostile pickle gets None there.
-            values = [None if self.values.get(one.ref) is _PENDING else self.values[one.ref] for one in inside.members]
+            values = [
+                None if self.values.get(member.ref) is _PENDING else self.values[member.ref]
+                for member in inside.members
+            ]
             self.values[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
             work.pop()
         return self.values[ref]
 
-    def _convert(self, ref: Ref, found: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
-        if isinstance(found, ScalarValue):
-            return found.value
-        if isinstance(found, Tensor):
-            return TensorValue(self.checkpoint, ref, found, path)
-        target: Any = [] if found.kind == "sequence" else {}
-        if found.kind == "object":
-            target = ObjectValue(found.cls, {})
-        elif found.cls == "set":
+    def _convert(self, ref: Ref, value: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
+        if isinstance(value, ScalarValue):
+            return value.value
+        if isinstance(value, Tensor):
+            return TensorValue(self.checkpoint, ref, value, path)
+        target: Any = [] if value.kind == "sequence" else {}
+        if value.kind == "object":
+            target = ObjectValue(value.cls, {})
+        elif value.cls == "set":
             target = set()
-        self.empty.append((target, found, path))
+        self.empty.append((target, value, path))
         return target
 
-    def _fill(self, target: Any, found: ContainerValue, path: str) -> None:
+    def _fill(self, target: Any, container: ContainerValue, path: str) -> None:
         if isinstance(target, dict):
-            keys = self._keys(found)
-            target.update((key, self._ready(one.ref, joined(path, one.step))) for key, one in zip(keys, found.members))
+            keys = self._keys(container)
+            target.update(
+                (key, self._ready(member.ref, joined(path, member.step)))
+                for key, member in zip(keys, container.members)
+            )
             return
-        for one in found.members:
-            value = self._ready(one.ref, joined(path, one.step))
+        for member in container.members:
+            value = self._ready(member.ref, joined(path, member.step))
             if isinstance(target, ObjectValue):
-                target.attributes[one.name] = value
+                target.attributes[member.name] = value
             elif isinstance(target, set):
                 target.update(_hashed([value], set))
             else:
                 target.append(value)
 
-    def _keys(self, found: ContainerValue) -> list[Any]:
+    def _keys(self, container: ContainerValue) -> list[Any]:
         """Return the keys of a mapping, all distinct; those that need a module are strings."""
         graph = self.checkpoint.graph
         keys: list[Any] = []
         texts: list[int] = []
-        for number, one in enumerate(found.members):
+        for number, member in enumerate(container.members):
             try:
-                keys.append(python_key(graph, one.key))
+                keys.append(python_key(graph, member.key))
             except ValueError:
-                keys.append(one.name)
+                keys.append(member.name)
                 texts.append(number)
         as_text = set(texts)
         taken = {key for number, key in enumerate(keys) if number not in as_text} if texts else set()
@@ -198,7 +205,7 @@ class _Values:
 
 
 def _hashed(values: list[Any], cls: type[set[Any]] | type[frozenset[Any]]) -> Any:
-    """Return a set of the values; those that cannot be in one as their ``repr``."""
+    """Return a set of the values; those that cannot be in member as their ``repr``."""
     kept = []
     for value in values:
         try:

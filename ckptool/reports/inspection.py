@@ -256,7 +256,7 @@ def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
 
 
 def _view(entry: TensorEntry) -> Hashable:
-    """Return what the same view of the same storage has in common, the reference of a tensor without a storage."""
+    """Return the identity of a view of a storage, or the reference of a tensor without a storage."""
     tensor = entry.tensor
     return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
 

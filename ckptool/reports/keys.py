@@ -75,18 +75,6 @@ class KeysReport(TypedDict):
     tensors: list[TensorReport]
 
 
-def key_listing(
-    checkpoint: Checkpoint,
-    *,
-    key: str | None = None,
-    everything: bool = False,
-    globs: Globs = Globs(),
-    sort: str = "file",
-) -> KeysReport:
-    """Return the report of ``keys``; the parameters are those of ``select_entries``."""
-    return keys_report(checkpoint, select_entries(checkpoint, key, everything, globs, sort))
-
-
 def keys_report(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> KeysReport:
     """Return the report of ``keys`` on these tensors."""
     survey = checkpoint.survey
@@ -142,11 +130,7 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
 
 
 def select_entries(
-    checkpoint: Checkpoint,
-    key: str | None = None,
-    everything: bool = False,
-    globs: Globs = Globs(),
-    sort: str = "file",
+    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs(), sort: str = "file"
 ) -> list[TensorEntry]:
     """Return the tensors of the state dicts found with high confidence, or of the one at ``key``.
 
@@ -191,4 +175,4 @@ def keys(
 ) -> KeysReport:
     """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``."""
     with open_checkpoint(path) as checkpoint:
-        return key_listing(checkpoint, key=key, everything=everything, globs=Globs(include, exclude), sort=sort)
+        return keys_report(checkpoint, select_entries(checkpoint, key, everything, Globs(include, exclude), sort))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf, prod
-from typing import Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs
@@ -12,6 +12,7 @@ from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
+from ..checkpoint.tensors import view_id
 from ..files.sources import FilePath
 from ..formats.opening import open_checkpoint
 from ..values.elements import elements, in_storage_order, storage_reader, tensor_size
@@ -21,12 +22,13 @@ from ..values.torch.loads import need_torch
 from ..values.torch.measure import STEP, ElementRule, Measured, measure
 from .keys import TensorReport, select_entries, tensor_report
 
-#: Bins of a histogram: as many characters has the chart in the table.
+if TYPE_CHECKING:
+    from ..files.write.copying import Progress
+
+#: Bins of a histogram; the chart in the table has a character for each.
 _BINS: Final = 10
 #: What the rows can be sorted by: the order of the file, by name, or by a number, largest first.
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
-
-Progress = Callable[[int], None]
 
 
 class Histogram(TypedDict):
@@ -53,7 +55,7 @@ class _Statistics(TypedDict):
 
 class TensorStatistics(TensorReport, _Statistics):
     """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram are over the
-    finite elements; None is a number that cannot be told.
+    finite elements; None stands for an unknown number.
 
     ``of`` says which numbers were measured, ``reason`` why there are none. Each view of a storage is measured once:
     ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
@@ -112,11 +114,11 @@ def statistics_of(
     for entry in select_entries(checkpoint, key, everything, globs):
         first = known.get(entry.ref)
         if first is None:
-            how = interpret(checkpoint, entry.ref)
-            first = known.get(_view(how))
+            reading = interpret(checkpoint, entry.ref)
+            first = known.get(_view(reading))
             if first is None:
-                statistics = _statistics(checkpoint, how, progress)
-                first = known[entry.ref] = known[_view(how)] = entry.path, statistics
+                statistics = _statistics(checkpoint, reading, progress)
+                first = known[entry.ref] = known[_view(reading)] = entry.path, statistics
         path, statistics = first
         if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
@@ -137,28 +139,23 @@ def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
     return entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
 
 
-def _view(how: Reading | str) -> object:
-    """Return what two places with the same numbers have in common."""
-    if isinstance(how, str):
+def _view(reading: Reading | str) -> object:
+    """Return the identity of the numbers to measure: places with equal ids have the same numbers."""
+    if isinstance(reading, str):
         return object()
-    tensor = how.tensor
-    view = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
-    return view, how.of, how.negated, how.affine
+    return view_id(reading.tensor), reading.of, reading.negated, reading.affine
 
 
-def _statistics(checkpoint: Checkpoint, how: Reading | str, progress: Progress | None) -> _Statistics:
-    if isinstance(how, str):
-        return _no_statistics(None, how)
+def _statistics(checkpoint: Checkpoint, reading: Reading | str, progress: Progress | None) -> _Statistics:
+    if isinstance(reading, str):
+        return _no_statistics(None, reading)
     try:
-        measured = _measured(checkpoint, how, progress)
+        measured = _measured(checkpoint, reading, progress)
     except MalformedError as error:
-        return _no_statistics(how.of, error.what)
-    histogram: Histogram = {
-        "counts": list(measured.counts),
-        "edges": [json_number(edge) for edge in measured.edges],
-    }
+        return _no_statistics(reading.of, error.what)
+    histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
     return {
-        "of": "absolute values" if how.tensor.dtype.startswith("complex") else how.of,
+        "of": "absolute values" if reading.tensor.dtype.startswith("complex") else reading.of,
         "finite": measured.finite,
         "min": measured.low,
         "max": measured.high,
@@ -179,15 +176,15 @@ def _no_statistics(of: str | None, reason: str) -> _Statistics:
     return cast("_Statistics", {"of": of, **dict.fromkeys(names), "reason": reason})
 
 
-def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -> Measured:
-    tensor, affine = how.tensor, how.affine
+def _measured(checkpoint: Checkpoint, reading: Reading, progress: Progress | None) -> Measured:
+    tensor, affine = reading.tensor, reading.affine
     # Channels depend on the order of the elements; everything else can be read as it is stored.
     by_channel = affine is not None and affine.axis >= 0
     stored, times = (tensor, 1) if by_channel else in_storage_order(tensor)
     inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and by_channel else 1
     scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
     packed = stored.dtype.startswith("quint") and tensor_size(stored) != stored.numel
-    rule = ElementRule(stored.dtype, scales, zero_points, inner, how.negated, stored.numel if packed else -1)
+    rule = ElementRule(stored.dtype, scales, zero_points, inner, reading.negated, stored.numel if packed else -1)
 
     def pieces() -> Iterator[bytes]:
         for data in elements(storage_reader(checkpoint, stored.storage), stored):
@@ -200,7 +197,7 @@ def _measured(checkpoint: Checkpoint, how: Reading, progress: Progress | None) -
 
 
 def _repeated(measured: Measured, times: int) -> Measured:
-    """Return the numbers of a tensor in which each element counts so many times."""
+    """Return the statistics of a tensor in which each element counts several times."""
     finite = measured.finite * times
     std, norm = measured.std, measured.norm
     if finite > 1 and measured.finite:
@@ -240,14 +237,14 @@ def _sorted(rows: list[TensorStatistics], sort: str, everything: bool) -> list[T
         return sorted(rows, key=lambda row: row["path"] if everything else row["key"])
 
     def weight(row: Any) -> float:
-        """Unknown numbers come last."""
+        """Return the sort key of a row; unknown numbers come last."""
         return inf if row[sort] is None else -float(row[sort])
 
     return sorted(rows, key=weight)
 
 
 def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
-    """Estimate the sum of the calls of ``progress``: large tensors are read twice."""
+    """Estimate the bytes reported to ``progress`` in total: large tensors are read twice."""
     tensors = {entry.ref: entry.tensor for entry in entries}.values()
     return sum(tensor.own_bytes * (1 if tensor.numel <= STEP else 2) for tensor in tensors)
 
@@ -260,7 +257,7 @@ def stats(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     sort: str = "file",
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> StatsReport:
     """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
@@ -14,7 +14,7 @@ from ..base.text import join_limited, pluralize, rename_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.sources import ContainedSource, FilePath, FileSource, FolderSource
 from ..formats import folder_format
@@ -40,7 +40,8 @@ from .expectations import Policy, expectations, policy_of
 from .findings import command, rescue_step, sanitize_step
 from .loading import load_report
 
-Progress = Callable[[int], None]
+if TYPE_CHECKING:
+    from ..files.write.copying import Progress
 
 INVALID: Final = "invalid"
 VALID: Final = "valid"
@@ -85,7 +86,14 @@ class GlobalReport(TypedDict):
     pickle: str
 
 
-class _Result(TypedDict):
+class ValidateReport(TypedDict):
+    """``ckptool.validate/1``. A file may be damaged, run code, both or neither; ``bytes`` and ``format`` are None
+    where the file cannot be opened."""
+
+    schema: str
+    path: str
+    bytes: int | None
+    format: str | None
     status: str
     valid: bool
     damaged: bool
@@ -103,16 +111,6 @@ class _Result(TypedDict):
     files: list[CompanionReport]
     error: str | None
     next: str
-
-
-class ValidateReport(_Result):
-    """``ckptool.validate/1``. A file may be damaged, run code, both or neither; ``bytes`` and ``format`` are None
-    where the file cannot be opened."""
-
-    schema: str
-    path: str
-    bytes: int | None
-    format: str | None
 
 
 def check_policy(policy: Policy) -> None:
@@ -150,33 +148,32 @@ def validation_report(
             opened = checkpoint_of(source)
         with opened as checkpoint:
             size, file_format = checkpoint.source.size, checkpoint.format
-            return _report(name, size, file_format, _checked(checkpoint, policy, torch, quick, progress))
+            report = _checked(name, checkpoint, policy, torch, quick, progress)
     except MalformedError as error:
         # A checkpoint, but a broken one: that is an answer.
-        result = _without_container(name, broken_check(error), error, policy, torch, INVALID)
+        report = _without_container(name, broken_check(error), error, policy, torch, INVALID)
     except CkptoolError as error:  # also ChangedError: another process writes to it
         if isinstance(error, NotACheckpointError):
             file_format = error.kind
-        result = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
-    return _report(name, size, file_format, result)
+        report = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
+    report["bytes"], report["format"] = size, file_format
+    return report
 
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
-    result = _result([_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
-    result["error"], result["next"] = error.what, error.next
-    return _report(path, None, None, result)
-
-
-def _report(path: str, size: int | None, file_format: str | None, result: _Result) -> ValidateReport:
-    return {"schema": "ckptool.validate/1", "path": path, "bytes": size, "format": file_format, **result}
+    report = _report(path, [_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
+    report["error"], report["next"] = error.what, error.next
+    return report
 
 
 def _unreadable(error: CkptoolError) -> Check:
     return Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
 
 
-def _checked(checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None) -> _Result:
+def _checked(
+    path: str, checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None
+) -> ValidateReport:
     checkpoint = checkpoint.tolerating()
     checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
     assert safety.verdict is not None
@@ -195,13 +192,13 @@ def _checked(checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, pr
     files: list[CompanionReport] = []
     if isinstance(checkpoint.source, FolderSource):
         companions = check_companions(checkpoint.source, torch)
-        files = companions.report
+        files = companions.files
         checks += companions.checks
         names = [*safety.globals, *companions.globals]
         safety = safety._replace(pickles=[*safety.pickles, *companions.pickles], globals=names)
-    result = _result(checks, safety, policy, torch, "")
-    result["files"], result["next"] = files, _next_step(checkpoint, policy, checks)
-    return result
+    report = _report(path, checks, safety, policy, torch, "")
+    report["files"], report["next"] = files, _next_step(checkpoint, policy, checks)
+    return report
 
 
 def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> str:
@@ -259,13 +256,12 @@ def _nonfinite(checkpoint: Checkpoint, progress: Progress | None) -> list[Note]:
     """
     reader = checkpoint.survey.reader
     notes = []
-    seen: set[tuple[object, ...]] = set()
+    seen: set[ViewId] = set()
     for entry in checkpoint.survey.tensors:
         counts = [0, 0]
         for part in reader.parts(entry.tensor):
-            view = (part.storage, part.offset, part.shape, part.stride)
-            if _may_be_nonfinite(part) and view not in seen:
-                seen.add(view)
+            if _may_be_nonfinite(part) and view_id(part) not in seen:
+                seen.add(view_id(part))
                 _count_nonfinite(checkpoint, part, counts, progress)
         words = [f"{count:,} {word}" for count, word in zip(counts, ("NaN", "Inf")) if count]
         if words:
@@ -317,8 +313,8 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
 
 def _without_container(
     path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
-) -> _Result:
-    """Return the result for a file that is not a whole checkpoint; its pickles are checked all the same."""
+) -> ValidateReport:
+    """Return the report on a file that is not a whole checkpoint; its pickles are checked all the same."""
     safety = Safety([], [], None, [])
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
@@ -334,12 +330,12 @@ def _without_container(
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
-    result = _result(checks, safety, policy, torch, status)
-    result["error"], result["next"] = str(error).removeprefix(f"{error.path}: "), error.next
-    return result
+    report = _report(path, checks, safety, policy, torch, status)
+    report["error"], report["next"] = str(error).removeprefix(f"{error.path}: "), error.next
+    return report
 
 
-def _result(checks: list[Check], safety: Safety, policy: Policy, torch: str, status: str) -> _Result:
+def _report(path: str, checks: list[Check], safety: Safety, policy: Policy, torch: str, status: str) -> ValidateReport:
     """Sum up the checks; ``status`` is "" where they decide."""
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
@@ -348,6 +344,10 @@ def _result(checks: list[Check], safety: Safety, policy: Policy, torch: str, sta
     if not status:
         status = INVALID if failures or (policy.strict and (warnings or skipped)) else VALID
     return {
+        "schema": "ckptool.validate/1",
+        "path": path,
+        "bytes": None,
+        "format": None,
         "status": status,
         "valid": status == VALID,
         "damaged": any(check.status == FAIL and check.group in ("container", "integrity") for check in checks),
@@ -369,14 +369,8 @@ def _result(checks: list[Check], safety: Safety, policy: Policy, torch: str, sta
 
 
 def _check_report(check: Check) -> CheckReport:
-    return {
-        "name": check.name,
-        "group": check.group,
-        "status": check.status,
-        "message": check.message,
-        "notes": [cast("NoteReport", note._asdict()) for note in check.notes[: LIMITS.listed]],
-        "notes_in_all": len(check.notes),
-    }
+    notes = [note._asdict() for note in check.notes[: LIMITS.listed]]
+    return cast("CheckReport", {**check._asdict(), "notes": notes, "notes_in_all": len(check.notes)})
 
 
 def validate(
@@ -384,7 +378,7 @@ def validate(
     policy: Policy | Mapping[str, Any] | None = None,
     *,
     quick: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ValidateReport:
     """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
 

@@ -182,8 +182,7 @@ def number_width(dtype: Dtype) -> int:
 
 
 def swapped_width(checkpoint: Checkpoint, key: str) -> int:
-    """Return the width in bytes of the numbers of a storage that a big-endian file has in the other order than torch
-    has them in memory on a little-endian machine; 1 where there are none."""
+    """Return the width in bytes of the numbers of a storage that are swapped for a little-endian machine, or 1."""
     if checkpoint.container.byteorder != "big":
         return 1
     storage = checkpoint.survey.reader.storages.get(key)

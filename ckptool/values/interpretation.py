@@ -12,15 +12,13 @@ from typing import Final, NamedTuple
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, mapped_name, mapping
+from ..checkpoint.objects import mapping
 from ..checkpoint.sharding import is_sharded
-from ..checkpoint.tensors import Tensor, extent
-from ..pickles.nodes import Call, Global, Graph, Ref
+from ..checkpoint.tensors import Tensor, extent, rebuild_calls
+from ..pickles.nodes import Graph, Ref
 from .elements import StorageReader, elements, storage_reader
 from .numeric import Number, to_numbers
 
-#: Nested calls that are followed; torch never writes them deeper.
-_DEPTH: Final = 8
 #: Scales of one tensor that are read: there is one for each channel.
 _SCALES: Final = 1 << 20
 #: A view of more elements than this that reads its storage more than so many times over is not worth an hour.
@@ -59,7 +57,7 @@ class Reading(NamedTuple):
 
 
 def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """Return how to read the numbers of the tensor ``ref``, or in a few words why it has none."""
+    """Return how to read the numbers of the tensor ``ref``, or in a few words why that is impossible."""
     part = _dense_part(checkpoint, ref)
     if isinstance(part, str):
         return part
@@ -152,7 +150,7 @@ def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
     torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
     """
     graph = checkpoint.graph
-    name, args = _rebuild_call(graph, ref)
+    name, args = _data_call(graph, ref)
     index = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name, len(args))
     metadata = mapping(graph, args[index]) or () if index < len(args) else ()
     bits = [graph.nodes[key] for key, _ in metadata]
@@ -171,7 +169,7 @@ def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
         return ref, "elements"
     parts = [(part, inner) for part in tensor.parts if (inner := reader.tensor(part)) is not None]
     if is_sharded(tensor) and not parts:
-        return "nothing of it is in this file"
+        return "no part of it is in this file"
     if tensor.kind == "wrapper":
         if len(parts) == 1:
             return parts[0][0], "part"
@@ -187,33 +185,17 @@ def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
     return f"a tensor of the kind {tensor.kind}"
 
 
-def _rebuild_call(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:
-    """Return the function of torch that makes the data of a tensor, and its arguments; ("", ()) where there is none.
-
-    It is behind the calls that make a parameter or a subclass of the tensor.
-    """
-    for _ in range(_DEPTH):
-        node = graph.nodes[ref]
-        args = graph.nodes[node.args] if isinstance(node, Call) else ()
-        if not isinstance(node, Call) or type(args) is not tuple or not args:
-            break
-        name = callable_name(graph, node.func).rpartition(".")[2]
-        if name in ("_rebuild_from_type_v2", "_rebuild_from_type") and len(args) > 2:
-            func, inner = graph.nodes[args[0]], graph.nodes[args[2]]
-            if type(func) is not Global or type(inner) is not tuple or not inner:
-                break
-            name, args = mapped_name(func).rpartition(".")[2], inner
-        if not name.startswith(("_rebuild_parameter", "_rebuild_device_tensor", "_rebuild_xla", "Parameter", "Var")):
-            return name, args
-        ref = args[0]
-    return "", ()
+def _data_call(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:
+    """Return the function of torch that makes the data of a tensor, and its arguments; ("", ()) for another node."""
+    *_, call = (None, *rebuild_calls(graph, ref))
+    return ("", ()) if call is None else (call.short_name, call.args)
 
 
 def _affine(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> Affine | None:
     """Return the quantizer of ``_rebuild_qtensor``, (scheme, scale, zero point) or (scheme, scales, zero points, axis),
     or None where it cannot be read."""
     nodes = checkpoint.graph.nodes
-    name, args = _rebuild_call(checkpoint.graph, ref)
+    name, args = _data_call(checkpoint.graph, ref)
     parts = nodes[args[4]] if name == "_rebuild_qtensor" and len(args) > 4 else ()
     if type(parts) is not tuple or len(parts) < 3:
         return None

@@ -131,9 +131,9 @@ def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | 
     entries = as_children(graph, items or ())
     hidden = _CLASS_ARGUMENTS.get(callable_name(graph, node.func), ())
     members = [
-        ValueMember(one.step.removeprefix("."), *one)
-        for one in (*extra_children(graph, ref, entries), *entries)
-        if one.step not in hidden and (one.key >= 0 or not one.step.startswith("(key "))
+        ValueMember(child.step.removeprefix("."), *child)
+        for child in (*extra_children(graph, ref, entries), *entries)
+        if child.step not in hidden and (child.key >= 0 or not child.step.startswith("(key "))
     ]
     return ContainerValue("object", cls, sorted(members, key=_attributes_first))
 

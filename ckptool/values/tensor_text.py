@@ -40,12 +40,18 @@ _PARTS: Final = {
 Nested: TypeAlias = "list[Nested] | Number | None"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as ``4x3x1x1``, or ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def tensor_summary(tensor: Tensor) -> str:
-    """Return what a tensor is in one line: ``float32 4x3x1x1, cuda:0``."""
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    """Describe a tensor in one line: ``float32 4x3x1x1, cuda:0``."""
     kind = "" if tensor.kind in ("dense", "quantized", "meta") else tensor.kind
     grad = "requires_grad" if tensor.requires_grad else ""
-    return ", ".join(filter(None, (f"{tensor.dtype} {shape}", tensor.location, kind, tensor.cls, grad)))
+    return ", ".join(
+        filter(None, (f"{tensor.dtype} {shape_text(tensor.shape)}", tensor.location, kind, tensor.cls, grad))
+    )
 
 
 def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
@@ -80,15 +86,15 @@ def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
 
 
 def _sharded_lines(checkpoint: Checkpoint, shards: Sharding, tensor: Tensor) -> Iterator[str]:
-    """Yield what a tensor that is spread over ranks is, and the parts of it that are in this file."""
+    """Yield the lines that show a tensor spread over ranks: a summary, and the parts in this file."""
     summary = tensor_summary(tensor._replace(kind="dense", cls=shards.kind))
     owner = f"rank {shards.rank}" if shards.rank >= 0 else "one rank"
     yield f"{summary}: {shards.words}"
     if not shards.parts:
-        yield f"({owner} had nothing of it)"
+        yield f"({owner} had no part of it)"
     for part in shards.parts:
         slices = part.slices(tensor.shape)
-        yield from ("", f"what {owner} had of it{', ' + slices if slices else ''}:")
+        yield from ("", f"the part that {owner} had{', ' + slices if slices else ''}:")
         yield from tensor_lines(checkpoint, part.ref)
 
 
@@ -121,7 +127,7 @@ def _affine_words(affine: Affine) -> str:
 
 
 def _is_addressable(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Tell whether single elements can be read, without those before them."""
+    """Return whether single elements can be read without those before them."""
     body = checkpoint.body(tensor.storage)
     packed = BY_NAME[tensor.dtype].packed if tensor.dtype in BY_NAME else 1
     return body is not None and isinstance(body.piece, Span) and not body.compressed and packed == 1
@@ -163,7 +169,7 @@ def _edges(size: int, edge: int) -> list[int | None]:
 
 
 def _at(pieces: Iterator[list[Number]], places: Iterator[int]) -> Iterator[Number]:
-    """Yield the numbers at places that ascend."""
+    """Yield the numbers at ascending places."""
     begin, piece = 0, next(pieces)
     for place in places:
         while place >= begin + len(piece):

@@ -37,7 +37,7 @@ from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
 from ckptool.reports.inspection import inspection
-from ckptool.reports.keys import key_listing
+from ckptool.reports.keys import keys_report, select_entries
 from ckptool.reports.tree import tree_of
 from ckptool.safety.calls import suspicious_calls
 from ckptool.values.elements import elements, storage_reader
@@ -506,7 +506,7 @@ def test_stats_are_those_of_the_part() -> None:
     assert (rows["rows.weight"]["min"], rows["rows.weight"]["numel"]) == (part.min().item(), 12)
     assert rows["blocks.weight"]["reason"] == "a ShardedTensor of 2 tensors"
     none = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank2.pth")["tensors"]}
-    assert none["blocks.weight"]["reason"] == "nothing of it is in this file"
+    assert none["blocks.weight"]["reason"] == "no part of it is in this file"
 
 
 @pytest.mark.parametrize("name", ["fsdp2.rank3", "tp.rank3", "sharded_tensors.rank0"])
@@ -548,7 +548,7 @@ EDITS: tuple[Callable[[Checkpoint], Checkpoint], ...] = (
 def tried(checkpoint: Checkpoint) -> None:
     """Everything that looks at sharded tensors; what is wrong with them is told, and not as a bug."""
     looks: tuple[Callable[[Checkpoint], object], ...] = (
-        lambda it: key_listing(it, everything=True),
+        lambda it: keys_report(it, select_entries(it, everything=True)),
         inspection,
         lambda it: tree_of(it, 4),
     )
@@ -558,7 +558,7 @@ def tried(checkpoint: Checkpoint) -> None:
     for edit in EDITS:
         try:
             made = edit(checkpoint)
-            key_listing(made, everything=True)
+            keys_report(made, select_entries(made, everything=True))
         except CkptoolError:
             pass
 

@@ -315,7 +315,7 @@ def test_modules_can_be_read_in_one_go() -> None:
             True,
         ),
         ("ckptool.edits.keys", "from .optimizers import Optimizer", False),
-        ("ckptool.cli.show", "from ..reports.keys import key_listing", False),
+        ("ckptool.cli.show", "from ..reports.keys import keys_report", False),
         ("ckptool.reports.findings", "from ..base import errors", False),
     ],
 )

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import ckptool
 from ckptool.base.errors import CkptoolError
-from ckptool.base.globs import Globs
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.summary import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of
 from ckptool.reports.inspection import inspection
-from ckptool.reports.keys import key_listing
+from ckptool.reports.keys import keys_report, select_entries
 from ckptool.reports.tree import tree_of
 
 __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
@@ -48,10 +47,10 @@ def tell(data: bytes) -> Told:
     try:
         checkpoint = opened(data)
         report = inspection(checkpoint)
-        report["tree"] = [line._asdict() for line in tree_of(checkpoint, 9)]
+        report["tree"] = tree_of(checkpoint, 9)
         words = [summary(report)]
         words += [problem.message for problem in checkpoint.container.problems if problem.message.isprintable()]
-        key_listing(checkpoint, everything=True, globs=Globs((), ()))
+        keys_report(checkpoint, select_entries(checkpoint, everything=True))
     except CkptoolError as error:
         return Told(str(error), "")
     return Told("", "\n".join(words))

@@ -1,8 +1,9 @@
-"""What differs between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
+"""The differences between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
@@ -11,7 +12,7 @@ from ...base.prefixes import unwrapper
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, view_id
 from ...files.sources import FilePath, FileSource
 from ...formats.opening import open_checkpoint
 from ...values.elements import dtype_of, storage_reader
@@ -19,12 +20,14 @@ from ...values.interpretation import Reading, lazy_bits
 from ..json_values import json_value
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
-from .tensors import BitDifference, Closeness, closeness, compare_bits, has_numbers, has_values, mark_of
+from .tensors import BitComparison, BitDifference, Closeness, closeness, has_numbers, has_values
 
 if TYPE_CHECKING:
     from typing import NotRequired
 
-#: What can be left out of the comparison, and what it covers.
+    from ...files.write.copying import Progress
+
+#: Words for parts that can be left out of the comparison, and what each covers.
 IGNORABLE: Final = {
     "device": "location tags, torch.device objects, strings that name devices",
     "prefix": "what wrappers put into the names of state dicts: module., _orig_mod. and so on",
@@ -145,7 +148,7 @@ def diff_report(
     key: str | None = None,
     other_key: str | None = None,
     count: bool = True,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
@@ -165,7 +168,7 @@ def diff_report(
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = compare_graphs(left, right, words)
-    comparison = _ValueComparison(a, b, words, tolerance, count, progress)
+    comparison = _ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, progress)
     for pair in graphs.tensors:
         comparison.add(pair)
     comparison.compare()
@@ -249,7 +252,7 @@ def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
 
 
 def _plain(value: TypedValue) -> object:
-    """Return the value, or the type of what has none."""
+    """Return the value, or the type where there is none."""
     return value.type if value.value is None else value.value
 
 
@@ -337,21 +340,18 @@ def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str,
             yield f"{inner.path} dtype", inner.a.dtype, inner.b.dtype
     if a == b:
         return
-    if a.kind != b.kind:
-        yield "layout", a.kind, b.kind
-    if a.dtype != b.dtype and "dtype" not in ignore:
-        yield "dtype", a.dtype, b.dtype
-    if a.shape != b.shape:
-        yield "shape", list(a.shape), list(b.shape)
-    elif a.stride != b.stride and "stride" not in ignore:
-        yield "stride", list(a.stride), list(b.stride)
-    if a.location != b.location and "device" not in ignore:
-        yield "device", a.location, b.location
-    if "requires-grad" not in ignore:
-        if a.requires_grad != b.requires_grad:
-            yield "requires_grad", a.requires_grad, b.requires_grad
-        if a.cls != b.cls:
-            yield "class", a.cls or "Tensor", b.cls or "Tensor"
+    same_shape = a.shape == b.shape
+    for name, one, other, word in (
+        ("layout", a.kind, b.kind, ""),
+        ("dtype", a.dtype, b.dtype, "dtype"),
+        ("shape", list(a.shape), list(b.shape), ""),
+        ("stride", list(a.stride) if same_shape else [], list(b.stride) if same_shape else [], "stride"),
+        ("device", a.location, b.location, "device"),
+        ("requires_grad", a.requires_grad, b.requires_grad, "requires-grad"),
+        ("class", a.cls or "Tensor", b.cls or "Tensor", "requires-grad"),
+    ):
+        if one != other and word not in ignore:
+            yield name, one, other
 
 
 def _sharing(graphs: GraphComparison) -> Iterator[Sharing]:
@@ -381,32 +381,26 @@ def _worst_first(differences: list[_RankedDifference]) -> list[ValueDifference]:
     return [item.report for item in sorted(differences, key=lambda item: item.badness, reverse=True)]
 
 
+@dataclass
 class _ValueComparison:
     """The values of pairs of tensors; each pair of stored tensors is compared once, however often it is met."""
 
-    def __init__(
-        self,
-        a: Checkpoint,
-        b: Checkpoint,
-        ignore: frozenset[str],
-        tolerance: tuple[float, float] | None,
-        count: bool,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self.a, self.b, self.progress = a, b, progress
-        self.mixed = "dtype" in ignore
-        self.tolerance = tolerance
-        self.count = count and tolerance is None
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.numbers: dict[object, int] = {}
-        #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
-        self.readings: dict[int, tuple[Reading, Reading]] = {}
-        #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
-        self.exact: set[int] = set()
-        #: For each pair of tensors: (part, number in ``pairs``).
-        self.jobs: list[list[tuple[str, int]]] = []
-        self.bits: list[BitDifference] = []
-        self.close: dict[int, Closeness] = {}
+    a: Checkpoint
+    b: Checkpoint
+    mixed: bool
+    tolerance: tuple[float, float] | None
+    count: bool
+    progress: Progress | None
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    numbers: dict[object, int] = field(default_factory=dict)
+    #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
+    readings: dict[int, tuple[Reading, Reading]] = field(default_factory=dict)
+    #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
+    exact: set[int] = field(default_factory=set)
+    #: For each pair of tensors: (part, number in ``pairs``).
+    jobs: list[list[tuple[str, int]]] = field(default_factory=list)
+    bits: list[BitDifference] = field(default_factory=list)
+    close: dict[int, Closeness] = field(default_factory=dict)
 
     def add(self, pair: TensorPair) -> None:
         jobs: list[tuple[str, int]] = []
@@ -421,23 +415,23 @@ class _ValueComparison:
                 Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
                 for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
             )
-            marks: tuple[object, ...] = (mark_of(a), mark_of(b), *readings)
-            if marks not in self.numbers:
-                self.numbers[marks] = len(self.pairs)
+            views: tuple[object, ...] = (view_id(a), view_id(b), *readings)
+            if views not in self.numbers:
+                self.numbers[views] = len(self.pairs)
                 self.pairs.append((a, b))
                 if readings:
-                    self.readings[self.numbers[marks]] = (readings[0], readings[1])
-            jobs.append((name, self.numbers[marks]))
+                    self.readings[self.numbers[views]] = (readings[0], readings[1])
+            jobs.append((name, self.numbers[views]))
             dtype = dtype_of(a)
             if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
-                self.exact.add(self.numbers[marks])
+                self.exact.add(self.numbers[views])
         self.jobs.append(jobs)
 
     def compare(self) -> None:
         alike = [number for number, (a, b) in enumerate(self.pairs) if a.dtype == b.dtype]
         readings = {at: self.readings[number] for at, number in enumerate(alike) if number in self.readings}
         pairs = [self.pairs[number] for number in alike]
-        differences = compare_bits(self.a, self.b, pairs, readings, count=self.count, progress=self.progress)
+        differences = BitComparison(self.a, self.b, pairs, readings, self.count, self.progress).run()
         # Values of different dtypes have different bytes.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
         for number, bits in zip(alike, differences):
@@ -529,7 +523,7 @@ def diff(
     key: str | None = None,
     other_key: str | None = None,
     count: bool = True,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DiffReport:
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, TypedDict
 
@@ -32,17 +32,19 @@ from ...base.text import argument
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.sources import FilePath, Span
 from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import open_checkpoint
 from ...pickles.nodes import Ref
 from ...values.elements import elements, storage_reader, tensor_size
 from .places import Place, Side, side_of
-from .tensors import Mark, has_values, mark_of, raw_elements, tensor_attributes
+from .tensors import has_values, raw_elements, tensor_attributes
 
 if TYPE_CHECKING:
     from typing import NotRequired
+
+    from ...files.write.copying import Progress
 
 CONTENT: Final = "ckptool:1:"
 STRUCTURE: Final = "ckptool-structure:1:"
@@ -76,7 +78,7 @@ def hash_report(
     key: str | None = None,
     structure: bool = False,
     each: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> HashReport:
     """Return the report of ``hash``. With ``structure`` no values are read; ``each`` adds the digest of every tensor.
 
@@ -131,20 +133,20 @@ def _fingerprint(lines: Iterable[bytes]) -> str:
 class Digests:
     """The digests of tensors. The elements of each stored tensor are read once, however often it is met."""
 
-    def __init__(self, side: Side, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, side: Side, progress: Progress | None = None) -> None:
         self.side = side
         self.progress = progress
-        self.elements: dict[Mark, str] = {}
+        self.elements: dict[ViewId, str] = {}
         self.tensors: dict[Ref, str] = {}
         self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
         """Read what the digests of these need, in the order of the file."""
-        wanted: dict[Mark, Tensor] = {}
+        wanted: dict[ViewId, Tensor] = {}
         for place in places:
             for part in self.side.reader.parts(place.tensor):
                 if has_values(part):
-                    wanted.setdefault(mark_of(part), part)
+                    wanted.setdefault(view_id(part), part)
         tensors = list(wanted.values())
         run_in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
@@ -159,7 +161,7 @@ class Digests:
             if self.progress:
                 with self.lock:
                     self.progress(len(data))
-        self.elements[mark_of(tensor)] = digest.hexdigest()
+        self.elements[view_id(tensor)] = digest.hexdigest()
 
     def digest_of(self, ref: Ref, tensor: Tensor) -> str:
         """Return the digest of a tensor that was added."""
@@ -169,13 +171,13 @@ class Digests:
         return known
 
     def _digest(self, ref: Ref, tensor: Tensor) -> str:
-        own = self.elements[mark_of(tensor)] if has_values(tensor) else sha256().hexdigest()
+        own = self.elements[view_id(tensor)] if has_values(tensor) else sha256().hexdigest()
         facts = _facts(self.side, ref)
         parts = self.side.reader.parts(tensor)[1:]
         if not facts and not parts:
             return own
         inner = [
-            [part.kind, part.dtype, part.shape, self.elements[mark_of(part)] if has_values(part) else ""]
+            [part.kind, part.dtype, part.shape, self.elements[view_id(part)] if has_values(part) else ""]
             for part in parts
         ]
         return sha256(_compact([own, facts, inner])).hexdigest()
@@ -211,7 +213,7 @@ def hash(
     key: str | None = None,
     structure: bool = False,
     each: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> HashReport:
     """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
 

@@ -1,4 +1,4 @@
-"""Two object graphs compared in step: what is at the same place in both, and what only one of them has.
+"""Two object graphs compared in step: pairs of values at the same place, and values that only one of them has.
 
 Neither cycles, shared objects nor depth make it long: two containers already found to correspond, also by way of
 others, are not entered again (the algorithm of Hopcroft and Karp for the equivalence of automata). So each of n + m
@@ -25,7 +25,7 @@ from .tensors import tensor_attributes
 
 
 class Unpaired(NamedTuple):
-    """The topmost place of something that only one graph has, and how many ``tensors`` are there or below."""
+    """The topmost place of something that only one graph has; ``tensors`` counts those at or below it."""
 
     path: str
     ref: Ref
@@ -295,18 +295,12 @@ class _GraphWalk:
         else:
             self.result.unpaired[number].append(Unpaired(path, ref, self.count(number, ref)))
 
-    def count(self, number: int, ref: Ref) -> int:
-        counts = self.counts[number]
-        if ref not in counts:
-            counts[ref] = self.tensors_below(number, ref)
-        return counts[ref]
-
-    def tensors_below(self, number: int, root: Ref) -> int:
+    def count(self, number: int, root: Ref) -> int:
         """Count the tensors at or below a place, each container entered once.
 
         Once that takes too long, containers shared by many of these places count at the first of them only.
         """
-        side = self.sides[number]
+        side, counts = self.sides[number], self.counts[number]
         total = 0
         seen: set[Ref] = set()
         work = [root]
@@ -314,8 +308,8 @@ class _GraphWalk:
             ref = work.pop()
             if side.tensor(ref) is not None:
                 total += 1
-            elif ref in self.counts[number]:
-                total += self.counts[number][ref]
+            elif ref in counts:
+                total += counts[ref]
             elif ref not in seen and side.leaf(ref) is None:
                 if self.budget[number] < 0 and ref in self.counted[number]:
                     continue
@@ -324,7 +318,7 @@ class _GraphWalk:
                 below = side.children(ref)
                 self.budget[number] -= len(below) + 1
                 work += below.values()
-        return total
+        return counts.setdefault(root, total)
 
     def order(self, ours: Mapping[str, Ref], theirs: Mapping[str, Ref], path: str, owner: int) -> None:
         one, other = [s for s in ours if s in theirs], [s for s in theirs if s in ours]

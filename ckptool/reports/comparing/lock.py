@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, TypedDict, cast
 
@@ -21,12 +21,16 @@ from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
 from ...files.sources import FilePath, Plan
+from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_plan
 from ...formats.opening import open_checkpoint
+from ...values.tensor_text import shape_text
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
+_STRINGS: Final = ("layout", "container")
+_OBJECTS: Final = ("state_dicts", "tensors", "entries")
 #: Bytes of a lock file: one with 200,000 tensors and their hashes has 40 MB.
 _MAX_BYTES: Final = 1 << 30
 
@@ -54,7 +58,7 @@ class Lock(TypedDict):
     entries: dict[str, str]
 
 
-def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress | None = None) -> Lock:
     """Return the lock of a checkpoint; with ``content`` every tensor is read and has its hash.
 
     Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
@@ -105,33 +109,19 @@ def _entry_name(entry: TopEntry) -> str:
 
 def lock_text(lock: Lock) -> str:
     """Return the lock as ASCII JSON with a line for each tensor and each entry, so that a review shows what changed."""
-    lines = [
-        "{",
-        f'  "schema": {json.dumps(lock["schema"])},',
-        f'  "layout": {json.dumps(lock["layout"])},',
-        f'  "container": {json.dumps(lock["container"])},',
-        *_object_lines("state_dicts", lock["state_dicts"], 2, last=False),
-        *_object_lines("tensors", lock["tensors"], 2, last=False),
-        *_object_lines("entries", lock["entries"], 2, last=True),
-        "}\n",
-    ]
-    return "\n".join(lines)
+    return "\n".join(["{", *_member_lines(lock, 2, 1), "}\n"])
 
 
-def _object_lines(name: str, values: Mapping[str, Any], indent: int, *, last: bool) -> Iterator[str]:
-    """Yield an object with a line for each member; a state dict is a member with such lines of its own."""
-    space, end = " " * indent, "" if last else ","
-    if not values:
-        yield f"{space}{json.dumps(name)}: {{}}{end}"
-        return
-    yield f"{space}{json.dumps(name)}: {{"
-    for number, (key, value) in enumerate(values.items(), 1):
-        if name == "state_dicts" and indent == 2:
-            yield from _object_lines(key, value, 4, last=number == len(values))
+def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Iterator[str]:
+    """Yield a line for each member of an object; objects in it, and a level less below, have lines for theirs."""
+    for number, (name, value) in enumerate(members.items(), 1):
+        start, comma = f"{' ' * indent}{json.dumps(name)}: ", "," if number < len(members) else ""
+        if levels and value and isinstance(value, dict):
+            yield start + "{"
+            yield from _member_lines(value, indent + 2, 1 if name == "state_dicts" and indent == 2 else 0)
+            yield f"{' ' * indent}}}{comma}"
         else:
-            comma = "," if number < len(values) else ""
-            yield f"{space}  {json.dumps(key)}: {json.dumps(value)}{comma}"
-    yield f"{space}}}{end}"
+            yield f"{start}{json.dumps(value)}{comma}"
 
 
 def read_lock(path: str) -> Lock:
@@ -161,17 +151,15 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
 
 
 def _flaw(lock: Any) -> str:
-    """Return why JSON is not a lock, "" for nothing."""
+    """Return why JSON is not a lock, "" if it is one."""
     if not isinstance(lock, dict):
         return "it is not a JSON object"
     if lock.get("schema") != SCHEMA:
         return f"its schema is {lock.get('schema')!r}, not {SCHEMA!r}"
-    for name in ("layout", "container"):
-        if not isinstance(lock.get(name), str):
-            return f"{name!r} is not a string"
-    for name in ("state_dicts", "tensors", "entries"):
-        if not isinstance(lock.get(name), dict):
-            return f"{name!r} is not an object"
+    for names, cls, noun in ((_STRINGS, str, "a string"), (_OBJECTS, dict, "an object")):
+        for name in names:
+            if not isinstance(lock.get(name), cls):
+                return f"{name!r} is not {noun}"
     for path, values in lock["state_dicts"].items():
         if not path:
             return "a state dict has no path: '.' is the whole file"
@@ -198,11 +186,7 @@ def _is_value(value: Mapping[str, Any]) -> bool:
 
 
 def lock_checks(
-    checkpoint: Checkpoint,
-    lock: Lock,
-    *,
-    quick: bool = False,
-    progress: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint, lock: Lock, *, quick: bool = False, progress: Progress | None = None
 ) -> list[Check]:
     """Return the check "lock", and where the lock has hashes "lock-content", which ``quick`` leaves out.
 
@@ -215,11 +199,8 @@ def lock_checks(
         actual = lock_of(checkpoint, content=bool(hashes) and not quick, progress=progress)
     except MalformedError as problem:
         error, actual = problem, lock_of(checkpoint)
-    checks = [
-        judge(
-            "lock", "expectations", [*_structure_notes(lock, actual)], f"as locked: {pluralize(len(locked), 'value')}"
-        )
-    ]
+    good = f"as locked: {pluralize(len(locked), 'value')}"
+    checks = [judge("lock", "expectations", [*_structure_notes(lock, actual)], good)]
     if not hashes:
         return checks
     if error is not None:
@@ -276,7 +257,7 @@ def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> I
         ("type", old.get("type"), new.get("type")),
         ("kind", old.get("kind", "dense"), new.get("kind", "dense")),
         ("dtype", old.get("dtype"), new.get("dtype")),
-        ("shape", _shape(old.get("shape", ())), _shape(new.get("shape", ()))),
+        ("shape", shape_text(old.get("shape", ())), shape_text(new.get("shape", ()))),
         ("device", old.get("device"), new.get("device")),
     ):
         if one != other:
@@ -297,14 +278,10 @@ def _label(path: str, name: str) -> str:
 
 
 def _value_text(value: LockedValue) -> str:
-    return f"{value['dtype']} {_shape(value['shape'])}" if "dtype" in value else value["type"]
+    return f"{value['dtype']} {shape_text(value['shape'])}" if "dtype" in value else value["type"]
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def lock(path: FilePath, *, content: bool = False, progress: Callable[[int], None] | None = None) -> Lock:
+def lock(path: FilePath, *, content: bool = False, progress: Progress | None = None) -> Lock:
     """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
     ``content`` adds a hash of each tensor's values. ``validate(path, {"lock": FILE})`` compares with it.
@@ -314,12 +291,7 @@ def lock(path: FilePath, *, content: bool = False, progress: Callable[[int], Non
 
 
 def write_lock(
-    path: FilePath,
-    output: FilePath,
-    *,
-    content: bool = False,
-    force: bool = False,
-    progress: Callable[[int], None] | None = None,
+    path: FilePath, output: FilePath, *, content: bool = False, force: bool = False, progress: Progress | None = None
 ) -> Written:
     """Write the lock of a checkpoint to a file, atomically; parameters and errors are those of lock and save."""
     name = os.fspath(output)

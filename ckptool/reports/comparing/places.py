@@ -133,12 +133,12 @@ class Side:
                 text = key_text(graph, item)
                 members[f"[{{{text}}}]" if text and f"[{{{text}}}]" not in members else step] = item
             return members
-        return {self.step(one): one.ref for one in children(graph, ref)}
+        return {self.step(child): child.ref for child in children(graph, ref)}
 
-    def step(self, one: Child) -> str:
+    def step(self, child: Child) -> str:
         """Return the step to a child. A key too long for a path keeps its text here: the other file has it, too."""
-        name = self.graph.nodes[one.key] if one.key >= 0 and one.step[:2] == "[#" else None
-        return spell_key(".", name)[1:] if isinstance(name, str) else one.step
+        name = self.graph.nodes[child.key] if child.key >= 0 and child.step[:2] == "[#" else None
+        return spell_key(".", name)[1:] if isinstance(name, str) else child.step
 
     def tensors(self) -> Iterator[Place]:
         """Yield every tensor at every place, in the order of the file.

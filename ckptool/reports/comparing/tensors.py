@@ -6,24 +6,27 @@ Bits are compared as stored, as fast as the files can be read and without torch;
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import attributes, callable_name, mapped_name
+from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
 from ...checkpoint.sharding import sharding_state
-from ...checkpoint.tensors import Tensor, is_contiguous
+from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, is_contiguous, rebuild_calls
 from ...files.sources import FileSource, Span
 from ...files.threads import READ_SIZE, run_in_threads
-from ...pickles.nodes import Call, Global, Instance, Node, Ref
+from ...pickles.nodes import Call, Instance, Node, Ref
 from ...values.elements import dtype_of, elements, reblocked, storage_reader, swapped_width, tensor_size
 from ...values.interpretation import Reading, resolved_bytes
 from .places import Side
+
+if TYPE_CHECKING:
+    from ...files.write.copying import Progress
 
 #: Arguments of torch's rebuild functions, by position, beside storage, offset, shape, stride and requires_grad.
 _ARGUMENTS: Final[dict[str, dict[int, str]]] = {
@@ -37,9 +40,6 @@ _ARGUMENTS: Final[dict[str, dict[int, str]]] = {
 }
 _MEMBERS: Final = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
 _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
-#: Levels of Parameters within Parameters that are followed.
-_DEPTH: Final = 8
-_OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
 
 #: Bytes of a large tensor that one thread compares at a time.
 _SHARE: Final = 32 << 20
@@ -53,30 +53,23 @@ _NO_NUMBERS: Final = ("q", "bits", "float4")
 
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
     """Return what a tensor carries beside shape and storage, by name: flags, quantizer, members, hooks, attributes."""
-    nodes, node = side.graph.nodes, side.graph.nodes[ref]
-    found: dict[str, Ref] = {}
-    # A Parameter wraps a tensor; a tensor subclass wraps the call that rebuilds a plain one.
-    for _ in range(_DEPTH):
-        if not isinstance(node, Call):
-            return found
-        name, args = callable_name(side.graph, node.func), nodes[node.args]
-        if node.states and name not in _OLD_PARAMETERS:
-            found.update(_state_of(side, node))
-        while name.endswith(("_rebuild_from_type_v2", "_rebuild_from_type")) and type(args) is tuple and len(args) > 2:
-            if len(args) > 3:
+    nodes = side.graph.nodes
+    carried: dict[str, Ref] = {}
+    for call in rebuild_calls(side.graph, ref):
+        node = nodes[call.ref]
+        if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:
+            carried.update(_state_of(side, node))
+        if call.short_name.startswith("_rebuild_from_type"):
+            if call.state >= 0:
                 tensor = side.tensor(ref)
-                found.update(sharding_state(side.reader, ref, tensor) if tensor is not None else {})
-                found.update({} if found else {".state": args[3]})
-            func, args = nodes[args[0]], nodes[args[2]]
-            name = mapped_name(func) if isinstance(func, Global) else ""
-        if type(args) is not tuple:
-            return found
-        short = name.rpartition(".")[2]
-        if not args or not (short.startswith("_rebuild_parameter") or name in _OLD_PARAMETERS):
-            return found | _arguments(side, ref, short, args)
-        found.update(_labelled(nodes, args, {2: "hooks", 3: "state"} if short.startswith("_") else {}))
-        node = nodes[args[0]]
-    return found
+                carried.update(sharding_state(side.reader, ref, tensor) if tensor is not None else {})
+                carried.update({} if carried else {".state": call.state})
+        elif not call.args or not call.is_parameter:
+            return carried | _arguments(side, ref, call.short_name, call.args)
+        else:
+            labels = {2: "hooks", 3: "state"} if call.short_name.startswith("_") else {}
+            carried.update(_labelled(nodes, call.args, labels))
+    return carried
 
 
 def _state_of(side: Side, node: Call) -> dict[str, Ref]:
@@ -95,10 +88,10 @@ def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[s
     labels = _ARGUMENTS.get(name)
     if labels is None:
         return {f"({number})": item for number, item in enumerate(args)}
-    found = _labelled(nodes, args, labels)
+    labelled = _labelled(nodes, args, labels)
     # The flags conj and neg are compared by name; an absent flag is off.
-    flags = found.pop(".flags", -1)
-    return found | ({} if flags < 0 else side.children(flags))
+    flags = labelled.pop(".flags", -1)
+    return labelled | ({} if flags < 0 else side.children(flags))
 
 
 def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
@@ -118,14 +111,6 @@ def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
 
 
 # -- elements
-
-#: What decides the elements of a tensor: storage, dtype, offset, shape, stride. Tied tensors have the same.
-Mark = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]
-
-
-def mark_of(tensor: Tensor) -> Mark:
-    """Return what two tensors of one file have in common if their elements are the same bytes."""
-    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
 
 
 class RawElements(NamedTuple):
@@ -198,40 +183,26 @@ class _Run(NamedTuple):
     members: list[_Member]
 
 
-def compare_bits(
-    a: Checkpoint,
-    b: Checkpoint,
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    readings: Mapping[int, tuple[Reading, Reading]] = MappingProxyType({}),
-    *,
-    count: bool = True,
-    progress: Callable[[int], None] | None = None,
-) -> list[BitDifference]:
-    """Compare pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
+@dataclass
+class BitComparison:
+    """A comparison of pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
 
     The pairs numbered in ``readings`` are compared as those say. Without ``count`` differing elements are not counted.
-    ``progress`` is called with numbers of bytes of one side. Raises MalformedError where bytes are missing.
+    ``progress`` is called with numbers of bytes of one side.
     """
-    return _BitComparison(a, b, pairs, readings, count, progress).run()
 
-
-class _BitComparison:
-    def __init__(
-        self,
-        a: Checkpoint,
-        b: Checkpoint,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        readings: Mapping[int, tuple[Reading, Reading]],
-        count: bool,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self.a, self.b, self.pairs, self.count, self.progress = a, b, pairs, count, progress
-        self.readings = readings
-        self.differences: dict[int, BitDifference] = {}
-        self.lock = threading.Lock()
-        self.buffers = threading.local()
+    a: Checkpoint
+    b: Checkpoint
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    readings: Mapping[int, tuple[Reading, Reading]]
+    count: bool
+    progress: Progress | None
+    differences: dict[int, BitDifference] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffers: threading.local = field(default_factory=threading.local)
 
     def run(self) -> list[BitDifference]:
+        """Return the difference of each pair. Raises MalformedError where bytes are missing."""
         total = sum(tensor_size(left) for left, _ in self.pairs)
         run_in_threads(self.work(), self.do, total)
         return [self.differences.get(number, _SAME) for number in range(len(self.pairs))]
