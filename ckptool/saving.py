@@ -20,10 +20,10 @@ from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
 from .files.archives import open_any
-from .files.sources import ContainedSource, FilePath, Files, FileSource, FolderSource, Plan, SliceSource, Source
+from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import check_output, write_files, write_plan
+from .files.write.output import check_output, write_file, write_folder
 from .files.zips.reader import read_archive
 from .files.zips.versions import Version, is_leftover_growth, read_note, versions
 from .formats.opening import open_checkpoint
@@ -53,7 +53,7 @@ class Saved(NamedTuple):
     path: str
     size: int
     exact: bool
-    plan: Plan | Files | None = None
+    plan: Plan | FolderPlan | None = None
     appended: int = 0
     unused_bytes: int = 0
 
@@ -93,12 +93,12 @@ def save(
     promise = promise_of(checkpoint, name)
     step = None if on_progress is None else _counting(on_progress, plan.size)
     mode = file_mode(checkpoint.source)
-    if isinstance(plan, Files):
+    if isinstance(plan, FolderPlan):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, name)
-        written = write_files(plan, name, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check)
+        written = write_folder(plan, name, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check)
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
-        written = write_plan(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
+        written = write_file(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
     return Saved(written.path, plan.size, exact, plan)
 
 
@@ -143,7 +143,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
         return Saved(source.name, source.size, exact)
     if not dry_run:
         append(appending, source, partial(_check_file, checkpoint, promise_in_place(checkpoint)))
-    return Saved(source.name, appending.size, exact, None, appending.size - appending.at, unused)
+    return Saved(source.name, appending.size, exact, None, appending.size - appending.old_size, unused)
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
@@ -214,7 +214,7 @@ def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> 
     """
     name = os.fspath(path)
     with closing(open_any(name)) as source:
-        if isinstance(source, ContainedSource):
+        if isinstance(source, MemberSource):
             what = "it is a file within an archive, which cannot be changed in place"
             raise RefusedError(what, path=name, next=source.unpack)
         end = _end_of_versions(source)

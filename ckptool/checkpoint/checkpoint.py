@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import MalformedError, RefusedError, UnreadableError
 from ..base.text import argument
-from ..files.sources import ContainedSource, FileSource, FolderSource, Source
+from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
 from .changes import Change
-from .container import Body, Container, Traits
+from .container import Container, StorageData, Traits
 from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
 from .tensors import Storage, TensorReader, storage_mention
@@ -64,7 +64,7 @@ class Checkpoint:
     container: Container
     graph: Graph
     changes: tuple[Change, ...] = ()
-    added: Mapping[str, Body] = field(default_factory=dict)
+    added: Mapping[str, StorageData] = field(default_factory=dict)
     needs_relayout: bool = False
     extra_sources: tuple[Source, ...] = ()
     deferred_changes: tuple[DeferredChanges, ...] = ()
@@ -139,7 +139,7 @@ class Checkpoint:
         self,
         graph: Graph,
         changes: Sequence[Change],
-        added: Mapping[str, Body] | None = None,
+        added: Mapping[str, StorageData] | None = None,
         *,
         needs_relayout: bool = False,
         extra_sources: Sequence[Source] = (),
@@ -158,9 +158,9 @@ class Checkpoint:
             first = {key: reader.storages[key] for key in reader.disagreeing}
         if first:
             _check_first(first, graph, self.path)
-        former = self.traits.former
+        former = self.traits.legacy_name
         # A format that is no longer written becomes a zip with every edit.
-        needs_relayout = needs_relayout or (self.traits.written == "torch" and graph is not self.graph)
+        needs_relayout = needs_relayout or (self.traits.writer_key == "torch" and graph is not self.graph)
         if (needs_relayout or added) and not self.needs_relayout and former and target is None:
             changes = (*changes, Change("container", "", 1, 0, f"{former} format -> zip"))
         return self.replace(
@@ -184,12 +184,12 @@ class Checkpoint:
             other.__dict__["_survey"] = self.__dict__["_survey"]
         return other
 
-    def body(self, key: str) -> Body | None:
+    def body(self, key: str) -> StorageData | None:
         """Return the bytes of a storage, from an edit or from the file; None if they are missing."""
         if key in self.added:
             return self.added[key]
         stored = self.container.stored(key)
-        return None if stored.span is None else Body(stored.span, stored.size, stored.crc, stored.compressed)
+        return None if stored.span is None else StorageData(stored.span, stored.size, stored.crc, stored.compressed)
 
     def stored_size(self, key: str) -> int | None:
         """Return the size of a storage in bytes, inflated; None if its bytes are missing."""
@@ -233,7 +233,7 @@ def _with_files(source: Source) -> tuple[Source, ...]:
     """Return a source and, unless it is a file itself, the files that it reads from."""
     if isinstance(source, FolderSource):
         return (source, *source.files)
-    return (source, source.file) if isinstance(source, ContainedSource) else (source,)
+    return (source, source.file) if isinstance(source, MemberSource) else (source,)
 
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -254,7 +254,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def file_mode(source: Source) -> int:
     """Return the permission bits of the input, for a folder those of its first file; 0o644 for anything else."""
-    if isinstance(source, ContainedSource):
+    if isinstance(source, MemberSource):
         source = source.file
     if isinstance(source, FolderSource) and source.files:
         source = source.files[0]

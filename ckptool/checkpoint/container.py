@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..base.text import words
-from ..files.sources import Appending, Piece, Plan, Span
+from ..files.sources import AppendPlan, Piece, Plan, Span
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
 from .tensors import TensorReader
@@ -55,9 +55,9 @@ class Problem(NamedTuple):
     offset: int = -1
 
 
-class StoredBytes(NamedTuple):
+class StorageLocation(NamedTuple):
     """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes inflated, ``compressed``
-    whether the span must be inflated; ``crc`` the CRC-32 of the inflated bytes on record, as in a ``Body``."""
+    whether the span must be inflated; ``crc`` the CRC-32 of the inflated bytes on record, as in a ``StorageData``."""
 
     span: Span | None
     size: int
@@ -65,7 +65,7 @@ class StoredBytes(NamedTuple):
     crc: int | None = None
 
 
-class Body(NamedTuple):
+class StorageData(NamedTuple):
     """The bytes of a storage that an edit made or brought from another file.
 
     ``piece`` as they are to be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
@@ -115,20 +115,20 @@ class FoundPickle(NamedTuple):
 class Traits(NamedTuple):
     """The facts about a format, as data, so that no code asks for its name.
 
-    ``pickled``: there is a pickle, so torch.load may run something. ``unsummed``: the files without checksums, in
-    words, "" if there are checksums. ``loads``: the argument of torch.load: the "file", "each file" of a folder, or the
-    result if the file must be "converted". ``written``: how an edit writes it, by the name of a ``Target``; "same" is
-    the file with another pickle. ``former``: its name in messages if an edit turns it into a zip. ``in_a_row``: the
-    storages follow the pickles one after the other, in an order of their own. ``sharded``: a folder of weights, which
-    an edit may put into one file, by its name. ``named``: the root is a mapping of tensors by name, and the names may
-    be any text.
+    ``pickled``: there is a pickle, so torch.load may run something. ``no_checksums``: the files without checksums,
+    in words, "" if there are checksums. ``loads``: the argument of torch.load: the "file", "each file" of a folder,
+    or the result if the file must be "converted". ``writer_key``: how an edit writes it, by the name of a
+    ``Target``; "same" is the file with another pickle. ``legacy_name``: its name in messages if an edit turns it
+    into a zip. ``in_a_row``: the storages follow the pickles one after the other, in an order of their own.
+    ``sharded``: a folder of weights, which an edit may put into one file, by its name. ``named``: the root is a
+    mapping of tensors by name, and the names may be any text.
     """
 
     pickled: bool = True
-    unsummed: str = ""
+    no_checksums: str = ""
     loads: Literal["file", "each file", "converted"] = "file"
-    written: str = "same"
-    former: str = ""
+    writer_key: str = "same"
+    legacy_name: str = ""
     in_a_row: bool = False
     sharded: bool = False
     pieces: bool = False
@@ -180,7 +180,7 @@ class Container:
         stored = self.stored(key)
         return None if stored.span is None else stored.size
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         """Return where the bytes of the storage ``key`` are."""
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class Container:
         """
         raise NotImplementedError
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         """Return the version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the
         order of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since
         1970.

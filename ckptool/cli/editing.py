@@ -17,7 +17,7 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
 from ..files.archives import file_name
-from ..files.sources import Files, FileSource
+from ..files.sources import FileSource, FolderPlan
 from ..files.write.output import check_folder, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
@@ -164,7 +164,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, 
     others = {name: names for name, names in beside._asdict().items() if names}
     # Without the files beside the checkpoint, like the size of the input.
     size = saved.size
-    if isinstance(saved.plan, Files):
+    if isinstance(saved.plan, FolderPlan):
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
     output = target if how.dry_run or target is None else saved.path
     return {"output": output, "output_bytes": size, "exact": saved.exact, **others}

@@ -8,7 +8,7 @@ import ckptool
 
 from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
-from ..files.write.output import check_output, write_plan
+from ..files.write.output import check_output, write_file
 from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
 from ..reports.get import find_value
@@ -59,7 +59,7 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
             if array.widened:
                 say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")
             mode = file_mode(checkpoint.source)
-            written = write_plan(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
+            written = write_file(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif as_json:

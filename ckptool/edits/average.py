@@ -13,7 +13,7 @@ from ..base.globs import MATCH_ALL, Globs
 from ..base.text import pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import Body
+from ..checkpoint.container import StorageData
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
@@ -76,7 +76,7 @@ def average(
             tensors += 1
     if differing:
         raise refusal(f"{pluralize(differing, 'tensor')} are laid out differently in another checkpoint")
-    added: dict[str, Body] = {}
+    added: dict[str, StorageData] = {}
     all_uses = [uses, *(storage_uses(other.graph, other.survey.reader) for other in others)] if plan else []
     for name, keys in plan.items():
         users = uses.tensors[name]
@@ -98,7 +98,7 @@ def average(
             raise refusal(f"the storages {keys} differ in size", "ckptool slim each of them")
         readers = tuple(map(storage_reader, checkpoints, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        added[name] = Body(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
+        added[name] = StorageData(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"

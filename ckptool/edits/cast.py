@@ -11,7 +11,7 @@ from ..base.globs import MATCH_ALL, Globs
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import Body
+from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
@@ -81,7 +81,7 @@ def cast(
     wanted, left = _storages_to_cast(checkpoint, chosen, target, only)
     leaves = {part.storage for e in survey.tensors if e.tensor.requires_grad for part in reader.parts(e.tensor)}
     editor = GraphEditor(checkpoint.graph)
-    added: dict[str, Body] = {}
+    added: dict[str, StorageData] = {}
     overflows = _OverflowCounts(checkpoint, strict)
     width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
     before = after = tensors = tied = 0
@@ -104,7 +104,7 @@ def cast(
         size = numel * target.itemsize
         if storage.location != "meta":
             parameters = storage_reader(checkpoint, name), numel, source, target, width, overflows
-            added[name] = Body(Computed(size, _cast_elements, parameters), size)
+            added[name] = StorageData(Computed(size, _cast_elements, parameters), size)
         for use in users:
             _recast(editor, use, name, numel, target)
         tensors += len(users)

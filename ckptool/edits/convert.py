@@ -80,7 +80,7 @@ def output_format(path: str) -> str:
 
 def kept_format(checkpoint: Checkpoint, path: str) -> str:
     """Return the format of a checkpoint for an output whose name means none; raise TargetError if it is not sharded."""
-    own = checkpoint.traits.written
+    own = checkpoint.traits.writer_key
     own = "torch" if own == "same" else own
     return own if own in SHARDED else output_format(path)
 

@@ -12,7 +12,7 @@ from ..base.prefixes import unwrapper
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import Body
+from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal_identity, spell_key
@@ -179,7 +179,7 @@ class _Graft:
         self.foreign = foreign
         self.editor = GraphEditor(checkpoint.graph)
         self._copies: dict[Ref, Ref] = {}
-        self._bodies: dict[str, Body] = {}
+        self._bodies: dict[str, StorageData] = {}
         self._keys: dict[str, str] = {}
         self._taken = {*checkpoint.survey.reader.storages, *checkpoint.added}
 
@@ -230,14 +230,14 @@ class _Graft:
             self._bodies[name] = self._in_our_byte_order(key, body)
         return name
 
-    def _in_our_byte_order(self, key: str, body: Body) -> Body:
+    def _in_our_byte_order(self, key: str, body: StorageData) -> StorageData:
         if self.foreign.container.byteorder == self.checkpoint.container.byteorder:
             return body
         dtype = self.foreign.survey.reader.storages[key].dtype
         if dtype.name == "unknown":
             raise RefusedError(f"storage {key!r} has another byte order, and an unknown dtype", path=self.foreign.path)
         parameters = storage_reader(self.foreign, key), number_width(dtype)
-        return Body(Computed(body.size, _swapped_storage, parameters), body.size)
+        return StorageData(Computed(body.size, _swapped_storage, parameters), body.size)
 
 
 def _swapped_storage(storage: StorageReader, width: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, 
 from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import UNEDITABLE, Body, Container
+from ..checkpoint.container import UNEDITABLE, Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
@@ -128,16 +128,16 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     """Return the checkpoint without the tensors whose bytes are lost; ``whole`` says that its file is intact."""
     graph, survey = checkpoint.graph, checkpoint.survey
     container, reader = checkpoint.container, survey.reader
-    verified = not checkpoint.traits.unsummed
+    verified = not checkpoint.traits.no_checksums
     cut_off = "its bytes are after the cut" if not verified else "its bytes are not in the file"
     missing: dict[str, str] = {}
-    empty: dict[str, Body] = {}
+    empty: dict[str, StorageData] = {}
     for key, storage in reader.storages.items():
         if container.stored(key).span is None and storage.location != "meta":
             if storage.nbytes:
                 missing[key] = reasons.get(key, cut_off)
             else:
-                empty[key] = Body(b"", 0, 0)  # there is nothing to lose
+                empty[key] = StorageData(b"", 0, 0)  # there is nothing to lose
     flawed = misdescribed(checkpoint)
     if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)

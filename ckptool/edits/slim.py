@@ -13,7 +13,7 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import account
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import Body
+from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
@@ -75,7 +75,7 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     uses = storage_uses(checkpoint.graph, reader)
     wanted = chosen_storages(checkpoint, None, only)
     editor = GraphEditor(checkpoint.graph)
-    added: dict[str, Body] = {}
+    added: dict[str, StorageData] = {}
     before = after = cut = made_dense = 0
     for key, users in uses.tensors.items():
         storage = reader.storages[key]
@@ -146,18 +146,18 @@ def _has_gaps(cluster: Cluster) -> bool:
     return not is_contiguous(first) and tensor_size(first) < cluster.end - cluster.begin
 
 
-def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Body:
+def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> StorageData:
     body, size = checkpoint.body(key), cluster.end - cluster.begin
     assert body is not None
     if isinstance(body.piece, Span) and not body.compressed:
-        return Body(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
+        return StorageData(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
     part = storage_reader(checkpoint, key), cluster.begin, size
-    return Body(Computed(size, StorageReader.stored, part), size)
+    return StorageData(Computed(size, StorageReader.stored, part), size)
 
 
-def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> Body:
+def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> StorageData:
     size = tensor_size(tensor)
-    return Body(Computed(size, _as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
+    return StorageData(Computed(size, _as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
 
 
 def _as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import human_bytes, join_limited, quoted
-from .sources import BytesSource, ContainedSource, FilePath, FileSource, SliceSource, Source, open_source
+from .sources import BytesSource, FilePath, FileSource, MemberSource, SliceSource, Source, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
 
@@ -68,7 +68,7 @@ def file_name(path: str) -> str:
     return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
 
-def open_any(path: FilePath) -> FileSource | ContainedSource:
+def open_any(path: FilePath) -> FileSource | MemberSource:
     """Open a file, or a member of an archive by its address.
 
     Raises UnreadableError as ``open_source`` does, if there is no archive or no such member, and for members too large
@@ -81,7 +81,7 @@ def open_any(path: FilePath) -> FileSource | ContainedSource:
     file = open_source(outer)
     try:
         unpack = _unpack_command(file, rest.partition(SEPARATOR)[0])
-        return ContainedSource(_open_member(file, outer, rest), file, name, unpack)
+        return MemberSource(_open_member(file, outer, rest), file, name, unpack)
     except UnreadableError as error:
         file.close()
         error.path = name

@@ -34,7 +34,7 @@ class PooledFile(FileSource):
             _register(self)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def kept_open(self) -> Iterator[None]:
         self._acquire()
         try:
             yield
@@ -71,15 +71,15 @@ class PooledFile(FileSource):
             self._release()
 
     def read_into(self, offset: int, buffer: bytearray) -> None:
-        with self.held():
+        with self.kept_open():
             super().read_into(offset, buffer)
 
     def next_data(self, offset: int) -> int:
-        with self.held():
+        with self.kept_open():
             return super().next_data(offset)
 
     def next_hole(self, offset: int) -> int:
-        with self.held():
+        with self.kept_open():
             return super().next_hole(offset)
 
     def check_unchanged(self) -> None:

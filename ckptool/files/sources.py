@@ -14,7 +14,7 @@ from ..base.errors import ChangedError, UnreadableError
 #: Where a file or folder is.
 FilePath: TypeAlias = str | os.PathLike[str]
 #: Bytes of a block, the unit that filesystems share between files: a page on most systems.
-BLOCK: Final = 4096
+FILESYSTEM_BLOCK: Final = 4096
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class FileSource:
         #: Whether it may have holes: its blocks (of 512 bytes) are fewer than its bytes, as for compressed files, too.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
 
-    def held(self) -> AbstractContextManager[object]:
+    def kept_open(self) -> AbstractContextManager[object]:
         """Return a context in which ``fd`` is open."""
         return nullcontext()
 
@@ -134,7 +134,7 @@ def _reopened(kind: type[FileSource], name: str, path: str, marks: tuple[int, in
     return kind(name, fd, status)
 
 
-def leads_out(path: str) -> bool:
+def links_outside(path: str) -> bool:
     """Return whether the path is a link to a file outside its folder.
 
     Links into ``../../blobs`` are not: the cache of huggingface_hub is a folder of such links, which it made itself.
@@ -161,7 +161,7 @@ class FolderSource:
     ) -> None:
         self.name = name
         self.files = tuple(files)
-        self.links = tuple(path for path in beside if leads_out(path))
+        self.links = tuple(path for path in beside if links_outside(path))
         self.beside = tuple(path for path in beside if path not in self.links)
         self.parts = frozenset(os.path.basename(file.name) for file in files) - {*strays}
         self.size = sum(file.size for file in files)
@@ -207,7 +207,7 @@ class SliceSource:
         pass
 
 
-class ContainedSource:
+class MemberSource:
     """A member of an archive: ``inner`` are its bytes, ``file`` is the archive, which is closed with it.
 
     ``unpack`` is the command that extracts it.
@@ -246,7 +246,7 @@ def _preadv(fd: int, buffer: bytearray, offset: int) -> int:
         return 0
 
 
-_KINDS = (
+_FILE_TYPES = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -268,10 +268,10 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(name, flags)
     except (OSError, ValueError) as error:
-        reason, hint = _why(error, name)
+        reason, hint = _open_error(error, name)
         raise UnreadableError(reason, path=name, next=hint) from error
     status = os.fstat(fd)
-    for test, kind in _KINDS:
+    for test, kind in _FILE_TYPES:
         if test(status.st_mode):
             os.close(fd)
             hint = "name a checkpoint file in it" if test is stat.S_ISDIR else "copy its content to a file first"
@@ -279,7 +279,7 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-def _why(error: OSError | ValueError, name: str) -> tuple[str, str]:
+def _open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
     """Return why a file cannot be opened, and the next step."""
     if not isinstance(error, OSError):
         return f"not a file name: {error}", ""
@@ -328,7 +328,7 @@ def size_of(piece: Piece) -> int:
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
-class Claim(NamedTuple):
+class ExpectedChecksum(NamedTuple):
     """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
 
     ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages.
@@ -344,18 +344,18 @@ class Claim(NamedTuple):
 class Plan(NamedTuple):
     """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it.
 
-    ``claims`` are verified while it is written; if one is false, there is no output.
+    ``expected_checksums`` are verified while it is written; if one is false, there is no output.
     """
 
     pieces: tuple[Piece, ...]
-    claims: tuple[Claim, ...] = ()
+    expected_checksums: tuple[ExpectedChecksum, ...] = ()
 
     @property
     def size(self) -> int:
         return sum(map(size_of, self.pieces))
 
 
-class Files(NamedTuple):
+class FolderPlan(NamedTuple):
     """An output folder as data: the name and the plan of each file, in the order in which they are written."""
 
     files: tuple[tuple[str, Plan], ...]
@@ -365,25 +365,25 @@ class Files(NamedTuple):
         return sum(plan.size for _, plan in self.files)
 
 
-class Appending(NamedTuple):
-    """A new version of a file after its ``at`` bytes, as data. Only ``write`` executes it.
+class AppendPlan(NamedTuple):
+    """A new version of a file after its ``old_size`` bytes, as data. Only ``write`` executes it.
 
-    ``body`` follows the existing bytes. The file then ends with ``holding``, at most a sector of 512 bytes. That leads
-    readers to the former version until ``ending`` replaces its last bytes; the two differ in one byte.
+    ``body`` follows the existing bytes. The file then ends with ``provisional_end``, at most a sector of 512 bytes.
+    That leads readers to the former version until ``final_end`` replaces its last bytes; the two differ in one byte.
     """
 
-    at: int
+    old_size: int
     body: bytes
-    holding: bytes
-    ending: bytes
+    provisional_end: bytes
+    final_end: bytes
 
     @property
     def size(self) -> int:
         """The bytes of the file afterwards."""
-        return self.at + len(self.body) + len(self.holding)
+        return self.old_size + len(self.body) + len(self.provisional_end)
 
 
-def merged(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
+def merge_pieces(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the same bytes in as few pieces as possible: adjacent ones joined, empty ones dropped."""
     result: list[Piece] = []
     literal = bytearray()

@@ -17,7 +17,6 @@ from ..files.sources import open_source
 from ..files.zips.reader import read_archive
 from . import FORMATS, folder_format
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
-from .foreign.identification import explain, explain_zip
 from .zip_kinds import kind_of
 
 #: Suffixes of checkpoints: a file of unknown format with one of these is a damaged checkpoint.
@@ -150,6 +149,8 @@ def _no_checkpoint(path: str) -> UnreadableError:
 
 def _foreign_kind(path: str) -> str:
     """Return what a file or folder of another framework is, in a few words; "" for any other."""
+    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
+
     if os.path.isdir(path):
         try:
             folder = foreign_folder(os.listdir(path))
@@ -174,6 +175,8 @@ def why_skipped(path: str) -> str:
     "" for a checkpoint by its content, whole or not, for an archive that holds some, and for a file that is named like
     one and is not a whole file of another kind.
     """
+    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
+
     name = path.lower()
     named = name.endswith(_SUFFIXES)
     try:

@@ -10,7 +10,7 @@ from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, Pic
 from ..base.text import argument, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
-from ..files.sources import ContainedSource, FilePath, FileSource
+from ..files.sources import FilePath, FileSource, MemberSource
 from . import folder_format, read_container, read_folder
 
 
@@ -47,7 +47,7 @@ def in_several_files(path: str) -> bool:
     return is_index(path)
 
 
-_File: TypeAlias = FileSource | ContainedSource
+_File: TypeAlias = FileSource | MemberSource
 
 
 def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotACheckpointError | None:
@@ -87,7 +87,7 @@ def checkpoint_of(source: _File) -> Checkpoint:
         if part is not None:
             raise part from error
         error.path = error.path or source.name
-        if isinstance(source, ContainedSource) and quote(source.name) in error.next:
+        if isinstance(source, MemberSource) and quote(source.name) in error.next:
             # No other program knows such an address.
             error.next = error.next if error.next.startswith("ckptool ") else source.unpack
         if isinstance(error, MalformedError) and not error.next:

@@ -17,7 +17,16 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
 from ..files.pool import open_pooled
-from ..files.sources import Appending, Claim, Files, FileSource, FolderSource, Plan, Span, leads_out
+from ..files.sources import (
+    AppendPlan,
+    ExpectedChecksum,
+    FileSource,
+    FolderPlan,
+    FolderSource,
+    Plan,
+    Span,
+    links_outside,
+)
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
@@ -32,7 +41,7 @@ _SAFETENSORS: Final = ".safetensors"
 #: Bytes of a shard by default, as in huggingface_hub.
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
-_Planned: TypeAlias = tuple[Plan | Files, bool]
+_Planned: TypeAlias = tuple[Plan | FolderPlan, bool]
 #: Targets whose format has no checksums.
 _WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
 #: The record that an edit in place may drop: without it torch looks up the offsets of storages and computes none.
@@ -109,7 +118,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, target, planned)
-    if target.format == checkpoint.traits.written or (checkpoint.traits.sharded and target.shard_size):
+    if target.format == checkpoint.traits.writer_key or (checkpoint.traits.sharded and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 
@@ -153,17 +162,17 @@ class Companions(NamedTuple):
     links: tuple[str, ...] = ()
 
 
-def companions(checkpoint: Checkpoint, planned: Plan | Files) -> Companions:
+def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions:
     """Return what becomes of the files beside the tensors of a folder."""
     source = checkpoint.source
     if not isinstance(source, FolderSource):
         return Companions()
-    planned_names = {name for name, _ in planned.files} if isinstance(planned, Files) else set()
+    planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
     beside = map(os.path.basename, (*source.beside, *source.links))
     copied = tuple(name for name in beside if name in planned_names)
     own = {os.path.basename(file.name) for file in source.files}
     others = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
-    links = set(map(os.path.basename, source.links)) if isinstance(planned, Files) else set()
+    links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
     return Companions(copied, tuple(sorted(others.difference(copied) - links)), tuple(sorted(links.difference(copied))))
 
 
@@ -205,35 +214,35 @@ def _kept(graph: Graph) -> set[Ref]:
 def _refuse_links(checkpoint: Checkpoint) -> None:
     """Raise RefusedError for a part of a folder that is a link out of it: in a repository it may lead to any file."""
     files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
-    link = next((file.name for file in files if leads_out(file.name)), "")
+    link = next((file.name for file in files if links_outside(file.name)), "")
     if link:
         what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
         step = "if its content may go into the output, add --follow-links"
         raise RefusedError(what, path=checkpoint.path, next=step)
 
 
-def _with_companions(checkpoint: Checkpoint, planned: Plan | Files, follow_links: bool) -> Plan | Files:
+def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_links: bool) -> Plan | FolderPlan:
     """Return a planned folder with the files beside the tensors of the folder that was read."""
-    if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, Files):
+    if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
         return planned
     planned_names = {name for name, _ in planned.files}
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
     beside = [path for path in every if os.path.basename(path) not in planned_names and os.path.isfile(path)]
-    return Files((*planned.files, *_whole_files(map(open_pooled, beside)).files))
+    return FolderPlan((*planned.files, *_whole_files(map(open_pooled, beside)).files))
 
 
-def _whole_files(files: Iterable[FileSource]) -> Files:
+def _whole_files(files: Iterable[FileSource]) -> FolderPlan:
     """Return files as they are."""
-    return Files(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
+    return FolderPlan(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
 
-def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) -> Plan | Files:
+def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderPlan) -> Plan | FolderPlan:
     """Return an output with the checksums of its input that it does not keep, to be checked while it is written.
 
     Its format has no checksums, or computes them for other stretches of bytes.
     """
     every = target.format in _WITHOUT_CHECKSUMS
-    if checkpoint.traits.unsummed or not (every or target.format == "dcp" or checkpoint.traits.pieces):
+    if checkpoint.traits.no_checksums or not (every or target.format == "dcp" or checkpoint.traits.pieces):
         return planned
     survey = checkpoint.survey
     names: dict[str, str] = {}
@@ -245,15 +254,15 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | Files) 
             if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
                 carried.discard(part.storage)
     records = ((record, record.key or record.part_of) for record in checkpoint.container.records())
-    claims = tuple(
-        Claim(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
+    expected_checksums = tuple(
+        ExpectedChecksum(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
         for record, key in records
         if key in names and record.crc and (record.part_of or key not in carried)
     )
     if isinstance(planned, Plan):
-        return planned._replace(claims=claims)
+        return planned._replace(expected_checksums=expected_checksums)
     (name, first), *others = planned.files
-    return Files(((name, first._replace(claims=claims)), *others))
+    return FolderPlan(((name, first._replace(expected_checksums=expected_checksums)), *others))
 
 
 def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
@@ -265,7 +274,7 @@ def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     """Return the format of the checkpoint's file, which an edit keeps."""
-    container, own = checkpoint.container, checkpoint.traits.written
+    container, own = checkpoint.container, checkpoint.traits.writer_key
     if checkpoint.traits.sharded:
         layout = container.shard_layout
         size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
@@ -308,7 +317,7 @@ def _check_target(target: Target, output: str) -> None:
     raise RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
 
 
-def _as_it_is(checkpoint: Checkpoint) -> Plan | Files:
+def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
     """Return the input byte for byte, all files of a folder."""
     source = checkpoint.source
     return _whole_files(source.files) if isinstance(source, FolderSource) else checkpoint.container.plan(None)
@@ -320,7 +329,7 @@ class InPlace(NamedTuple):
     ``unused_bytes`` are those of storages that the edit removed: they stay in the file.
     """
 
-    appending: Appending | None
+    appending: AppendPlan | None
     exact: bool = True
     unused_bytes: int = 0
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import human_bytes
-from ..checkpoint.container import Container, FoundPickle, StoredBytes, StoredRecord, Traits
+from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ..checkpoint.survey import survey
 from ..checkpoint.tensors import Storage, TensorReader
-from ..files.sources import Appending, Plan, Source, Span
+from ..files.sources import AppendPlan, Plan, Source, Span
 from ..files.zips.reader import LOCAL, Archive, content_chunks, fold_case, read_archive
 from ..files.zips.recovery import RecoveredRecord, recover_records
 from ..pickles.decode import decode
@@ -42,18 +42,18 @@ class Rescued(Container):
         self.format, self.traits = "torch-zip", Traits()
         self.problems = []
         self.lost: dict[str, str] = {}
-        self._stored: dict[str, StoredBytes] = {}
+        self._stored: dict[str, StorageLocation] = {}
 
     @property
     def pickle(self) -> bytes:
         return self._pickle
 
-    def keep(self, key: str, stored: StoredBytes) -> None:
+    def keep(self, key: str, stored: StorageLocation) -> None:
         """Accept a storage as intact."""
         self._stored[key] = stored
 
-    def stored(self, key: str) -> StoredBytes:
-        return self._stored.get(key, StoredBytes(None, 0))
+    def stored(self, key: str) -> StorageLocation:
+        return self._stored.get(key, StorageLocation(None, 0))
 
     def records(self) -> Iterator[StoredRecord]:
         for key, stored in self._stored.items():
@@ -67,7 +67,7 @@ class Rescued(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         raise UnreadableError("the file is damaged and cannot be carried over as it is", path=self.source.name)
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise UnreadableError("the file is damaged and is not edited in place", path=self.source.name)
 
 
@@ -178,7 +178,7 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
         for candidate in candidates.get(names[key], []):
             reason = _flaw(candidate, storage, progress)
             if not reason:
-                rescued.keep(key, StoredBytes(candidate.span, candidate.size, candidate.method != 0, candidate.crc))
+                rescued.keep(key, StorageLocation(candidate.span, candidate.size, candidate.method != 0, candidate.crc))
                 break
         else:
             rescued.lost[key] = reason

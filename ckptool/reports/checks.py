@@ -89,7 +89,7 @@ def check_checkpoint(
         if problem.code in PROGRAM_CODES:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
-            notes["complete" if checkpoint.traits.unsummed else "checksums"].append(_note(problem))
+            notes["complete" if checkpoint.traits.no_checksums else "checksums"].append(_note(problem))
         elif problem.level != "note":
             notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
     notes["sizes"] += [
@@ -106,7 +106,7 @@ def check_checkpoint(
         notes.setdefault(check, []).append(Note(flaw.code, "error", flaw.message, flaw.path))
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory, either.
-    end_to_end = bool(checkpoint.traits.unsummed)
+    end_to_end = bool(checkpoint.traits.no_checksums)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
     geometry = f"{pluralize(len(checkpoint.survey.tensors), 'tensor')} within their storages"
@@ -197,8 +197,8 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
     bad = _wrong(checkpoint, result)
     if bad:
         return judge(name, group, bad, "")
-    if checkpoint.traits.unsummed:
-        message = f"{checkpoint.traits.unsummed} has no checksums: a flipped bit cannot be seen"
+    if checkpoint.traits.no_checksums:
+        message = f"{checkpoint.traits.no_checksums} has no checksums: a flipped bit cannot be seen"
         return Check(name, group, NOT_POSSIBLE, message)
     agree = f"{pluralize(result.checked, 'record')}, {human_bytes(result.nbytes)} agree with their CRC-32"
     if result.uncomputed:

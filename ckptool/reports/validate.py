@@ -16,7 +16,7 @@ from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
-from ..files.sources import ContainedSource, FilePath, FileSource, FolderSource
+from ..files.sources import FilePath, FileSource, FolderSource, MemberSource
 from ..formats import folder_format
 from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
@@ -138,7 +138,7 @@ def validation_report(
     torch = policy.torch or NEWEST
     size: int | None = None
     file_format: str | None = None
-    source: FileSource | ContainedSource | None = None
+    source: FileSource | MemberSource | None = None
     try:
         if in_several_files(name):
             opened = open_checkpoint(name)

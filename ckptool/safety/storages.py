@@ -142,7 +142,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
         if not dtypes[pid[1]]:
             yield f"torch has no dtype for the storage class {quoted(cls)}"
         # The readers of older formats, and of shards, check the ids themselves.
-        if len(pid) > ID_PARTS and not (checkpoint.traits.former or checkpoint.traits.sharded):
+        if len(pid) > ID_PARTS and not (checkpoint.traits.legacy_name or checkpoint.traits.sharded):
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
 
 

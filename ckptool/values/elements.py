@@ -18,7 +18,7 @@ from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.text import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, InflatedBytes
-from ..checkpoint.container import Body
+from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
 from ..files.zips.reader import content_chunks
@@ -68,7 +68,7 @@ class StorageReader(NamedTuple):
     """
 
     key: str
-    body: Body | None
+    body: StorageData | None
     width: int
     path: str
     inflated: InflatedBytes
@@ -114,7 +114,7 @@ class StorageReader(NamedTuple):
             left -= len(part)
             first = begin
 
-    def _cached(self, body: Body) -> Iterable[bytes]:
+    def _cached(self, body: StorageData) -> Iterable[bytes]:
         """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
         if body.size > _CACHED:
             return self._sequential(body)
@@ -122,7 +122,7 @@ class StorageReader(NamedTuple):
             self.inflated.piece, self.inflated.data = body.piece, b"".join(self._sequential(body))
         return (self.inflated.data,)
 
-    def _sequential(self, body: Body) -> Iterable[bytes]:
+    def _sequential(self, body: StorageData) -> Iterable[bytes]:
         if isinstance(body.piece, Computed):
             return body.piece.chunks()
         if isinstance(body.piece, bytes):
@@ -191,14 +191,14 @@ def swapped_width(checkpoint: Checkpoint, key: str) -> int:
 
 def added_storages(
     checkpoint: Checkpoint, contents_of: Mapping[str, bytes], storages: Mapping[str, Storage]
-) -> dict[str, Body]:
+) -> dict[str, StorageData]:
     """Return new storages by their keys, given their bytes in little-endian order, in the byte order of the file."""
     big = checkpoint.container.byteorder == "big"
     bodies = {}
     for key, data in contents_of.items():
         if big and key in storages:
             data = swapped(data, number_width(storages[key].dtype))
-        bodies[key] = Body(data, len(data), crc32(data))
+        bodies[key] = StorageData(data, len(data), crc32(data))
     return bodies
 
 

@@ -19,7 +19,7 @@ from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedErro
 from ckptool.base.limits import LIMITS
 from ckptool.cli import main
 from ckptool.files.archives import checkpoints_in, file_name, is_address, open_any
-from ckptool.files.sources import BytesSource, ContainedSource, SliceSource
+from ckptool.files.sources import BytesSource, MemberSource, SliceSource
 
 INNER = (FIXTURES / "checkpoint.pth.tar").read_bytes()
 
@@ -85,7 +85,7 @@ def test_the_archive_is_an_input(outer: Path) -> None:
 def test_stored_members_are_not_copied(tmp_path: Path) -> None:
     for path in (zipped(tmp_path / "a.zip", PARTS), tarred(tmp_path / "a.tar", PARTS)):
         source = open_any(f"{path}!run/policy.pth")
-        assert isinstance(source, ContainedSource) and isinstance(source.inner, SliceSource)
+        assert isinstance(source, MemberSource) and isinstance(source.inner, SliceSource)
         source.close()
 
 

@@ -14,8 +14,8 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.files.sources import BLOCK, Plan, Span, open_source
-from ckptool.files.write.output import write_plan
+from ckptool.files.sources import FILESYSTEM_BLOCK, Plan, Span, open_source
+from ckptool.files.write.output import write_file
 from ckptool.files.zips.reader import read_archive
 
 #: Archives whose records torch laid out itself.
@@ -55,7 +55,7 @@ def edited(source: Path, out: Path, prefix: str, *, strip: bool = False) -> Path
 def test_all_storages_move_by_one_number_of_blocks(name: str, length: int, out: Path) -> None:
     shifts = moved(FIXTURES / name, edited(FIXTURES / name, out, "p" * length))
     assert len(shifts) == 1
-    assert next(iter(shifts)) % BLOCK == 0
+    assert next(iter(shifts)) % FILESYSTEM_BLOCK == 0
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -133,7 +133,7 @@ def test_archives_by_other_writers_move_by_blocks_too(length: int, out: Path, tm
     foreign = by_zipfile(FIXTURES / "bare.pth", tmp_path / "foreign.pth")
     edited(foreign, out, "p" * length)
     shifts = moved(foreign, out)
-    assert len(shifts) == 1 and next(iter(shifts)) % BLOCK == 0
+    assert len(shifts) == 1 and next(iter(shifts)) % FILESYSTEM_BLOCK == 0
     assert zipfile.ZipFile(out).testzip() is None
     assert len(oracle.load(out)) == len(oracle.load(foreign))
     back = edited(out, tmp_path / "back.pth", "p" * length, strip=True)
@@ -160,7 +160,7 @@ def test_beyond_4_gib(first: int, length: int, out: Path, tmp_path: Path) -> Non
     source = large(tmp_path / "large.pth", [first, 100, 0, 3000, 100, 1 << 20])
     edited(source, out, "p" * length)
     shifts = moved(source, out)
-    assert sum(size for shift, size in shifts.items() if shift % BLOCK == 0) >= first
+    assert sum(size for shift, size in shifts.items() if shift % FILESYSTEM_BLOCK == 0) >= first
     assert out.stat().st_blocks * 512 < 1 << 20, "holes stay holes"
     torch_sees = torch.load(out, mmap=True)
     assert [tensor.numel() for tensor in torch_sees.values()] == [first, 100, 0, 3000, 100, 1 << 20]
@@ -194,8 +194,8 @@ def test_copies_begin_where_a_block_begins(out: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "copy_file_range", watched)
     edited(source, out, "module.")
     assert calls
-    whole = [(offset, at) for offset, at, count in calls if count >= BLOCK]
-    assert whole and all(offset % BLOCK == 0 and at % BLOCK == 0 for offset, at in whole)
+    whole = [(offset, at) for offset, at, count in calls if count >= FILESYSTEM_BLOCK]
+    assert whole and all(offset % FILESYSTEM_BLOCK == 0 and at % FILESYSTEM_BLOCK == 0 for offset, at in whole)
     assert sum(count for _, _, count in calls) > 3_000_000
 
 
@@ -216,7 +216,7 @@ def test_a_file_that_ends_with_a_hole_has_all_its_bytes(tmp_path: Path) -> None:
     source.write_bytes(b"data")
     os.truncate(source, 1 << 20)
     file = open_source(source)
-    write_plan(Plan((b"", Span(file, 0, file.size))), str(tmp_path / "out.pth"), [file])
+    write_file(Plan((b"", Span(file, 0, file.size))), str(tmp_path / "out.pth"), [file])
     assert (tmp_path / "out.pth").read_bytes() == source.read_bytes()
 
 

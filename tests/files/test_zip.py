@@ -16,7 +16,7 @@ from conftest import FIXTURES
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.files.sources import BytesSource, FileSource, Plan, Span, merged, open_source
+from ckptool.files.sources import BytesSource, FileSource, Plan, Span, merge_pieces, open_source
 from ckptool.files.zips.layout import plan_rewrite
 from ckptool.files.zips.reader import read_archive
 
@@ -173,7 +173,7 @@ def test_a_lie_about_the_number_of_entries_allocates_nothing() -> None:
 def test_merged_joins_neighbours() -> None:
     source = BytesSource(b"0123456789")
     pieces = [Span(source, 0, 2), Span(source, 2, 3), b"", b"x", b"y", Span(source, 7, 0), Span(source, 8, 1)]
-    assert merged(pieces) == (Span(source, 0, 5), b"xy", Span(source, 8, 1))
+    assert merge_pieces(pieces) == (Span(source, 0, 5), b"xy", Span(source, 8, 1))
 
 
 def test_a_source_reads_the_same_as_the_file(tmp_path: Path) -> None:

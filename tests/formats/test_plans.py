@@ -22,7 +22,7 @@ import ckptool
 from ckptool.base.errors import ChangedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.files.sources import Plan
-from ckptool.files.write.output import write_plan
+from ckptool.files.write.output import write_file
 from ckptool.formats.planning import plan_of
 
 _WRITE = """
@@ -125,5 +125,5 @@ def test_a_pickled_plan_leaves_the_open_file_alone(inputs: Path, tmp_path: Path)
         again = pickle.loads(pickle.dumps(plan))
         assert isinstance(plan, Plan) and isinstance(hash(plan), int)
         del again
-        write_plan(plan, str(tmp_path / "out.pth"), ())
+        write_file(plan, str(tmp_path / "out.pth"), ())
     assert list(torch.load(tmp_path / "out.pth")["model"]) == ["a", "b", "c"]

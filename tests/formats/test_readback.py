@@ -168,7 +168,7 @@ def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, mon
 def test_a_disk_that_fails_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, output, "_is_there")
     with pytest.raises(OutputError, match="Input/output error"):
-        output.write_plan(Plan((b"abc",)), str(tmp_path / "out"), ())
+        output.write_file(Plan((b"abc",)), str(tmp_path / "out"), ())
     assert os.listdir(tmp_path) == []
 
 
@@ -319,7 +319,7 @@ def test_an_edit_in_place_that_reads_otherwise(
     path = tmp_path / "in.pth"
     shutil.copyfile(inputs / "in.pth", path)
     before = path.read_bytes()
-    real = in_place._put
+    real = in_place._write_at
 
     def broken(fd: int, at: int, data: bytes) -> None:
         mark = {"pickle": b"epoch", "directory": b"PK\x01\x02"}.get(where, b"\0none")
@@ -335,7 +335,7 @@ def test_an_edit_in_place_that_reads_otherwise(
         monkeypatch.setattr(
             repickled, "encode", lambda graph: data if (data := encode(graph)) == whole else encode(_worse(graph))
         )
-    monkeypatch.setattr(in_place, "_put", broken)
+    monkeypatch.setattr(in_place, "_write_at", broken)
     with ckptool.open(path) as checkpoint, pytest.raises(ReadBackError) as caught:
         ckptool.save_in_place(ckptool.strip_module(checkpoint))
     assert path.read_bytes() == before and caught.value.exit_code == 70
@@ -465,7 +465,7 @@ def test_a_storage_that_is_not_understood_is_not_unused(
         odder = graph.edited({place: (*pid[:at], new, *pid[at + 1 :])}, [odd])
         data = encode(odder)
         plan = checkpoint.container.plan(data)
-        output.write_plan(plan, str(tmp_path / "odd.pth"), ())
+        output.write_file(plan, str(tmp_path / "odd.pth"), ())
     code = run([*command.split(), str(tmp_path / "odd.pth"), "-o", str(tmp_path / "out.pth")])
     assert code in (3, 4) and not (tmp_path / "out.pth").exists(), capsys.readouterr().err
 

@@ -95,7 +95,7 @@ def moving(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
-    monkeypatch.setattr(copying, "_CHUNK", 512)
+    monkeypatch.setattr(copying, "_COPY_SIZE", 512)
     monkeypatch.setattr(copying, "_BUFFER", 512)
 
 
@@ -586,7 +586,7 @@ def test_a_write_back_that_fails_while_more_is_written_is_not_lost(
         failed.set()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(copying, "_FLUSH_FROM", 0)
+    monkeypatch.setattr(copying, "_MIN_FLUSHED", 0)
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
         strip_to(source, out, force=True, progress=lambda _: failed.wait(5) and None)

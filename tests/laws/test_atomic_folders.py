@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckptool.base.errors import OutputError, RefusedError
-from ckptool.files.sources import BytesSource, Computed, Files, Plan, Span, open_source
+from ckptool.files.sources import BytesSource, Computed, FolderPlan, Plan, Span, open_source
 from ckptool.files.write import output
-from ckptool.files.write.output import write_files
+from ckptool.files.write.output import write_folder
 
 NEW = {"model-1-of-2.safetensors": b"one" * 99, "model-2-of-2.safetensors": b"two", "x.index.json": b"{}"}
 OLD = {"pytorch_model.bin": b"old" * 1000}
@@ -29,11 +29,11 @@ def content_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def plan_of(content: dict[str, bytes]) -> Files:
-    return Files(tuple((name, Plan((data,))) for name, data in content.items()))
+def plan_of(content: dict[str, bytes]) -> FolderPlan:
+    return FolderPlan(tuple((name, Plan((data,))) for name, data in content.items()))
 
 
-def failing(at: int, error: BaseException) -> Files:
+def failing(at: int, error: BaseException) -> FolderPlan:
     """A folder whose file ``at`` fails in the middle."""
 
     def chunks() -> object:
@@ -42,11 +42,11 @@ def failing(at: int, error: BaseException) -> Files:
 
     files = list(plan_of(NEW).files)
     files[at] = (files[at][0], Plan((Computed(4, chunks),)))  # type: ignore[arg-type]
-    return Files(tuple(files))
+    return FolderPlan(tuple(files))
 
 
 def test_a_new_folder(tmp_path: Path) -> None:
-    written = write_files(plan_of(NEW), str(tmp_path / "out"), (), mode=0o640)
+    written = write_folder(plan_of(NEW), str(tmp_path / "out"), (), mode=0o640)
     assert content_of(tmp_path / "out") == NEW and os.listdir(tmp_path) == ["out"]
     assert written.size == sum(map(len, NEW.values()))
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
@@ -54,7 +54,7 @@ def test_a_new_folder(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    write_files(plan_of(NEW), str(tmp_path / "out"), ())
+    write_folder(plan_of(NEW), str(tmp_path / "out"), ())
     assert content_of(tmp_path / "out") == NEW and os.listdir(tmp_path) == ["out"]
 
 
@@ -64,7 +64,7 @@ def by_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a filesystem that cannot exchange two names."""
-    monkeypatch.setattr(output, "_at_once", lambda one, other: False)
+    monkeypatch.setattr(output, "_exchange_atomically", lambda one, other: False)
 
 
 @pytest.mark.parametrize("way", [by_system, by_names])
@@ -75,9 +75,9 @@ def test_an_old_folder_is_replaced_on_demand_alone(
     out = folder_of(OLD, tmp_path / "out")
     out.chmod(0o750)
     with pytest.raises(RefusedError, match="exists"):
-        write_files(plan_of(NEW), str(out), ())
+        write_folder(plan_of(NEW), str(out), ())
     assert content_of(out) == OLD
-    write_files(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
+    write_folder(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
     assert content_of(out) == NEW and os.listdir(tmp_path) == ["out"] and out.stat().st_mode & 0o777 == 0o750
 
 
@@ -86,7 +86,7 @@ def test_a_folder_of_other_things_is_never_replaced(other: str, tmp_path: Path) 
     out = folder_of(OLD, tmp_path / "out")
     (out / other).mkdir() if other == "sub" else (out / other).write_bytes(b"mine")
     with pytest.raises(RefusedError, match=other):
-        write_files(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
+        write_folder(plan_of(NEW), str(out), (), force=True, parts=lambda path: OLD)
     assert set(os.listdir(out)) == {*OLD, other} and os.listdir(tmp_path) == ["out"]
 
 
@@ -96,7 +96,7 @@ def test_a_folder_of_other_things_is_never_replaced(other: str, tmp_path: Path) 
 def test_a_failure_leaves_what_was(at: int, force: bool, error: BaseException, tmp_path: Path) -> None:
     out = folder_of(OLD, tmp_path / "out") if force else tmp_path / "out"
     with pytest.raises(OutputError if isinstance(error, OSError) else type(error)) as caught:
-        write_files(failing(at, error), str(out), (), force=force, parts=lambda path: OLD)
+        write_folder(failing(at, error), str(out), (), force=force, parts=lambda path: OLD)
     assert os.listdir(tmp_path) == (["out"] if force else [])
     assert not force or content_of(out) == OLD
     if isinstance(error, OSError):
@@ -111,7 +111,7 @@ def test_what_appears_meanwhile_is_not_lost(tmp_path: Path) -> None:
         yield b"new"
 
     with pytest.raises(RefusedError, match="exists"):
-        write_files(Files((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
+        write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
     assert content_of(out) == OLD and os.listdir(tmp_path) == ["out"]
 
 
@@ -126,8 +126,8 @@ def test_the_next_run_takes_away_what_a_killed_one_left(force: bool, tmp_path: P
 
     pid = os.fork()
     if not pid:
-        write_files(
-            Files((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks),))))),
+        write_folder(
+            FolderPlan((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks),))))),
             str(out),
             (),
             force=force,
@@ -135,7 +135,7 @@ def test_the_next_run_takes_away_what_a_killed_one_left(force: bool, tmp_path: P
         )  # type: ignore[arg-type]
     os.waitpid(pid, 0)
     assert len(os.listdir(tmp_path)) == 1 + force
-    write_files(plan_of(NEW), str(out), (), force=force, parts=lambda path: OLD)
+    write_folder(plan_of(NEW), str(out), (), force=force, parts=lambda path: OLD)
     assert content_of(out) == NEW and os.listdir(tmp_path) == ["out"]
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_is_alive_keeps_its_folder(tmp_path: Path) -> None:
         output.remove_leftovers(str(tmp_path), "out")
         yield b"new"
 
-    write_files(Files((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
+    write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
     assert content_of(out) == {"model.safetensors": b"new"}
 
 
@@ -155,8 +155,12 @@ def test_an_input_in_the_folder_is_not_overwritten(tmp_path: Path) -> None:
     out = folder_of(OLD, tmp_path / "out")
     source = open_source(str(out / "pytorch_model.bin"))
     with pytest.raises(RefusedError, match="folder of an input"):
-        write_files(
-            Files((("x.bin", Plan((Span(source, 0, 3),))),)), str(out), (source,), force=True, parts=lambda path: OLD
+        write_folder(
+            FolderPlan((("x.bin", Plan((Span(source, 0, 3),))),)),
+            str(out),
+            (source,),
+            force=True,
+            parts=lambda path: OLD,
         )
     source.close()
     assert content_of(out) == OLD
@@ -164,5 +168,5 @@ def test_an_input_in_the_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_bytes_come_from_any_source(tmp_path: Path) -> None:
     source = BytesSource(b"0123456789", "memory")
-    write_files(Files((("x.bin", Plan((Span(source, 2, 5),))),)), str(tmp_path / "out"), (source,))
+    write_folder(FolderPlan((("x.bin", Plan((Span(source, 2, 5),))),)), str(tmp_path / "out"), (source,))
     assert content_of(tmp_path / "out") == {"x.bin": b"23456"}

@@ -254,7 +254,7 @@ def test_the_steps_in_which_a_file_grows() -> None:
     """Each end of the file leaves the one before it within what readers search."""
     for at in (3, 4096, 61_440, 123_457):
         for size in (4096, 61_440, 65_536, 1_000_000):
-            ends = list(writing._ends(at, end := -(-(at + size) // 4096) * 4096))
+            ends = list(writing._growth_steps(at, end := -(-(at + size) // 4096) * 4096))
             assert ends[-1] == end and sorted(set(ends)) == ends
             assert all(0 < there - here <= 61_440 for here, there in zip([at, *ends], ends))
             assert all(here % 4096 == 0 for here in ends)

@@ -16,23 +16,23 @@ from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.text import salvage_step
-from ..sources import BLOCK, Claim, Computed, Files, FileSource, Piece, Plan, Span
+from ..sources import FILESYSTEM_BLOCK, Computed, ExpectedChecksum, FileSource, FolderPlan, Piece, Plan, Span
 from ..threads import Background
 from ..zips.reader import checksum
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
-_CHUNK: Final = 16 << 20
+_COPY_SIZE: Final = 16 << 20
 #: The buffer used if the kernel cannot copy.
 _BUFFER: Final = 4 << 20
 #: Chunks computed ahead of writing, and the bytes from which this pays off.
-_AHEAD: Final = 4
-_AHEAD_FROM: Final = 2 << 20
+_QUEUE_SIZE: Final = 4
+_MIN_AHEAD: Final = 2 << 20
 #: Outputs of this size or more are synced while they grow.
-_FLUSH_FROM: Final = 64 << 20
+_MIN_FLUSHED: Final = 64 << 20
 #: Bytes from which verifying checksums in a thread pays off.
-_WORTH_IT: Final = 2 << 20
+_MIN_VERIFIED: Final = 2 << 20
 #: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
-_UNABLE: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+_UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
 
@@ -42,7 +42,7 @@ def _ignore(size: int) -> None:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
+def as_output_failure() -> Iterator[None]:
     """Give a ChangedError the exit code of OutputError: an input changed while an output was made of it."""
     try:
         yield
@@ -51,13 +51,13 @@ def writing() -> Iterator[None]:
         raise
 
 
-def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
+def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
     """Write all pieces of a plan to an empty file, without a final sync.
 
     Holes of sparse inputs stay holes. Raises OSError, and ChangedError if an input ends too early.
     """
     progress = progress or _ignore
-    with _Flusher(fd, plan.size), _Ahead(plan.pieces) as ahead:
+    with _Flusher(fd, plan.size), _Prefetcher(plan.pieces) as ahead:
         at = 0
         for piece in plan.pieces:
             if isinstance(piece, bytes):
@@ -68,7 +68,7 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
                 _compute(piece, ahead.chunks(piece), fd, progress)
                 at += piece.size
             else:
-                for stretch, hole in _stretches(piece):
+                for stretch, hole in _data_and_holes(piece):
                     if hole:
                         os.lseek(fd, stretch.size, os.SEEK_CUR)
                         progress(stretch.size)
@@ -79,16 +79,16 @@ def produce(plan: Plan, fd: int, progress: Progress | None = None) -> None:
             os.ftruncate(fd, at)  # it ends with a hole
 
 
-def rehearse(plan: Plan | Files) -> None:
+def rehearse(plan: Plan | FolderPlan) -> None:
     """Compute everything that writing the plan would compute, but write nothing; raises what that raises."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
-    with _Ahead(pieces) as ahead:
+    with _Prefetcher(pieces) as ahead:
         for piece in pieces:
             for _ in ahead.chunks(piece) if isinstance(piece, Computed) else ():
                 pass
 
 
-def _stretches(piece: Span) -> Iterator[tuple[Span, bool]]:
+def _data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
     """Split a piece into (part, whether it is a hole)."""
     source, at, end = piece
     end += at
@@ -113,10 +113,12 @@ def _copy(piece: Span, fd: int, at: int, progress: Progress) -> None:
     source = piece.source
     done = 0
     if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
-        with source.held():
-            if (piece.offset - at) % BLOCK == 0:
+        with source.kept_open():
+            if (piece.offset - at) % FILESYSTEM_BLOCK == 0:
                 # A call that starts within a block copies everything: this one ends at the start of a block.
-                done = _kernel_copy(piece._replace(size=min(-at % BLOCK, piece.size)), source.fd, fd, progress)
+                done = _kernel_copy(
+                    piece._replace(size=min(-at % FILESYSTEM_BLOCK, piece.size)), source.fd, fd, progress
+                )
             done += _kernel_copy(Span(source, piece.offset + done, piece.size - done), source.fd, fd, progress)
     while done < piece.size:
         data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
@@ -132,9 +134,9 @@ def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress) -> int:
     done = 0
     while done < piece.size:
         try:
-            count = os.copy_file_range(source, fd, min(_CHUNK, piece.size - done), piece.offset + done)
+            count = os.copy_file_range(source, fd, min(_COPY_SIZE, piece.size - done), piece.offset + done)
         except OSError as error:
-            if error.errno in _UNABLE:
+            if error.errno in _UNSUPPORTED:
                 return done
             raise
         if count == 0:
@@ -156,7 +158,7 @@ def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progre
         raise ChangedError("the input yielded another number of bytes than planned")
 
 
-class _Ahead(Background):
+class _Prefetcher(Background):
     """Computes pieces in a thread while the caller writes those that are ready.
 
     One thread for all of them: torch starts a new thread pool for each thread that computes.
@@ -164,8 +166,8 @@ class _Ahead(Background):
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = [piece for piece in pieces if isinstance(piece, Computed)]
-        self._ready: Queue[bytes | BaseException | None] = Queue(_AHEAD)
-        super().__init__(sum(piece.size for piece in self._pieces) >= _AHEAD_FROM)
+        self._ready: Queue[bytes | BaseException | None] = Queue(_QUEUE_SIZE)
+        super().__init__(sum(piece.size for piece in self._pieces) >= _MIN_AHEAD)
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._stopped.set()
@@ -203,7 +205,7 @@ class _Flusher(Background):
     """
 
     def __init__(self, fd: int, size: int) -> None:
-        super().__init__(size >= _FLUSH_FROM and hasattr(os, "fdatasync"))
+        super().__init__(size >= _MIN_FLUSHED and hasattr(os, "fdatasync"))
         self._fd = fd
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -224,7 +226,7 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-class _Stop(Exception):
+class _Stopped(Exception):
     """The result is not needed any more."""
 
 
@@ -234,17 +236,20 @@ class Verifier(Background):
     ``finish`` raises MalformedError for the first that is wrong, and what reading raises.
     """
 
-    def __init__(self, claims: Sequence[Claim]) -> None:
-        super().__init__(sum(claim.span.size for claim in claims) >= _WORTH_IT)
-        self._claims = claims
+    def __init__(self, expected_checksums: Sequence[ExpectedChecksum]) -> None:
+        super().__init__(sum(expected.span.size for expected in expected_checksums) >= _MIN_VERIFIED)
+        self._expected = expected_checksums
 
     def _run(self) -> None:
-        for claim in self._claims:
-            if checksum(claim.span, claim.size, claim.compressed, claim.where, self._advance) != claim.crc:
-                path = claim.span.source.name
-                what = f"{claim.where} does not match its checksum: it is damaged"
+        for expected in self._expected:
+            if (
+                checksum(expected.span, expected.size, expected.compressed, expected.where, self._advance)
+                != expected.crc
+            ):
+                path = expected.span.source.name
+                what = f"{expected.where} does not match its checksum: it is damaged"
                 raise MalformedError(what, path=path, next=salvage_step(path))
 
     def _advance(self, size: int) -> None:
         if self._stopped.is_set():
-            raise _Stop
+            raise _Stopped

@@ -15,8 +15,8 @@ from typing import Final
 
 from ...base.errors import OutputError, RefusedError
 from ...base.text import undo_step
-from ..sources import BLOCK, Appending, FileSource, Source, open_source
-from .copying import write_all, writing
+from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, open_source
+from .copying import as_output_failure, write_all
 from .output import Check
 
 try:
@@ -26,10 +26,10 @@ except ImportError:  # Windows
 
 
 #: Part of the 65,557 bytes in which readers search the end record, which is in the last sector of a step.
-_SIGHT: Final = 15 * BLOCK
+_SEARCHED: Final = 15 * FILESYSTEM_BLOCK
 
 
-class _Finished:
+class _StagedFile:
     """A source: the file as it will be once its last bytes are ``ending``."""
 
     def __init__(self, file: FileSource, ending: bytes) -> None:
@@ -49,65 +49,65 @@ class _Finished:
         self._file.close()
 
 
-@writing()
-def append(appending: Appending, source: FileSource, check: Check | None = None) -> None:
+@as_output_failure()
+def append(append_plan: AppendPlan, source: FileSource, check: Check | None = None) -> None:
     """Append a version to the file of ``source``; readers that have it open or mapped are not disturbed.
 
     ``check`` is called before the last step with the file as it will be after it, and raises ReadBackError if that is
     wrong. Raises OutputError if the file cannot be written, RefusedError if another process edits it, ChangedError if
     it changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
     """
-    with _opened(source) as fd:
+    with _open_locked(source) as fd:
         done = False
         try:
-            end = appending.size
-            for size in _ends(appending.at, end):
-                _put(fd, size - len(appending.holding), appending.holding)
+            end = append_plan.size
+            for size in _growth_steps(append_plan.old_size, end):
+                _write_at(fd, size - len(append_plan.provisional_end), append_plan.provisional_end)
                 os.fsync(fd)
-            _put(fd, appending.at, appending.body)
+            _write_at(fd, append_plan.old_size, append_plan.body)
             os.fsync(fd)
             if check is not None:
-                _read_back(appending, source.name, check)
+                _read_back(append_plan, source.name, check)
             done = True
-            _put(fd, end - len(appending.ending), appending.ending)
+            _write_at(fd, end - len(append_plan.final_end), append_plan.final_end)
             os.fsync(fd)
         except BaseException:
-            _take_back(fd, appending.at, source.name, done)
+            _roll_back(fd, append_plan.old_size, source.name, done)
             raise
 
 
-def _read_back(appending: Appending, path: str, check: Check) -> None:
-    staged: Source = _Finished(open_source(path), appending.ending)
+def _read_back(append_plan: AppendPlan, path: str, check: Check) -> None:
+    staged: Source = _StagedFile(open_source(path), append_plan.final_end)
     try:
         check(staged)
     finally:
         staged.close()
 
 
-def _ends(size: int, end: int) -> Iterator[int]:
+def _growth_steps(size: int, end: int) -> Iterator[int]:
     """Yield the sizes through which a file grows, in bytes.
 
     Readers look for the end records only in the last 64 KiB, and a disk may save the size of a file without the new
     bytes: so each step leaves the end records of the one before it within that range.
     """
-    while size + _SIGHT < end:
-        size = (size + _SIGHT) // BLOCK * BLOCK
+    while size + _SEARCHED < end:
+        size = (size + _SEARCHED) // FILESYSTEM_BLOCK * FILESYSTEM_BLOCK
         yield size
     yield end
 
 
-@writing()
+@as_output_failure()
 def shorten(source: FileSource, size: int) -> None:
     """Truncate the file of ``source`` to ``size`` bytes, and so restore the version that ended there.
 
     Raises as ``append`` does.
     """
-    with _opened(source) as fd:
+    with _open_locked(source) as fd:
         os.ftruncate(fd, size)
         os.fsync(fd)
 
 
-@writing()
+@as_output_failure()
 def check_idle(source: FileSource) -> None:
     """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
     _lock(source.fd, source.name, exclusively=False)
@@ -118,7 +118,7 @@ def check_idle(source: FileSource) -> None:
 
 
 @contextmanager
-def _opened(source: FileSource) -> Iterator[int]:
+def _open_locked(source: FileSource) -> Iterator[int]:
     """Open the file of a source for writing, and lock it; OSErrors become OutputErrors."""
     flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -150,12 +150,12 @@ def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
         # A filesystem without locks.
 
 
-def _put(fd: int, at: int, data: bytes) -> None:
+def _write_at(fd: int, at: int, data: bytes) -> None:
     os.lseek(fd, at, os.SEEK_SET)
     write_all(fd, data)
 
 
-def _take_back(fd: int, size: int, path: str, done: bool) -> None:
+def _roll_back(fd: int, size: int, path: str, done: bool) -> None:
     """Truncate a failed edit; ``done`` says that readers may see it already."""
     try:
         os.ftruncate(fd, size)

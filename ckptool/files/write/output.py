@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
-from ..sources import Files, FileSource, Piece, Plan, Source, Span, size_of
+from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
-from .copying import Progress, Verifier, produce, writing
+from .copying import Progress, Verifier, as_output_failure, write_pieces
 
 try:
     import fcntl
@@ -30,9 +30,9 @@ _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _RENAME_SWAP: Final = 2
 #: Bytes compared at both ends of what was copied from a file.
-_ENDS: Final = 4096
+_COMPARED: Final = 4096
 #: Bytes from which syncing in a thread pays off.
-_WORTH_IT: Final = 1 << 20
+_MIN_SYNCED: Final = 1 << 20
 #: Bytes read at once.
 _BUFFER: Final = 4 << 20
 _SUFFIX: Final = ".ckptool-tmp"
@@ -58,7 +58,7 @@ def exchange(one: str, other: str) -> None:
     If the filesystem cannot do that atomically, ``one`` is missing for a moment: a run killed right then leaves its
     content under the name of ``other`` with ``.old`` appended. Raises OSError.
     """
-    if _at_once(os.fsencode(one), os.fsencode(other)):
+    if _exchange_atomically(os.fsencode(one), os.fsencode(other)):
         return
     aside = f"{other}.old"
     os.rename(one, aside)
@@ -70,7 +70,7 @@ def exchange(one: str, other: str) -> None:
     os.rename(aside, other)
 
 
-def _at_once(one: bytes, other: bytes) -> bool:
+def _exchange_atomically(one: bytes, other: bytes) -> bool:
     """Exchange two paths atomically; return whether the system did."""
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
@@ -113,15 +113,15 @@ def _is_there(piece: Piece, staged: Source, at: int) -> bool:
     if not isinstance(piece, Span):
         return True
     source, offset, size = piece
-    count = min(size, _ENDS)
+    count = min(size, _COMPARED)
     return all(staged.read(at + end, count) == source.read(offset + end, count) for end in {0, size - count})
 
 
-class Synced(Background):
+class BackgroundSync(Background):
     """Syncs a file while something else is done with it."""
 
     def __init__(self, fd: int, size: int) -> None:
-        super().__init__(size >= _WORTH_IT)
+        super().__init__(size >= _MIN_SYNCED)
         self._fd = fd
 
     def _run(self) -> None:
@@ -166,8 +166,8 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     return target
 
 
-@writing()
-def write_plan(
+@as_output_failure()
+def write_file(
     plan: Plan,
     path: str,
     sources: Sequence[Source],
@@ -193,7 +193,7 @@ def write_plan(
     temporary = temporary_name(folder, name)
     with _discarded_on_error(temporary, path):
         # Within the context: a signal may come as soon as the file exists.
-        _fill(plan, _opened(temporary), path, mode, sources, progress, check or as_planned(plan))
+        _write_and_check(plan, _create(temporary), path, mode, sources, progress, check or as_planned(plan))
         if HASH in name:
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
@@ -203,7 +203,7 @@ def write_plan(
         if force:
             os.replace(temporary, target)
         else:
-            _take_name(temporary, target)
+            _rename_new(temporary, target)
         sync_folder(folder)
     return Written(path, plan.size)
 
@@ -220,11 +220,11 @@ def _discarded_on_error(
     try:
         yield
     except OSError as error:
-        left = discard(temporary, names)
+        left = remove_temporary(temporary, names)
         what = f"writing failed: {error.strerror or error}"
         raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        discard(temporary, names)
+        remove_temporary(temporary, names)
         if isinstance(error, CkptoolError):
             about_input = sources is None or any(source.name == error.path for source in sources)
             error.path = error.path if error.path and about_input else path
@@ -241,7 +241,7 @@ def _leftover_stem(name: str) -> str:
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
 
-def _opened(path: str) -> int:
+def _create(path: str) -> int:
     """Create a new file, locked as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
@@ -249,13 +249,13 @@ def _opened(path: str) -> int:
     return fd
 
 
-def _fill(
+def _write_and_check(
     plan: Plan, fd: int, path: str, mode: int, sources: Sequence[Source], progress: Progress | None, check: Check
 ) -> None:
     """Write the pieces to a new file and read them back; ``path`` is its final name."""
     try:
-        with Verifier(plan.claims) as verifier:
-            produce(plan, fd, progress)
+        with Verifier(plan.expected_checksums) as verifier:
+            write_pieces(plan, fd, progress)
             verifier.finish()
         staged = FileSource(path, os.dup(fd), os.fstat(fd))
         try:
@@ -264,7 +264,7 @@ def _fill(
             for source in sources:
                 if isinstance(source, FileSource):
                     source.check_unchanged()
-            with Synced(fd, plan.size) as syncing:
+            with BackgroundSync(fd, plan.size) as syncing:
                 check(staged)
                 syncing.finish()
         finally:
@@ -284,7 +284,7 @@ def _digest(path: str) -> str:
     return digest.hexdigest()[:8]
 
 
-def _take_name(temporary: str, target: str) -> None:
+def _rename_new(temporary: str, target: str) -> None:
     """Rename a file without ever replacing another: by a hard link, if the filesystem has them."""
     try:
         os.link(temporary, target)
@@ -314,7 +314,7 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def discard(temporary: str, names: Sequence[str] | None = None) -> str:
+def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
     """Remove a temporary file, or folder of files; return its name if that fails, for a message.
 
     ``names`` are the files that may be in a folder: a failing disk may not list them any more.
@@ -392,11 +392,11 @@ def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -
     if os.path.isdir(target):
         # Of a run that was killed between renaming the folder and removing the former one.
         remove_leftovers(parent, os.path.basename(target))
-    _check_what_is_there(target, path, force)
+    _check_replaceable(target, path, force)
     return target
 
 
-def _check_what_is_there(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
+def _check_replaceable(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
     """Raise RefusedError if a folder must not replace what is at ``target``; ``names`` are the files that may be
     deleted, if known."""
     if not os.path.lexists(target):
@@ -416,9 +416,9 @@ def _check_what_is_there(target: str, path: str, force: bool, names: Collection[
         raise RefusedError(what, path=path, next="choose another name")
 
 
-@writing()
-def write_files(
-    files: Files,
+@as_output_failure()
+def write_folder(
+    files: FolderPlan,
     path: str,
     sources: Sequence[Source],
     *,
@@ -436,7 +436,7 @@ def write_files(
     target = check_folder(path, sources, force=force)
     names = [file for file, _ in files.files]
     names += parts(target) if force else ()
-    _check_what_is_there(target, path, force, names)
+    _check_replaceable(target, path, force, names)
     parent, name = os.path.split(target)
     remove_leftovers(parent, name)
     temporary = temporary_name(parent, name)
@@ -448,7 +448,7 @@ def write_files(
             if fd >= 0:
                 lock(fd)
             for file, plan in files.files:
-                write_plan(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+                write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
             # Once for all files: with a thousand ranks, each is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
@@ -458,14 +458,14 @@ def write_files(
             if check is not None:
                 check(temporary)
             # What was put there in the meantime must not be lost, either.
-            _check_what_is_there(target, path, force, names)
+            _check_replaceable(target, path, force, names)
             if os.path.isdir(target):
                 os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
                 former = os.listdir(target)
                 exchange(target, temporary)
                 names[:] = former
                 sync_folder(parent)
-                discard(temporary, names)
+                remove_temporary(temporary, names)
             else:
                 os.rename(temporary, target)
                 sync_folder(parent)

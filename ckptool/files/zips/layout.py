@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import RefusedError
 from ...base.text import argument, undo_step
-from ..sources import BLOCK, Appending, Piece, Plan, Span, merged, size_of
+from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
 from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_note, is_leftover_growth, strip_note
 from .writer import (
@@ -101,21 +101,21 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     """
     source = archive.source
     if not contents:
-        return Plan(merged([Span(source, 0, source.size)]))
+        return Plan(merge_pieces([Span(source, 0, source.size)]))
     for oddity in archive.oddities:
         if oddity.ambiguous:
             raise RefusedError(f"the archive is ambiguous: {oddity.message}", path=source.name)
     grid, filler = alignment(archive), _filler(archive)
     runs = list(_runs(archive, contents, filler, grid))
     layout = _layout(archive, runs, contents, grid, filler, 0)
-    missing = _missing_padding(layout, BLOCK if filler.alone else lcm(BLOCK, grid))
+    missing = _missing_padding(layout, FILESYSTEM_BLOCK if filler.alone else lcm(FILESYSTEM_BLOCK, grid))
     if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MAX_EXTRA:
         layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
     end = _end_records(archive, len(archive.records), layout.size, len(directory))
     # The comment, and whatever follows the archive.
     rest = Span(source, archive.end.tail, source.size - archive.end.tail)
-    return Plan(merged([*layout.pieces, directory, end, rest]))
+    return Plan(merge_pieces([*layout.pieces, directory, end, rest]))
 
 
 def _filler(archive: Archive) -> _Filler:
@@ -325,7 +325,7 @@ def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[in
         if spare:
             rest = b"".join(extra_field(kind, data) for kind, data in fields if kind != PADDING_ID)
             if spare[0]:
-                padding = spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + BLOCK
+                padding = spare[0] - 4 if spare[0] >= 4 else spare[0] - 4 + FILESYSTEM_BLOCK
                 rest += extra_field(PADDING_ID, b"Z" * padding)
             fixed[28:30] = _u16(len(rest))
         return bytes(fixed) + name + rest, any(kind == ZIP64_ID for kind, _ in fields)
@@ -380,7 +380,7 @@ def _end_records(archive: Archive, count: int, directory: int, size: int, *, wid
 
 def plan_append(
     archive: Archive, contents: Mapping[str, bytes], dropped: Collection[str], edit: str, time: int
-) -> Appending:
+) -> AppendPlan:
     """Plan an edit in place: a new version after the archive, with new contents for some records and without others.
 
     No existing byte changes. ``contents`` and ``dropped`` go by whole names; ``edit`` and ``time`` are for the note
@@ -418,12 +418,12 @@ def plan_append(
     note = hold + encode_note(EditNote(source.size, old_end, edit, time))
     directory = source.size + len(body)
     # The file ends at the end of a page, and so of a sector, which contains the whole note and the end records.
-    spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % BLOCK
+    spare = -(directory + sum(map(len, entries)) + 4 + len(note) + END_SIZE) % FILESYSTEM_BLOCK
     entries[-1] = _with_field(entries[-1], b" " * spare + note, source.name)
     listing = b"".join(entries)
     end = _end_records(archive, len(entries), directory, len(listing), wide=True)
     unsigned = end[:-PLAIN_END_SIZE] + b"\0" + end[1 - PLAIN_END_SIZE :]
-    return Appending(source.size, body + listing[: -len(note)], note + unsigned, end)
+    return AppendPlan(source.size, body + listing[: -len(note)], note + unsigned, end)
 
 
 def _next_step(archive: Archive) -> str:

@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ...base.errors import ReadBackError
-from ..sources import Computed, Piece, Plan, Span, merged, size_of
+from ..sources import Computed, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
 
 _ALIGNMENT: Final = 64
@@ -96,7 +96,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
     deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
     pieces.append(_deferred(_directory, *directory) if deferred else _directory(*directory))
     end = end_records(len(directory), at, size_of(pieces[-1]), wide=_u16(0x031E) + _u16(45) + bytes(8))
-    return Plan(merged([*pieces, end]))
+    return Plan(merge_pieces([*pieces, end]))
 
 
 def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:

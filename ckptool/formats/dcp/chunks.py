@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Final, NamedTuple
 
-from ...checkpoint.container import StoredBytes
+from ...checkpoint.container import StorageLocation
 from ...checkpoint.tensors import contiguous_strides, extent
 from ...files.sources import Source, Span
 from ...values.elements import gather
@@ -93,12 +93,12 @@ class ChunkedSource:
         pass
 
 
-def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StoredBytes:
+def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
     """Return the bytes of a tensor: those of its only chunk, or a source that assembles them."""
     size = prod(shape) * width
     if len(chunks) == 1:
-        return StoredBytes(Span(chunks[0].source, chunks[0].begin, size), size)
-    return StoredBytes(Span(ChunkedSource(shape, width, chunks, name), 0, size), size)
+        return StorageLocation(Span(chunks[0].source, chunks[0].begin, size), size)
+    return StorageLocation(Span(ChunkedSource(shape, width, chunks, name), 0, size), size)
 
 
 def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:

@@ -25,7 +25,7 @@ from ...checkpoint.container import (
     FoundPickle,
     Manifest,
     Problem,
-    StoredBytes,
+    StorageLocation,
     StoredRecord,
     Traits,
 )
@@ -33,7 +33,7 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.objects import callable_name
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
-from ...files.sources import Appending, FileSource, FolderSource, Plan, SliceSource, Span
+from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
 from ...pickles.nodes import Call, Global, Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
@@ -53,7 +53,7 @@ class Dcp(Container):
     """A DCP folder. ``closed`` are the files that cannot be opened, with the reason."""
 
     format = "dcp"
-    traits = Traits(loads="converted", written="dcp", pieces=True)
+    traits = Traits(loads="converted", writer_key="dcp", pieces=True)
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Dcp(Container):
         #: Objects that cannot be read: the first of each file with the reason, and how many.
         self._bad: dict[str, tuple[Item, str, int]] = {}
         self._mentioned = {(item.name, item.offset) for item in read.items}
-        self._stored: dict[str, StoredBytes] = {}
+        self._stored: dict[str, StorageLocation] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
         #: The highest protocol of the objects' pickles: their content may need it.
@@ -103,10 +103,10 @@ class Dcp(Container):
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         size = self._sizes.get(key)
         if size is None:
-            return StoredBytes(None, 0)
+            return StorageLocation(None, 0)
         if key not in self._stored:
             self._stored[key] = self._assembled(self._names[key])
         return self._stored[key]
@@ -198,7 +198,7 @@ class Dcp(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "a DCP folder cannot be edited in place"
         raise RefusedError(what, path=self.folder, next="write a new folder with -o")
 
@@ -278,7 +278,7 @@ class Dcp(Container):
         source, begin = tensor_rows(opened, value.dtype, box[1])
         return Chunk(box, source, begin)
 
-    def _assembled(self, name: str) -> StoredBytes:
+    def _assembled(self, name: str) -> StorageLocation:
         """Return the bytes of a tensor in the items of its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
@@ -318,7 +318,7 @@ class Dcp(Container):
             if key not in self._stored:
                 try:
                     span, record = storage_span(opened, storage.key)
-                    self._stored[key] = StoredBytes(span, span.size, False, record.crc if record.size else None)
+                    self._stored[key] = StorageLocation(span, span.size, False, record.crc if record.size else None)
                     self._sizes[key] = span.size
                 except MalformedError as error:
                     self._note("bad-item", "error", f"{item.place}: {error.what}", item.file)

@@ -17,7 +17,7 @@ from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.objects import is_ordered_dict
 from ...checkpoint.tensors import Tensor, is_contiguous
 from ...checkpoint.views import without_views
-from ...files.sources import Files, Piece, Plan, merged
+from ...files.sources import FolderPlan, Piece, Plan, merge_pieces
 from ...files.zips.writer import RecordContent, checksummed, plan_archive
 from ...pickles.encode import encode
 from ...pickles.nodes import Call, Graph, Ref, children
@@ -157,7 +157,7 @@ def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
     return any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
 
 
-def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """Plan the folder: objects first, then tensors, as torch writes them.
 
     Raises RefusedError for what an edit left in it that it cannot hold, missing bytes, and two values of one name.
@@ -178,7 +178,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
         at += item.size
     # Listed in the order of the object, which is that in which it is put together again.
     listing = metadata_pickle((placed[leaf.name] for leaf in leaves), _FILE)
-    return Files(((_FILE, Plan(merged(pieces))), (".metadata", Plan((listing,))))), True
+    return FolderPlan(((_FILE, Plan(merge_pieces(pieces))), (".metadata", Plan((listing,))))), True
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:

@@ -22,7 +22,7 @@ from ...checkpoint.container import (
     Manifest,
     Problem,
     ShardLayout,
-    StoredBytes,
+    StorageLocation,
     StoredRecord,
     Traits,
 )
@@ -30,7 +30,7 @@ from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import key_text
 from ...checkpoint.tensors import ID_PARTS, TensorReader
-from ...files.sources import Appending, FileSource, FolderSource
+from ...files.sources import AppendPlan, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain, explain_placeholder
@@ -243,7 +243,7 @@ class HfFolder(ShardedContainer):
         """Return the graph of a shard with its number in the keys of the storages."""
         name, container, _ = self.shards[number]
         reader, nodes = TensorReader(container.graph), container.graph.nodes
-        for ref, _ in reader.uses() if not container.traits.former else ():
+        for ref, _ in reader.uses() if not container.traits.legacy_name else ():
             node = nodes[ref]
             pid = nodes[node.pid] if isinstance(node, Persistent) else ()
             if isinstance(pid, tuple) and len(pid) > ID_PARTS:
@@ -262,9 +262,9 @@ class HfFolder(ShardedContainer):
         shard = self._shard_of(key)
         return shard[0].stored_size(shard[1]) if shard else None
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         shard = self._shard_of(key)
-        return shard[0].stored(shard[1]) if shard else StoredBytes(None, 0)
+        return shard[0].stored(shard[1]) if shard else StorageLocation(None, 0)
 
     def records(self) -> Iterator[StoredRecord]:
         for number, shard in enumerate(self.shards):
@@ -291,7 +291,7 @@ class HfFolder(ShardedContainer):
             for pickle in shard.container.pickles():
                 yield pickle._replace(where=f"{shard.name}: {pickle.where}")
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")
 
 

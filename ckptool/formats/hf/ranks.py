@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import UNCHECKED, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import UNCHECKED, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.sources import Appending, FileSource, FolderSource
+from ...files.sources import AppendPlan, FileSource, FolderSource
 from ..dcp.checks import not_compared
 from ..dcp.chunks import Chunk, joined, region_missing, regions_overlapping
 from ..dcp.metadata import Box, box_text
@@ -52,7 +52,7 @@ class HfRanks(ShardedContainer):
         #: The files that could be read, by their names.
         self.shards: dict[str, safetensors_reader.Safetensors] = {}
         self._pieces: dict[str, list[TensorPiece]] = {}
-        self._joined: dict[str, StoredBytes] = {}
+        self._joined: dict[str, StorageLocation] = {}
         self._sizes: dict[str, int | None] = {}
         wanted = sorted(name for name in names if _NAME.match(name))
         self._read(wanted, stack)
@@ -141,15 +141,15 @@ class HfRanks(ShardedContainer):
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         size = self._sizes.get(key)
         if size is None:
-            return StoredBytes(None, 0)
+            return StorageLocation(None, 0)
         if key not in self._joined:
             self._joined[key] = self._join(key, size)
         return self._joined[key]
 
-    def _join(self, key: str, size: int) -> StoredBytes:
+    def _join(self, key: str, size: int) -> StorageLocation:
         pieces = self._pieces[key]
         chunks = []
         for piece in pieces:
@@ -165,7 +165,7 @@ class HfRanks(ShardedContainer):
                 key = record.name if len(self._pieces[record.name]) == 1 else ""
                 yield record._replace(name=f"{name}: {record.name}", key=key)
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o")
 
 

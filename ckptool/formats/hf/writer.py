@@ -12,7 +12,7 @@ from ...base.errors import TargetError
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.survey import StateDict
-from ...files.sources import Files, Plan
+from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Graph, Ref
 from ...values.elements import tensor_size
 from ..losses import refuse_edited, whole_state_dict
@@ -95,7 +95,7 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
     return [(item, first(key) if key else "") for item, key in keyed]
 
 
-def plan(checkpoint: Checkpoint, target: Target) -> tuple[Files, bool]:
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there is more than one.
 
     Raises as the plan of a single file does.
@@ -119,13 +119,13 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
     return Promise("hf-torch", tensors=tensor_facts(items, reader, checkpoint.stored_size))
 
 
-def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Files:
+def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> FolderPlan:
     chosen = safetensors_writer.chosen_tensors(checkpoint, state_dict, target.tied)
     items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
     shards = split(items, target.shard_size)
     if len(shards) < 2:
         single = safetensors_writer.plan_chosen(checkpoint, chosen, target.metadata)
-        return Files(((f"{_stem(target)}.safetensors", single),))
+        return FolderPlan(((f"{_stem(target)}.safetensors", single),))
     # Every shard names its framework; the other texts are about the whole and go into the index.
     own = {name: text for name, text in target.metadata.items() if name == "format"}
     texts = {name: text for name, text in {**chosen.names, **target.metadata}.items() if name != "format"}
@@ -143,7 +143,7 @@ def _stem(target: Target) -> str:
     return (target.stem or _USUAL[target.format]) + (target.variant and f".{target.variant}")
 
 
-def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Files:
+def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> FolderPlan:
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     entries = {str(graph.nodes[key]): (key, value) for key, value in state_dict.items}
     items = []
@@ -163,7 +163,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fil
     shards = split(items, target.shard_size)
     if len(shards) < 2:
         stem = _stem(target)
-        return Files(((f"{stem}.bin", shard_plan([item.name for item in items], stem)),))
+        return FolderPlan(((f"{stem}.bin", shard_plan([item.name for item in items], stem)),))
     return _files(target, "bin", shards, shard_plan, sum(sizes.values()), {})
 
 
@@ -181,7 +181,7 @@ def _files(
     shard_plan: Callable[[Sequence[str], str], Plan],
     total: int,
     texts: Mapping[str, str],
-) -> Files:
+) -> FolderPlan:
     """Return each shard, and the index last; ``shard_plan`` takes the names of the tensors and the stem of the file."""
     files = []
     places: dict[str, str] = {}
@@ -192,4 +192,4 @@ def _files(
     index = {"metadata": {"total_size": total, **texts}, "weight_map": places}
     name = index_name(target.stem or _USUAL[target.format], suffix, target.variant)
     files.append((name, Plan((json.dumps(index, indent=2).encode(),))))
-    return Files(tuple(files))
+    return FolderPlan(tuple(files))

@@ -10,10 +10,10 @@ from typing import Any, Final
 from ...base.errors import MalformedError, PickleError, RefusedError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import PROGRAM, NamedDevice, Program
-from ...files.sources import Appending, Plan, SliceSource, Source
+from ...files.sources import AppendPlan, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
 from ...files.zips.reader import Archive, Record
@@ -37,7 +37,7 @@ class ProgramArchive(Program):
     within it by the prefixes of their keys.
     """
 
-    traits = Traits(written="program", named=True)
+    traits = Traits(writer_key="program", named=True)
     kind = ""
     loader = ""
     edits: Collection[str] = frozenset()
@@ -77,11 +77,11 @@ class ProgramArchive(Program):
         name, _, rest = key.partition(":")
         return self.inner[name].stored_size(rest) if name in self.inner else None
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         if record := self.records_of.get(key):
             return stored_in(self.archive, record)
         name, _, rest = key.partition(":")
-        return self.inner[name].stored(rest) if name in self.inner else StoredBytes(None, 0)
+        return self.inner[name].stored(rest) if name in self.inner else StorageLocation(None, 0)
 
     def records(self) -> Iterator[StoredRecord]:
         return stored_records(self.archive, {record.entry: key for key, record in self.records_of.items()})
@@ -99,7 +99,7 @@ class ProgramArchive(Program):
             raise AssertionError("a program is not written again")
         return plan_rewrite(self.archive, {})
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError(f"{self.kind} is read-only in ckptool", path=self.archive.source.name)
 
 

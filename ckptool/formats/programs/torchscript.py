@@ -47,7 +47,7 @@ class TorchScript(TorchZip, Program):
     """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` the declarations in its code."""
 
     format = "torchscript"
-    traits = Traits(written="program", named=True)
+    traits = Traits(writer_key="program", named=True)
     deflates = True
     loader = "torch.jit.load"
     own_names = SCRIPT_NAMES

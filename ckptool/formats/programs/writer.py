@@ -10,7 +10,7 @@ from typing import Final
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
-from ...files.sources import Appending, Plan
+from ...files.sources import AppendPlan, Plan
 from ...files.zips.layout import plan_append, plan_rewrite
 from ...files.zips.reader import Archive
 from ...files.zips.writer import RecordContent, plan_archive
@@ -53,7 +53,7 @@ def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
     return repickled.promise(checkpoint)._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
 
 
-def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[Appending, bool]:
+def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[AppendPlan, bool]:
     """Return the same as a version that is appended to the file."""
     container = _editable(checkpoint)
     pickles, exact = _encoded(checkpoint, container)

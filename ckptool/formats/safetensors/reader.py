@@ -11,9 +11,9 @@ from typing import Final
 
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
-from ...checkpoint.container import Container, Manifest, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import Container, Manifest, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.sources import Appending, Plan, Source, Span, merged
+from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
 from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
@@ -30,7 +30,7 @@ class Safetensors(Container):
     """A safetensors file: a dict of tensors. ``metadata`` are the texts in its header."""
 
     format = "safetensors"
-    traits = Traits(pickled=False, unsummed="safetensors", written="safetensors", named=True)
+    traits = Traits(pickled=False, no_checksums="safetensors", writer_key="safetensors", named=True)
 
     def __init__(self, source: Source, *, cut: bool = False) -> None:
         self.source = source
@@ -70,12 +70,12 @@ class Safetensors(Container):
         stored = self.stored(key)
         return None if stored.span is None else stored.size
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         entry = self.entries.get(key)
         if entry is None or entry.end > self.source.size:
-            return StoredBytes(None, 0)
+            return StorageLocation(None, 0)
         size = entry.end - entry.begin
-        return StoredBytes(Span(self.source, entry.begin, size), size)
+        return StorageLocation(Span(self.source, entry.begin, size), size)
 
     def records(self) -> Iterator[StoredRecord]:
         for key, entry in self.entries.items():
@@ -89,9 +89,9 @@ class Safetensors(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
             raise AssertionError("a safetensors file has no pickle to replace")
-        return Plan(merged([Span(self.source, 0, self.source.size)]))
+        return Plan(merge_pieces([Span(self.source, 0, self.source.size)]))
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "a safetensors file must end with its last tensor, so nothing can be appended to it"
         raise RefusedError(what, path=self.source.name, next="write a new file with -o")
 

@@ -18,7 +18,7 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import as_children, joined, within
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
-from ...files.sources import Piece, Plan, Span, merged
+from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Graph, List, Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
@@ -123,7 +123,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     if len(text) > MAX_HEADER:
         what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"
         raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
-    return Plan(merged([len(text).to_bytes(8, "little") + text, *pieces]))
+    return Plan(merge_pieces([len(text).to_bytes(8, "little") + text, *pieces]))
 
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:

@@ -11,10 +11,10 @@ from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, pluralize
-from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import TensorReader, storage_mention
-from ...files.sources import Appending, Plan, Source, Span, merged
+from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.tars import is_header
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent
@@ -36,7 +36,7 @@ class TorchLegacy(Container):
     """A legacy checkpoint: its object's pickle is between ``begin`` and ``end``, its storages begin at ``storages``."""
 
     format = "torch-legacy"
-    traits = Traits(unsummed="the legacy format", former="legacy", in_a_row=True)
+    traits = Traits(no_checksums="the legacy format", legacy_name="legacy", in_a_row=True)
     byteorder = "little"  # on every host: the writer swaps, and the reader ignores 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:
@@ -54,7 +54,7 @@ class TorchLegacy(Container):
         self.keys = [str(key) for key in self._listed]
         #: Whether one key is that of two different views.
         self._views_differ = False
-        self._places: dict[str, StoredBytes] = {}
+        self._places: dict[str, StorageLocation] = {}
         #: The end of the last storage.
         self.tail = source.size
         self._locate()
@@ -70,8 +70,8 @@ class TorchLegacy(Container):
     def pickle(self) -> bytes:
         return self._pickle
 
-    def stored(self, key: str) -> StoredBytes:
-        return self._places.get(key, StoredBytes(None, 0))
+    def stored(self, key: str) -> StorageLocation:
+        return self._places.get(key, StorageLocation(None, 0))
 
     def records(self) -> Iterator[StoredRecord]:
         for key, stored in self._places.items():
@@ -91,14 +91,14 @@ class TorchLegacy(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         source = self.source
         if pickle is None:
-            return Plan(merged([Span(source, 0, source.size)]))
+            return Plan(merge_pieces([Span(source, 0, source.size)]))
         if self._views_differ:
             what = "views of storages in it share a key, and torch takes whichever comes first"
             raise RefusedError(what, path=source.name, next="make a zip of it first with ckptool repack")
         rest = Span(source, self.end, source.size - self.end)
-        return Plan(merged([Span(source, 0, self.begin), pickle, rest]))
+        return Plan(merge_pieces([Span(source, 0, self.begin), pickle, rest]))
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
         step = "write a new file with -o, or make a zip of it first with ckptool repack"
         raise RefusedError(what, path=self.source.name, next=step)
@@ -141,7 +141,7 @@ class TorchLegacy(Container):
                 if key in self._places:
                     what = f"storage {key!r} is listed twice: torch takes the bytes of the last one"
                     self._note("duplicate-record", "error", what, offset=at)
-                self._places[key] = StoredBytes(Span(self.source, at + 8, nbytes), nbytes)
+                self._places[key] = StorageLocation(Span(self.source, at + 8, nbytes), nbytes)
             at += 8 + nbytes
         self.tail = at
         if at < size:

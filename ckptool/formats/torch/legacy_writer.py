@@ -16,7 +16,7 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
 from ...checkpoint.tensors import Storage, TensorReader
-from ...files.sources import Computed, Piece, Plan, merged
+from ...files.sources import Computed, Piece, Plan, merge_pieces
 from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ...values.elements import StorageReader, storage_reader
@@ -103,7 +103,7 @@ def file_plan(checkpoint: Checkpoint) -> Plan:
     pieces: list[Piece] = [*_head(), data, _pickled(lambda to: to.sequence(to.add(key) for key in keys.values()))]
     for storage in used.values():
         pieces += [storage.numel.to_bytes(8, "little"), *_body(checkpoint, storage)]
-    return Plan(merged(pieces))
+    return Plan(merge_pieces(pieces))
 
 
 def _head() -> Iterator[bytes]:

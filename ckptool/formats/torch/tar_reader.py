@@ -14,11 +14,11 @@ from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
-from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StoredBytes, StoredRecord, Traits
+from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import elements
 from ...checkpoint.tensors import extent
-from ...files.sources import Appending, Plan, Source, Span, merged
+from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.tars import Member, members, resolve_member
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent, Ref, non_utf8_strings, relocated
@@ -77,7 +77,7 @@ class TorchTar(Container):
     """A checkpoint of torch 0.1; the keys of storages are their numbers in the file."""
 
     format = "torch-tar"
-    traits = Traits(unsummed="the tar format", written="torch", former="tar")
+    traits = Traits(no_checksums="the tar format", writer_key="torch", legacy_name="tar")
     writer = "torch 0.1"
 
     def __init__(self, source: Source, chosen: Mapping[str, Member], problems: Sequence[Problem]) -> None:
@@ -108,10 +108,10 @@ class TorchTar(Container):
         for offset, text in self._object.oddities[: LIMITS.listed]:
             self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         storage = self._storages.get(_number(key))
         span = Span(self.source, storage.begin, storage.nbytes) if storage else None
-        return StoredBytes(span, span.size if span else 0)
+        return StorageLocation(span, span.size if span else 0)
 
     def records(self) -> Iterator[StoredRecord]:
         for key, storage in sorted(self._storages.items(), key=lambda item: item[1].begin):
@@ -128,9 +128,9 @@ class TorchTar(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
             raise AssertionError("a file of torch 0.1 is not written again: an edit makes a zip")
-        return Plan(merged([Span(self.source, 0, self.source.size)]))
+        return Plan(merge_pieces([Span(self.source, 0, self.source.size)]))
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "the tar format of torch 0.1 is read only"
         raise RefusedError(what, path=self.source.name, next="write a new file with -o, which is a zip")
 

@@ -20,13 +20,13 @@ from ...checkpoint.container import (
     FoundPickle,
     Manifest,
     Problem,
-    StoredBytes,
+    StorageLocation,
     StoredRecord,
     Traits,
 )
 from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import TensorReader
-from ...files.sources import Appending, BytesSource, Plan, Source
+from ...files.sources import AppendPlan, BytesSource, Plan, Source
 from ...files.zips.audit import Audit, audit, check_locations, end_record_oddities
 from ...files.zips.layout import offsets_are_computed, plan_append, plan_rewrite
 from ...files.zips.reader import Archive, Oddity, Record, fold_case, read_archive
@@ -95,9 +95,9 @@ class TorchZip(Container):
         record = self.storage_record(key)
         return None if record is None else record.size
 
-    def stored(self, key: str) -> StoredBytes:
+    def stored(self, key: str) -> StorageLocation:
         record = self.storage_record(key)
-        return StoredBytes(None, 0) if record is None else stored_in(self.archive, record)
+        return StorageLocation(None, 0) if record is None else stored_in(self.archive, record)
 
     def records(self) -> Iterator[StoredRecord]:
         return stored_records(self.archive, self._keys())
@@ -157,7 +157,7 @@ class TorchZip(Container):
     def plan(self, pickle: bytes | None) -> Plan:
         return plan_rewrite(self.archive, {} if pickle is None else {self.record.name: pickle})
 
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> Appending:
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         archive = self.archive
         dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
         contract = archive.find(".format_version")
@@ -224,10 +224,10 @@ class TorchZip(Container):
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
 
 
-def stored_in(archive: Archive, record: Record) -> StoredBytes:
+def stored_in(archive: Archive, record: Record) -> StorageLocation:
     """Return the content of a record. An empty stored one has the checksum 0, which need not be checked."""
     crc = record.crc if record.size or record.crc or record.method else None
-    return StoredBytes(archive.payload(record), record.size, record.method != 0, crc)
+    return StorageLocation(archive.payload(record), record.size, record.method != 0, crc)
 
 
 def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:

@@ -9,7 +9,7 @@ from typing import Final
 from ...base.errors import RefusedError
 from ...base.text import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
-from ...checkpoint.container import Body
+from ...checkpoint.container import StorageData
 from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
@@ -93,7 +93,7 @@ def storage_contents(
     for number, storage in enumerate(storages):
         body = checkpoint.body(storage.key)
         if body is None and not storage.nbytes and not unclear and checkpoint.traits.in_a_row:
-            body = Body(b"", 0, 0)  # a zip has a record of an empty storage, too
+            body = StorageData(b"", 0, 0)  # a zip has a record of an empty storage, too
         if body is None:
             raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
         size = body.size if body.compressed else size_of(body.piece)

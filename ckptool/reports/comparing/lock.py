@@ -22,7 +22,7 @@ from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
 from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
-from ...files.write.output import Written, check_output, write_plan
+from ...files.write.output import Written, check_output, write_file
 from ...formats.opening import open_checkpoint
 from ...values.tensor_text import shape_text
 from ..checks import NOT_POSSIBLE, Check, Note, judge
@@ -298,4 +298,4 @@ def write_lock(
     with open_checkpoint(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
         text = lock_text(lock_of(checkpoint, content=content, progress=progress))
-        return write_plan(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
+        return write_file(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
