@@ -137,7 +137,7 @@ def test_a_value_does_not_change_with_the_storage_whose_id_it_is(
         "set": ordered(("a", NUMBERED), ("b", raw(b"\x8f(", value, b"\x90"))),
     }
     path = written(tmp_path / "a.pth", held[holder])
-    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="a value as well"):
+    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="is used as a value"):
         ckptool.save(EDITS[edit](checkpoint), tmp_path / "out.pth")
     assert takes(path)[0] == "invalid"
 

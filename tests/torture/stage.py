@@ -133,6 +133,8 @@ class Stage:
         if not self.out.exists():
             raise AssertionError(f"{item.command} on {item.fixture} ends with {self.code} and writes nothing")
         self.expected = state(self.out).data
+        #: A file of the old folder: a folder is replaced only if all its files are parts of a checkpoint.
+        self.old = min(os.listdir(self.out)) if item.folder else ""
         #: The mode of a new output.
         self.mode = stat.S_IMODE(self.out.stat().st_mode) if item.folder else 0o644
         self.before = state(self.source)
@@ -161,7 +163,7 @@ class Stage:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if force and self.item.folder:
             self.out.mkdir()
-            (self.out / "old.pth").write_bytes(OLD)
+            (self.out / self.old).write_bytes(OLD)
         elif force:
             self.out.write_bytes(OLD)
         if force:
@@ -175,7 +177,7 @@ class Stage:
         if not self.out.exists():
             return "nothing" if not self.force else "the old output is gone"
         data, _, mode = state(self.out)
-        old, old_mode = (b"old.pth\n" + OLD, OLD_MODE | 0o110) if self.item.folder else (OLD, OLD_MODE)
+        old, old_mode = (self.old.encode() + b"\n" + OLD, OLD_MODE | 0o110) if self.item.folder else (OLD, OLD_MODE)
         if data == old and self.force:
             return "old" if mode == old_mode else f"the old bytes with mode {mode:o}"
         wanted = old_mode if self.force else self.mode
