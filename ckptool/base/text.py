@@ -59,11 +59,22 @@ def argument(path: str) -> str:
     return "$'" + "".join(char if char.isalnum() or char in " ./_-" else octal(char) for char in path) + "'"
 
 
+def shell_command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> str:
+    """Spell a command of ckptool as it is typed; no other place does. ``output`` is the file for -o, "" for none."""
+    words = [argument(word) for word in (name, *arguments)] + [quote(option) for option in options]
+    return " ".join(["ckptool", *words, *(("-o", argument(output)) if output else ())])
+
+
 def salvage_step(path: str) -> str:
     """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
         return "get the files again that are missing or damaged"
-    return f"save what is intact: ckptool salvage {argument(path)} -o {argument(suggested_output(path, 'saved'))}"
+    return f"save what is intact: {shell_command('salvage', path, output=suggested_output(path, 'saved'))}"
+
+
+def tree_step(path: str) -> str:
+    """Return the command that shows every path in a checkpoint."""
+    return shell_command("inspect", path, options=("--tree",))
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:
@@ -95,7 +106,7 @@ def rename_step(path: str, extension: str) -> str:
 
 def undo_step(path: str) -> str:
     """Return the command that takes back the last edit in place of a file."""
-    return f"ckptool undo {argument(path)}"
+    return shell_command("undo", path)
 
 
 def pluralize(count: int, noun: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base.text import argument, suggested_output, words
+from ..base.text import shell_command, suggested_output, words
 from .checkpoint import Checkpoint
 from .container import Container
 from .survey import DeviceName
@@ -78,4 +78,4 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
 def convert_step(path: str) -> str:
     """Return the command that extracts the weights of a program."""
     output = suggested_output(path, "weights", ".pth")
-    return f"ckptool convert {argument(path)} --allow-loss entries -o {argument(output)}"
+    return shell_command("convert", path, options=("--allow-loss", "entries"), output=output)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import TargetError
-from ..base.text import join_limited
+from ..base.text import join_limited, tree_step
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
@@ -45,15 +44,11 @@ def resolve(checkpoint: Checkpoint, path: str) -> Place:
         return place
     reached = f"; {place!r} is there" if place else ""
     message = f"there is nothing at {path!r}{reached}"
-    raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
+    raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
 
 
 def _steps(path: str) -> list[PathStep]:
     return [] if path in ("", ".") else parse_steps(path)
-
-
-def _tree_step(checkpoint: Checkpoint) -> str:
-    return f"ckptool inspect {quote(checkpoint.path)} --tree"
 
 
 def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | str:
@@ -116,7 +111,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if not chosen:
         known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
-        raise TargetError(message, path=checkpoint.path, next=_tree_step(checkpoint))
+        raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
     return chosen
 
 

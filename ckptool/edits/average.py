@@ -10,7 +10,7 @@ from typing import Literal
 from ..base.dtypes import BY_NAME, DTYPES, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.text import pluralize, quoted
+from ..base.text import pluralize, quoted, shell_command
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
@@ -101,7 +101,8 @@ def average(
         added[name] = StorageData(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
-        step = f"ckptool sanitize {quote(first.path)} --local-parts makes plain tensors of what one rank had"
+        sanitize = shell_command("sanitize", first.path, options=("--local-parts",))
+        step = f"{sanitize} makes plain tensors of what one rank had"
         raise refusal("there is no floating tensor in a state dict to average", step if spread else "")
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
@@ -150,7 +151,7 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
     else:
         return partner
     step = f"leave it out: --exclude {quote(name)}"
-    step += f", or see what else: ckptool diff {quote(first.path)} {quote(other.path)}"
+    step += f", or see what else: {shell_command('diff', first.path, other.path)}"
     raise RefusedError(message, path=other.path, next=step)
 
 

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.text import argument, human_bytes, join_limited
+from ..base.text import human_bytes, join_limited, shell_command, tree_step
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import NO_WEIGHTS, program_of
@@ -117,7 +117,7 @@ def convert(
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
-        step = f"what it holds: ckptool inspect {argument(checkpoint.path)}"
+        step = f"what it holds: {shell_command('inspect', checkpoint.path)}"
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
@@ -202,7 +202,7 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
 def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
     if request.metadata:
         message = "a torch.save file has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next=f"ckptool set {quote(checkpoint.path)} KEY=VALUE")
+        raise TargetError(message, path=checkpoint.path, next=f"{shell_command('set', checkpoint.path)} KEY=VALUE")
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
@@ -216,7 +216,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
     if request.key is not None or request.metadata:
         message = "a DCP folder holds the whole checkpoint, and has no header for metadata"
-        extract = f"take the state dict out first: ckptool extract {quote(checkpoint.path)}"
+        extract = f"take the state dict out first: {shell_command('extract', checkpoint.path)}"
         step = extract if request.key is not None else "leave --metadata out"
         raise TargetError(message, path=checkpoint.path, next=step)
     if request.tied == "keep-first":
@@ -258,7 +258,7 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
-        step = f"what is in it: ckptool inspect {quote(checkpoint.path)} --tree"
+        step = f"what is in it: {tree_step(checkpoint.path)}"
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
     paths = join_limited([repr(place) for place in places])

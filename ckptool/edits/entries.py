@@ -10,7 +10,7 @@ from typing import Final
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.text import cut, join_limited, pluralize, quoted
+from ..base.text import cut, join_limited, pluralize, quoted, tree_step
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
@@ -144,7 +144,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
         return
     survey = checkpoint.survey
     deeper = Globs([f"*.{missing[0]}"])
-    step = f"what is there: ckptool inspect {quote(checkpoint.path)} --tree"
+    step = f"what is there: {tree_step(checkpoint.path)}"
     near = get_close_matches(missing[0], [entry.key for entry in survey.entries], 1)
     if any(deeper.match(entry.key) for entry in survey.tensors):
         step = f"keys match {quote('*.' + missing[0])}"

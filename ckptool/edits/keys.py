@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from shlex import quote
 from typing import Final, Literal
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Glob, Globs
 from ..base.limits import LIMITS
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.text import join_limited, pluralize, quoted
+from ..base.text import join_limited, pluralize, quoted, shell_command
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -167,7 +166,7 @@ def by_table(
     names = set(_all_names(checkpoint, key))
     missing = [repr(name) for name in table if name not in names]
     if missing:
-        step = f"what is there: ckptool keys {quote(checkpoint.path)}"
+        step = f"what is there: {shell_command('keys', checkpoint.path)}"
         raise RefusedError(f"there is no key {join_limited(missing)}", path=checkpoint.path, next=step)
     return _renamed(checkpoint, _table_rename(table), lambda name: name in table, label, key, only)
 
@@ -186,7 +185,9 @@ def _renamed(
     names = _all_names(checkpoint, key)
     if not any(map(matches, names)):
         message = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
-        raise RefusedError(message, path=checkpoint.path, next=f"what is there: ckptool keys {quote(checkpoint.path)}")
+        raise RefusedError(
+            message, path=checkpoint.path, next=f"what is there: {shell_command('keys', checkpoint.path)}"
+        )
     words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import Again, TargetError
 from ..base.prefixes import common_length
-from ..base.text import join_limited
+from ..base.text import join_limited, shell_command, tree_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
 from ..checkpoint.paths import parse_steps, spell_key
@@ -121,8 +121,8 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
     message = f"there is nothing at {text!r}{reached}{meant}"
     if not near:
-        return TargetError(message, path=checkpoint.path, next=f"ckptool inspect {quote(checkpoint.path)} --tree")
-    step = f"ckptool get {quote(checkpoint.path)} {quote(near[0])}"
+        return TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
+    step = shell_command("get", checkpoint.path, near[0])
     return TargetError(message, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
 
 

@@ -6,11 +6,11 @@ The single commands are the same steps, one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from shlex import quote
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import MATCH_ALL, Globs
+from ..base.text import shell_command
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint
 from .cast import cast
@@ -254,5 +254,5 @@ def read_table(path: str) -> dict[str, str]:
             text = file.read(_TABLE)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not a text file"
-        raise UnreadableError(reason, path=path, next=f"see what it is: ckptool inspect {quote(path)}") from error
+        raise UnreadableError(reason, path=path, next=f"see what it is: {shell_command('inspect', path)}") from error
     return parse_table(text, path)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
-from ..base.text import human_bytes, join_limited, quoted
+from ..base.text import human_bytes, join_limited, quoted, shell_command
 from .sources import BytesSource, FilePath, FileSource, MemberSource, SliceSource, Source, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
@@ -107,7 +107,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
             name, member = _from_tar(source, gzipped, address, names)
         else:
             what = f"{quoted(address)} is not a zip or tar archive, so it has no members"
-            raise UnreadableError(what, next=f"ckptool inspect {quote(address)}")
+            raise UnreadableError(what, next=shell_command("inspect", address))
         if len(name) == len(rest):
             return member
         source, rest, address = member, rest[len(name) + 1 :], address + SEPARATOR + name
@@ -183,7 +183,7 @@ def _pick(names: list[str], members: Container[str], address: str, listed: list[
     what = f"there is no {quoted(names[-1])} in {quoted(address)}"
     similar = next((name for name in listed if name.lower().endswith(_SUFFIXES)), None)
     if similar is not None:
-        raise UnreadableError(what, next=f"ckptool inspect {quote(f'{address}{SEPARATOR}{similar}')}")
+        raise UnreadableError(what, next=shell_command("inspect", f"{address}{SEPARATOR}{similar}"))
     raise UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, listed)), most=3) or 'nothing'}")
 
 

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
-from ..base.text import join_limited, quoted
+from ..base.text import join_limited, quoted, shell_command
 from ..files.archives import checkpoints_in, is_address
 from ..files.sources import open_source
 from ..files.zips.reader import read_archive
@@ -144,7 +144,7 @@ def _no_checkpoint(path: str) -> UnreadableError:
     words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
-    return UnreadableError(what, path=path, next=f"ckptool inspect {quote(os.path.join(path, first[0][0]))}")
+    return UnreadableError(what, path=path, next=shell_command("inspect", os.path.join(path, first[0][0])))
 
 
 def _foreign_kind(path: str) -> str:
@@ -232,5 +232,5 @@ def explain_directory(path: str) -> UnreadableError:
         return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
     pipeline = "model_index.json" in names
     what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, a checkpoint in each of its folders"
-    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: ckptool inspect {quote(path)}"
+    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: {shell_command('inspect', path)}"
     return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.text import argument, join_limited, suggested_output
+from ..base.text import join_limited, shell_command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
 
@@ -81,4 +81,4 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
 
 def _way_out(checkpoint: Checkpoint) -> str:
     path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
-    return f"make a torch file of it first: ckptool convert {argument(path)} -o {argument(output)}"
+    return f"make a torch file of it first: {shell_command('convert', path, output=output)}"

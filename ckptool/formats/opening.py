@@ -7,7 +7,7 @@ from shlex import quote
 from typing import TypeAlias
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
-from ..base.text import argument, salvage_step
+from ..base.text import salvage_step, shell_command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
@@ -68,7 +68,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
         what = f"it is JSON text{words}, not the weights: they are in the same folder"
     else:
         return None
-    step = f"ckptool inspect {argument(folder or os.curdir)}"
+    step = shell_command("inspect", folder or os.curdir)
     return NotACheckpointError(what, kind=kind, path=source.name, next=step)
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
-from ..base.text import argument, salvage_step
+from ..base.text import salvage_step, shell_command
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
 from ..checkpoint.graph_editor import used_storages
@@ -286,8 +286,8 @@ def _check_name(checkpoint: Checkpoint, output: str) -> None:
     """Raise RefusedError for an output whose suffix is not that of the input's format, which an edit keeps."""
     if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
         what = "the name says one file, and an edit keeps the format, which is a folder"
-        option = " --to-format torch" if output.endswith(".tar") else ""
-        command = f"ckptool convert {quote(checkpoint.path)} -o {quote(output)}{option}"
+        options = ("--to-format", "torch") if output.endswith(".tar") else ()
+        command = shell_command("convert", checkpoint.path, options=options, output=output)
         raise RefusedError(what, path=output, next=f"make one file of it, and edit that: {command}")
     if checkpoint.pickled and output.endswith(_SAFETENSORS):
         what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
@@ -297,7 +297,7 @@ def _check_name(checkpoint: Checkpoint, output: str) -> None:
         return
     kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
     step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
-    again = Again((("-o", kept),), f"{{}} && ckptool convert {argument(kept)} -o {argument(output)}")
+    again = Again((("-o", kept),), f"{{}} && {shell_command('convert', kept, output=output)}")
     raise RefusedError(what, path=output, next=step, again=again)
 
 

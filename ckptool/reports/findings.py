@@ -13,12 +13,12 @@ from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
 from ..base.text import (
-    argument,
     human_bytes,
     join_limited,
     pluralize,
     rename_step,
     salvage_step,
+    shell_command,
     suggested_output,
     undo_step,
 )
@@ -45,8 +45,7 @@ class Finding(NamedTuple):
 
 def command(name: str, path: str, *options: str, word: str = "", extension: str = "") -> str:
     """Return a command line that writes beside the input, to ``suggested_output``."""
-    output = argument(suggested_output(path, word, extension))
-    return " ".join(["ckptool", name, argument(path), *map(shlex.quote, options), "-o", output])
+    return shell_command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
 def rescue_step(checkpoint: Checkpoint) -> str:
@@ -143,7 +142,7 @@ def _inspect_folder(path: str) -> str:
 
 
 def _inspect(path: str) -> str:
-    return f"ckptool inspect {argument(path)}"
+    return shell_command("inspect", path)
 
 
 def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:

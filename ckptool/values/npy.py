@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from shlex import quote
 from struct import pack
 from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
+from ..base.text import shell_command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.sources import Computed, Plan
 from ..pickles.nodes import Ref
@@ -55,7 +55,7 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
     tensor = checkpoint.survey.reader.tensor(ref)
     reading = interpret(checkpoint, ref)
     label = name or "the tensor"
-    step = f"ckptool get {quote(checkpoint.path)} {quote(name or '.')}"
+    step = shell_command("get", checkpoint.path, name or ".")
     if tensor is None:
         raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=f"{step} --json")
     if isinstance(reading, str):

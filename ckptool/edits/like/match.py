@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
-from ...base.text import join_limited, pluralize
+from ...base.text import join_limited, pluralize, shell_command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
@@ -264,11 +263,11 @@ def _command(
     if target.kind == "names":
         return ""
     # ``edit --like`` takes a file with one state dict; only ``match`` knows names from elsewhere.
-    words = ["ckptool match", quote(checkpoint.path)]
-    words += [f"--model {quote(target.source)}"] if target.kind == "model" else [quote(target.source)]
-    words += [f"--key {quote(key)}"] if key is not None else []
-    words += [f"--target-key {quote(target.path or '.')}"] if target.others else []
-    return " ".join([*words, "--apply", "-o", quote(output)])
+    paths = [checkpoint.path, *([] if target.kind == "model" else [target.source])]
+    options = ["--model", target.source] if target.kind == "model" else []
+    options += ["--key", key] if key is not None else []
+    options += ["--target-key", target.path or "."] if target.others else []
+    return shell_command("match", *paths, options=[*options, "--apply"], output=output)
 
 
 def _output(path: str) -> str:

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from shlex import quote
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
 from ...base.grouping import grouped
 from ...base.prefixes import common_length, common_prefix, unwrapper
+from ...base.text import shell_command
 from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
@@ -111,10 +111,10 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
 def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> str:
     """Return the command line that does the steps, quoted for a shell."""
     # --key holds for the edits after it.
-    words = ["ckptool edit", quote(path), *(() if key is None else ("--key", quote(key or ".")))]
+    options = [] if key is None else ["--key", key or "."]
     for option, value in edit_options(steps):
-        words += [f"--{option}", quote(value)] if isinstance(value, str) else [f"--{option}"]
-    return " ".join([*words, "-o", quote(output)])
+        options += [f"--{option}", value] if isinstance(value, str) else [f"--{option}"]
+    return shell_command("edit", path, options=options, output=output)
 
 
 # -- Proposals

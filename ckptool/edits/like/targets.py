@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from shlex import quote
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
-from ...base.text import argument, join_limited, suggested_output
+from ...base.text import argument, join_limited, shell_command, suggested_output, tree_step
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
@@ -89,10 +88,10 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         modules = checkpoint.survey.modules
         if modules:
             message = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            step = f"make it one: ckptool sanitize {argument(checkpoint.path)} --as-state-dict"
+            step = f"make it one: {shell_command('sanitize', checkpoint.path, options=('--as-state-dict',))}"
             step += f" -o {argument(suggested_output(checkpoint.path, 'plain'))}"
             raise TargetError(message, path=checkpoint.path, next=step)
-        step = f"ckptool inspect {quote(checkpoint.path)} --tree"
+        step = tree_step(checkpoint.path)
         raise TargetError("there is no state dict in it", path=checkpoint.path, next=step)
     return candidates
 
@@ -229,7 +228,7 @@ def rename_like(
     try:
         table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
     except RefusedError as error:
-        step = f"ckptool match {quote(checkpoint.path)} {quote(source)}"
+        step = shell_command("match", checkpoint.path, source)
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
     if not table:
         message = "no key can be matched by its name and shape"

@@ -12,7 +12,7 @@ from typing import Final, cast
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import human_bytes, join_limited, pluralize, quoted, salvage_step
+from ...base.text import human_bytes, join_limited, pluralize, quoted, salvage_step, shell_command
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
 from ...files.tars import is_header
@@ -152,7 +152,7 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
     # gzip data ends with the number of bytes that it inflates to, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
-        step = f"ckptool inspect {quote(f'{name}{SEPARATOR}{gzip_name(name)}')}"
+        step = shell_command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
     else:
         step = f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds"
     return _error("gzip", f"it is gzip data{content}", source, step)
@@ -179,7 +179,7 @@ def _unpack_step(tool: str, name: str, suffix: str) -> str:
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return _error("safetensors", "it is a safetensors file", source, f"ckptool inspect {quote(source.name)}")
+        return _error("safetensors", "it is a safetensors file", source, shell_command("inspect", source.name))
     known = match_structure(head, source)
     return _foreign(known, source) if known else None
 
@@ -219,7 +219,7 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     names = [f"{quoted(item.name)} ({human_bytes(item.size)})" for item in inside]
     many = f"{pluralize(len(names), 'file')} named like checkpoints: {join_limited(names)}"
     first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
-    step = f"ckptool inspect {quote(f'{source.name}!{first.name}')}"
+    step = shell_command("inspect", f"{source.name}!{first.name}")
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
         step = unpack  # it may have to be inflated, which is not done in memory
     return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
@@ -291,7 +291,7 @@ def explain_zip(archive: Archive) -> NotACheckpointError | None:
     """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
     source = archive.source
     if program := kind_of(archive):
-        step = f"what to do with it: ckptool inspect {quote(source.name)}"
+        step = f"what to do with it: {shell_command('inspect', source.name)}"
         return _error(program.name, f"it is {program.noun}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import join_limited, pluralize, quoted, shell_command
 from ...checkpoint.objects import callable_name, elements, mapping
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
@@ -115,9 +115,9 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     if len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
         whole = os.path.join(path, *models.values())
-        steps.append(f"the weights as they were trained: ckptool inspect {quote(whole)}")
+        steps.append(f"the weights as they were trained: {shell_command('inspect', whole)}")
     else:
-        steps.append(f"its files: ckptool inspect {quote(os.path.join(path, '*.pt'))}")
+        steps.append(f"its files: {shell_command('inspect', os.path.join(path, '*.pt'))}")
     return NotACheckpointError(what, kind="deepspeed", path=path, next="; ".join(steps))
 
 
@@ -208,7 +208,7 @@ def _megatron(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
     what += "" if missing or empty else ", all there"
     step = "" if missing or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
-    step += f"its files: ckptool inspect {quote(os.path.join(path, '*/*.pt'))}"
+    step += f"its files: {shell_command('inspect', os.path.join(path, '*/*.pt'))}"
     return NotACheckpointError(what, kind="megatron", path=path, next=step)
 
 

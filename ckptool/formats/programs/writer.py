@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from shlex import quote
 from typing import Final
 
 from ...base.errors import RefusedError
+from ...base.text import shell_command
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
 from ...files.sources import AppendPlan, Plan
@@ -66,7 +66,7 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
     assert program is not None
     step = f"take the weights out first: {convert_step(checkpoint.path)}"
     if not checkpoint.survey.tensors:
-        step = f"{NO_WEIGHTS} that could be taken out: ckptool inspect {quote(checkpoint.path)}"
+        step = f"{NO_WEIGHTS} that could be taken out: {shell_command('inspect', checkpoint.path)}"
     if not isinstance(container, TorchScript):
         raise RefusedError(f"{program.kind} is read-only in ckptool", path=checkpoint.path, next=step)
     repacked = any(change.edit == "repack" for change in checkpoint.changes)
