@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..base.text import pluralize
 
 #: Edits whose text is followed by the number of keys.
-_KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
+KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 
 class Change(NamedTuple):
@@ -33,7 +33,7 @@ class Change(NamedTuple):
     def head(self) -> str:
         """The path, the description, and for edits of keys the number of keys."""
         where = f"{self.path}: " if self.path else ""
-        if self.edit not in _KEY_EDITS or not self.number:
+        if self.edit not in KEY_EDITS or not self.number:
             return f"{where}{self.what}"
         others = f", {pluralize(self.kept, 'other key')} as before" if self.kept else ""
         return f"{where}{self.what} {pluralize(self.number, 'key')}{others}"

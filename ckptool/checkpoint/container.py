@@ -68,7 +68,7 @@ class StorageLocation(NamedTuple):
 class StorageData(NamedTuple):
     """The bytes of a storage that an edit made or brought from another file.
 
-    ``piece`` as they are to be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
+    ``piece`` holds them as they will be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
     known without reading them (0 where its writer did not compute one, None where the format has none), ``compressed``
     whether ``piece`` is a deflate stream.
     """

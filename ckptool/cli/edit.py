@@ -57,7 +57,7 @@ def strip_module(
             return ckptool.strip_wrappers(checkpoint, key=key, only=only)
         return ckptool.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
 
-    return edit_all(Job("strip-module", edit), paths, how)
+    return edit_all(Job("strip-module", edit, of_keys=True), paths, how)
 
 
 ADD_EPILOG = """\b
@@ -77,7 +77,7 @@ def add_module(paths: tuple[str, ...], prefix: str, key: str | None, only: Globs
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
-    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only))
+    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only), of_keys=True)
     return edit_all(job, paths, how)
 
 

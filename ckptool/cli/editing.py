@@ -25,9 +25,6 @@ from .options import Writing
 from .render import clean, emit, say, say_problems, tell
 from .streams import Outcomes, copying_bar, watched
 
-#: Commands that leave state dicts of low confidence alone.
-_ON_STATE_DICTS = ("strip-module", "add-module", "rename")
-
 #: Changes listed for people; JSON lists all.
 _SHOWN = 40
 
@@ -38,7 +35,8 @@ class Job(NamedTuple):
     ``opener`` opens a path, ``edit`` edits the checkpoint. ``more`` returns further fields of the report, ``words`` its
     lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads, which must not be the
     output, either. ``folder`` says whether an output of this name is a folder; ``called`` names the output in
-    ``--out-dir`` after its input.
+    ``--out-dir`` after its input. ``of_keys`` says that it edits the keys of state dicts, and leaves those of low
+    confidence alone.
     """
 
     command: str
@@ -50,6 +48,7 @@ class Job(NamedTuple):
     inputs: tuple[str, ...] = ()
     folder: Callable[[Checkpoint, str], bool] = makes_folder
     called: Callable[[str], str] = str
+    of_keys: bool = False
 
 
 def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
@@ -124,7 +123,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             **outcome,
             "changes": [change._asdict() for change in chain(edited.changes, *(c() for c in edited.deferred_changes))],
             "modules": _modules(edited),
-            "left_alone": low if job.command in _ON_STATE_DICTS else [],
+            "left_alone": low if job.of_keys else [],
             **(job.more(edited) if job.more else {}),
         }
 

@@ -11,6 +11,7 @@ import ckptool
 
 from ..base.errors import RefusedError
 from ..base.text import cut, join_limited, pluralize
+from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
@@ -129,16 +130,12 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
     return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code)
 
 
-#: Edits that change a number of keys.
-_OF_KEYS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
-
-
 def _applied(report: dict[str, Any]) -> list[str]:
     """Return what was done, and its result."""
     lines = []
     for change in report["changes"]:
         where = f"{change['path']}: " if change["path"] else ""
-        number = f" {pluralize(change['number'], 'key')}" if change["edit"] in _OF_KEYS and change["number"] else ""
+        number = f" {pluralize(change['number'], 'key')}" if change["edit"] in KEY_EDITS and change["number"] else ""
         lines.append(f"  {clean(where + change['what'] + number)}")
     fix = report["fix"]
     if fix is None:

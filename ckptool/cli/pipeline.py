@@ -81,7 +81,7 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
         raise click.UsageError("Say how to rename: --glob, --regex, --map or --like.")
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
-    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
+    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps), of_keys=True)
     return edit_all(job, paths, how)
 
 

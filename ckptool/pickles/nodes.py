@@ -208,14 +208,14 @@ class Style:
     """The deviations of a pickle from the output of CPython's pickler.
 
     ``protocol``      0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
-    ``dialect``       the protocol whose opcodes are the default; differs only where no pickler wrote the file as it is;
+    ``dialect``       the protocol whose opcodes are the default; another one only in files that no pickler wrote;
     ``framed``        whether there are FRAMEs (4 and later);
     ``memo_base``     the first memo index: 0, or 1 from Python 2;
     ``forms``         the opcode of each node that is not written with the default one;
     ``unmemoized``    nodes that were not memoized although the pickler memoizes their type;
     ``memoized``      nodes that were memoized although the pickler does not memoize their type;
     ``batches``       how a container was filled, unless in the default batches: (opcode, number of elements);
-    ``discarded``     for an object that is among its own arguments, the call that was begun first and thrown away;
+    ``discarded``     for an object among its own arguments, the first call, whose result the pickle dropped;
     ``memoize_late``  whether results of NEWOBJ are memoized after their BUILD, as TorchScript's pickler does.
     """
 
@@ -254,14 +254,17 @@ class Style:
 class Graph:
     """One pickled object: an arena of nodes, the reference of the root, and the style to write it in.
 
-    ``refused`` counts the opcodes outside ``opcodes.ACCEPTED``, by opcode; ``oddities`` are the decoder's remarks
-    (offset in bytes, text) on what no pickler writes; ``filled_at`` maps each filled container to the number of nodes
-    when the pickle last filled it: a call with a lower reference that took the container saw less of it; ``texts`` are
-    the references of strings and the offsets in bytes of their BINUNICODE; ``fetched`` are the references that the
-    pickle took again, from its memo or by DUP, or None if that is not known: any other node is held by one node at
-    most, unless it is a number, a bool, None or ``()``. ``base`` is the graph that an edited one was made from, and
-    ``changed`` are the references of its nodes that were replaced. ``cache`` holds results of readers about single
-    nodes, by a name and the reference; it is not part of the graph.
+    ``refused``    the number of opcodes outside ``opcodes.ACCEPTED``, by opcode;
+    ``oddities``   the decoder's remarks (offset in bytes, text) on what no pickler writes;
+    ``filled_at``  for each container, the number of nodes when the pickle last filled it: a call made before that
+                   (with a lower reference) got the container with fewer elements;
+    ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE;
+    ``fetched``    the references that the pickle took again, from its memo or by DUP, None if that is not known; any
+                   other node has one parent at most, unless it is a number, a bool, None or ``()``;
+    ``base``       the graph that an edited one was made from;
+    ``changed``    the references of its nodes that were replaced;
+    ``cache``      results of readers about single nodes, by a name and the reference; not part of the graph.
+
     Never changed once made: ``edited`` returns another graph.
     """
 

@@ -367,10 +367,9 @@ def test_a_folder_under_the_name_of_a_file_is_refused_with_the_command_for_a_fil
 ) -> None:
     out = tmp_path / name
     assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 4
-    option = " --to-format torch" if name.endswith(".tar") else ""
-    assert (
-        f"-> make one file of it, and edit that: ckptool convert {FOLDER} -o {out}{option}\n" in capsys.readouterr().err
-    )
+    option = "--to-format torch " if name.endswith(".tar") else ""
+    command = f"ckptool convert {FOLDER} {option}-o {out}"
+    assert f"-> make one file of it, and edit that: {command}\n" in capsys.readouterr().err
     assert not out.exists()
 
 
