@@ -41,7 +41,7 @@ def failing(at: int, error: BaseException) -> FolderPlan:
         raise error
 
     files = list(plan_of(NEW).files)
-    files[at] = (files[at][0], Plan((Computed(4, chunks),)))  # type: ignore[arg-type]
+    files[at] = (files[at][0], Plan((Computed(4, chunks, ()),)))  # type: ignore[arg-type]
     return FolderPlan(tuple(files))
 
 
@@ -111,7 +111,7 @@ def test_what_appears_meanwhile_is_not_lost(tmp_path: Path) -> None:
         yield b"new"
 
     with pytest.raises(RefusedError, match="exists"):
-        write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
+        write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks, ()),))),)), str(out), ())  # type: ignore[arg-type]
     assert content_of(out) == OLD and os.listdir(tmp_path) == ["out"]
 
 
@@ -126,14 +126,13 @@ def test_the_next_run_takes_away_what_a_killed_one_left(force: bool, tmp_path: P
 
     pid = os.fork()
     if not pid:
-        write_folder(
-            FolderPlan((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks),))))),
-            str(out),
-            (),
-            force=force,
-            parts=lambda path: OLD,
-        )  # type: ignore[arg-type]
-    os.waitpid(pid, 0)
+        files = FolderPlan((*plan_of(NEW).files, ("x.bin", Plan((Computed(1, chunks, ()),)))))  # type: ignore[arg-type]
+        try:
+            write_folder(files, str(out), (), force=force, parts=lambda path: OLD)
+        finally:
+            os._exit(1)  # whatever happens, it must not go on with the tests
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
     assert len(os.listdir(tmp_path)) == 1 + force
     write_folder(plan_of(NEW), str(out), (), force=force, parts=lambda path: OLD)
     assert content_of(out) == NEW and os.listdir(tmp_path) == ["out"]
@@ -147,7 +146,7 @@ def test_a_run_that_is_alive_keeps_its_folder(tmp_path: Path) -> None:
         output.remove_leftovers(str(tmp_path), "out")
         yield b"new"
 
-    write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks),))),)), str(out), ())  # type: ignore[arg-type]
+    write_folder(FolderPlan((("model.safetensors", Plan((Computed(3, chunks, ()),))),)), str(out), ())  # type: ignore[arg-type]
     assert content_of(out) == {"model.safetensors": b"new"}
 
 
