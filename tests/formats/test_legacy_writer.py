@@ -140,7 +140,7 @@ def test_from_other_formats(tmp_path: Path) -> None:
 
 
 def test_texts_have_no_place(tmp_path: Path) -> None:
-    with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="no texts"):
+    with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="no header for metadata"):
         ckptool.convert(checkpoint, "legacy", metadata={"a": "b"})
 
 

@@ -28,10 +28,10 @@ from ckptool.formats.planning import plan_of
 _WRITE = """
 import pickle, sys
 from ckptool.files.sources import Plan
-from ckptool.files.write.output import write_files, write_plan
+from ckptool.files.write.output import write_file, write_folder
 with open(sys.argv[1], "rb") as file:
     plan = pickle.load(file)
-(write_plan if isinstance(plan, Plan) else write_files)(plan, sys.argv[2], ())
+(write_file if isinstance(plan, Plan) else write_folder)(plan, sys.argv[2], ())
 """
 
 

@@ -209,16 +209,16 @@ def test_an_encoder_that_loses_something(
 
 
 def _after_writing(patch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]) -> None:
-    real = output.produce
+    real = output.write_pieces
 
-    def produce(plan: Plan, fd: int, progress: Any = None) -> None:
+    def broken(plan: Plan, fd: int, progress: Any = None) -> None:
         real(plan, fd, progress)
         size = os.fstat(fd).st_size
         data = change(os.pread(fd, size, 0))
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
 
-    patch.setattr(output, "produce", produce)
+    patch.setattr(output, "write_pieces", broken)
 
 
 BREAKS: dict[str, Callable[[bytes], bytes]] = {

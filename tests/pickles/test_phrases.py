@@ -342,7 +342,7 @@ def written_out(graph: Graph) -> list[Any]:
         if isinstance(node, Instance):
             held += [list(node.items), list(node.pairs), list(node.states)]
         nodes.append((type(node), held or repr(node)))
-    style = [getattr(graph.style, name) for name in graph.style.__slots__]
+    style = vars(graph.style)
     return [nodes, graph.root, style, dict(graph.refused), list(graph.oddities)]
 
 
