@@ -22,8 +22,12 @@ _OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def load(path: str, *, weights_only: bool = True, mmap: bool | None = None) -> Any:
     """As people call it, on a machine without a GPU, in a process of its own: what an earlier load imported may have
     put more on the list (torch.distributed.tensor does)."""
+    known = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    finally:
+        torch.serialization.add_safe_globals(known)
 
 
 def error_text(error: BaseException) -> str:
