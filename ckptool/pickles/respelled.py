@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as StructError
+from typing import Final, cast
 
 from . import opcodes as op
 from .nodes import Graph, Node, Ref
@@ -18,13 +19,19 @@ __all__ = ["respelled"]
 _u32 = Struct("<I").unpack_from
 #: The opcode and the length in front of a text.
 _HEAD = 5
+#: Where the last answer is kept.
+_LAST: Final = ("respelled", -1)
 
 
 def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than texts differs.
 
-    Texts are those that ``graph.texts`` has the places of. Nodes that do not differ are the same in both.
+    Texts are those that ``graph.texts`` has the places of. Nodes that do not differ are the same in both. The last
+    answer is kept with the graph: what was planned is read back once more.
     """
+    last = graph.memo.get(_LAST)
+    if last is not None and last[0] == data:
+        return cast(Graph, last[1])
     if op.STACK_GLOBAL in graph.refused:
         return None  # there a text decides what is named
     nodes: list[Node] = list(graph.nodes)
@@ -47,7 +54,7 @@ def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
         return None
     if original[at:] != data[begin:]:
         return None
-    return Graph(
+    made = Graph(
         nodes,
         graph.root,
         graph.style,
@@ -58,3 +65,5 @@ def respelled(graph: Graph, original: bytes, data: bytes) -> Graph | None:
         base=graph,
         changed=frozenset(changed),
     )
+    graph.memo[_LAST] = data, made
+    return made
