@@ -241,6 +241,9 @@ def _read(promise: Promise, opened: Callable[[], tuple[Source, Container]], *, c
     except ReadBackError:
         raise
     except CkptoolError as error:
+        if isinstance(error.__cause__, OSError):
+            # A disk that fails is no bug: the writer gives it the words of its other steps.
+            raise error.__cause__ from None
         raise ReadBackError(f"it does not read: {error.what}", promised=promise.format, read=error.what) from error
 
 

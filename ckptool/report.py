@@ -13,7 +13,7 @@ from .limits import LIMITS
 from .locations import MapLocation, lands_on
 from .objects import Scalar, class_name, mapping, scalar
 from .pickles.nodes import Call, Global, Graph, List, Node
-from .prefixes import common_prefix, prefix_of, wrapper_counts
+from .prefixes import Naming, common_prefix, naming_of
 from .programs import program_of
 from .remedies import sanitize_step
 from .sharding import Spread, spread
@@ -41,6 +41,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
     style = checkpoint.graph.style
     program = program_of(checkpoint)
     shards = spread(survey.reader, survey.tensors)
+    namings = [naming_of(_names(checkpoint, item)) for item in checkpoint.state_dicts]
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,
@@ -54,7 +55,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         "layout": {"kind": kind, "container": container},
         **({"program": dict(program.described)} if program is not None else {}),
         **({"sharding": _sharding(shards)} if shards is not None else {}),
-        "state_dicts": _state_dicts(checkpoint),
+        "state_dicts": _state_dicts(checkpoint, namings),
         "entries": _entries(checkpoint, sums),
         "devices": [
             {"location": share.name, "tensors": share.tensors, "bytes": share.nbytes}
@@ -75,7 +76,8 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> dict
         ],
         "weights_only": _verdict(verdict),
         "findings": [
-            finding._asdict() for finding in findings(checkpoint, sums, verdict, flaws, map_location, sanitize_step)
+            finding._asdict()
+            for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location, sanitize_step)
         ],
     }
 
@@ -113,17 +115,16 @@ def _parameters(entries: Sequence[TensorEntry]) -> int:
     return total
 
 
-def _state_dicts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def _state_dicts(checkpoint: Checkpoint, namings: Sequence[Naming]) -> list[dict[str, Any]]:
     held: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
     for entry in checkpoint.survey.tensors:
         if entry.state_dict >= 0:
             held[entry.state_dict].append(entry)
-    return [_state_dict(checkpoint, item, entries) for item, entries in zip(checkpoint.state_dicts, held)]
+    return [_state_dict(*found) for found in zip(checkpoint.state_dicts, held, namings)]
 
 
-def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[TensorEntry]) -> dict[str, Any]:
-    names = _names(checkpoint, state_dict)
-    prefix = prefix_of(names)
+def _state_dict(state_dict: StateDict, entries: list[TensorEntry], naming: Naming) -> dict[str, Any]:
+    names, prefix, wrappers = naming
     return {
         "key": state_dict.path,
         "container": state_dict.container,
@@ -133,7 +134,7 @@ def _state_dict(checkpoint: Checkpoint, state_dict: StateDict, entries: list[Ten
         "parameters": _parameters(entries),
         "bytes": sum(entry.tensor.own_bytes for entry in _distinct(entries)),
         "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
-        "wrappers": wrapper_counts(names),
+        "wrappers": wrappers,
         "common_prefix": common_prefix(names),
         "metadata": state_dict.metadata >= 0,
     }

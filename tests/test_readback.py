@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import zipfile
@@ -18,16 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool import pickles
+from ckptool import pickles, saving, source
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.main import run
-from ckptool.errors import ReadBackError, RefusedError
+from ckptool.errors import OutputError, ReadBackError, RefusedError
 from ckptool.outputs import dcp, dcp_listing, proof, safetensors, shards, torch_legacy, torch_zip
 from ckptool.outputs import programs as program_outputs
 from ckptool.pickles.nodes import Dict, Graph, Persistent
 from ckptool.readback import Promise, check_file, promise_of
 from ckptool.source import BytesSource, Plan
-from ckptool.write import in_place, output
+from ckptool.write import in_place, output, staged
 from ckptool.zips.fresh import Content, fresh
 
 
@@ -118,6 +119,49 @@ def test_what_is_whole_passes(job: Job, inputs: Path, tmp_path: Path) -> None:
     with ckptool.open(inputs / job.source) as checkpoint:
         ckptool.save(job.make(checkpoint), tmp_path / job.output)
     assert os.listdir(tmp_path) == [job.output]
+
+
+# -- a disk that fails: no bug, and no output ---------------------------------------------------------------------
+
+
+def _fail(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
+    """While ``name`` is called no file can be read."""
+    real = getattr(where, name)
+
+    def refused(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing(*args: Any) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "_pread", refused)
+            return real(*args)
+
+    monkeypatch.setattr(where, name, failing)
+
+
+@each
+def test_a_disk_that_fails_is_no_bug(job: Job, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail(monkeypatch, saving, "check_folder" if job.folder else "check_file")
+    with ckptool.open(inputs / job.source) as checkpoint, pytest.raises(OutputError) as caught:
+        ckptool.save(job.make(checkpoint), tmp_path / job.output)
+    assert os.listdir(tmp_path) == [] and str(caught.value).endswith("Input/output error")
+
+
+def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.pth"
+    shutil.copyfile(inputs / "in.pth", path)
+    before = path.read_bytes()
+    _fail(monkeypatch, saving, "check_file")
+    with ckptool.open(path) as checkpoint, pytest.raises(OutputError, match="Input/output error"):
+        ckptool.save_in_place(ckptool.strip_module(checkpoint))
+    assert path.read_bytes() == before
+
+
+def test_a_disk_that_fails_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail(monkeypatch, staged, "_stands")
+    with pytest.raises(OutputError, match="Input/output error"):
+        output.write_plan(Plan((b"abc",)), str(tmp_path / "out"), ())
+    assert os.listdir(tmp_path) == []
 
 
 # -- broken encoders: the pickle itself is another one -----------------------------------------------------------

@@ -92,7 +92,7 @@ class _Calls:
                 # Of other globals nothing is known: a class may take it.
                 if node.filling is not None and self.name(ref) in names:
                     found[ref] = Refused(f"{self.name(ref)} itself is changed, and nothing that is made of it")
-            elif isinstance(node, Dict | Set | FrozenSet):
+            elif type(node) is Dict or type(node) is Set or type(node) is FrozenSet:
                 what = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
                 if what is not None:
                     found[ref] = what

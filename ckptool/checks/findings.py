@@ -24,7 +24,7 @@ from ..human import (
 )
 from ..limits import LIMITS
 from ..locations import MapLocation, lands_on
-from ..prefixes import Prefix, prefix_of, wrapper_counts
+from ..prefixes import Naming, Prefix
 from ..programs import PROGRAM, convert_step, program_of
 from ..sharding import spread
 from ..source import FolderSource
@@ -64,16 +64,18 @@ def findings(
     account: Account,
     verdict: Verdict,
     flaws: Sequence[Flaw],
+    namings: Sequence[Naming],
     map_location: MapLocation = None,
     sanitize_step: Callable[[Checkpoint], str] = lambda checkpoint: "",
 ) -> list[Finding]:
     """Everything worth saying, errors first.
 
-    ``map_location`` is the one that the user asks about: devices that it takes care of are no finding.
+    ``namings`` are those of the state dicts, in order. ``map_location`` is the one that the user asks about: devices
+    that it takes care of are no finding.
     ``sanitize_step`` gives the command that makes a checkpoint plain, where there is one.
     """
     problems = checkpoint.container.problems
-    edits = [*_prefixes(checkpoint), *_devices(checkpoint, account, map_location)]
+    edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
     edits += _together(checkpoint.path, edits)
     if any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems) or any(
         f.refused for f in flaws
@@ -267,16 +269,12 @@ _WHOLE: Final = (
 )
 
 
-def _prefixes(checkpoint: Checkpoint) -> list[Finding]:
-    nodes = checkpoint.graph.nodes
+def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> list[Finding]:
     found = []
-    for state_dict in checkpoint.state_dicts:
+    for state_dict, (names, prefix, inner) in zip(checkpoint.state_dicts, namings):
         if state_dict.confidence != "high":
             continue
-        names = [str(nodes[key]) for key, _ in state_dict.items]
-        prefix = prefix_of(names)
         where = f" in {state_dict.path!r}" if state_dict.path else ""
-        inner = wrapper_counts(names)
         bare = set(names)
         twins = sum(name.startswith(prefix.name) and name[len(prefix.name) :] in bare for name in names)
         if prefix.keys and twins:

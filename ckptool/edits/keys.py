@@ -55,9 +55,10 @@ def strip_prefix(
     strip = stripping(prefix, repeat)
 
     def remark(names: Sequence[str]) -> tuple[str, ...]:
-        still = sum(strip(name).startswith(head) for name in names)
+        stripped = [strip(name) for name in names]
+        still = sum(name.startswith(head) for name in stripped)
         notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
-        inside = [name for name in wrapper_counts(map(strip, names)) if name + "." != head]
+        inside = [name for name in wrapper_counts(stripped) if name + "." != head]
         return (*notes, f"{listed([repr(name) for name in inside])} still inside: --wrappers") if inside else notes
 
     what, nothing = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"

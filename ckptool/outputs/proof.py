@@ -28,7 +28,7 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
     """
     data = encode(checkpoint.graph)
     container = checkpoint.container
-    # Nearly every edit is one of names or devices: then nothing else of the file was written anew.
+    # Most edits change names or devices only: then every other byte of the pickle is the file's own.
     if respelled(container.graph, container.pickle, data) is not None:
         return Verified(data, True)
     exact = codec_is_exact(checkpoint)

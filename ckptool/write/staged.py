@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from ..errors import ReadBackError
+from ..errors import ReadBackError, UnreadableError
 from ..source import Piece, Plan, Source, Span, size_of
 
 __all__ = ["Check", "FolderCheck", "Synced", "as_planned"]
@@ -30,7 +30,13 @@ def as_planned(plan: Plan) -> Check:
             raise ReadBackError("it has another size than planned", promised=promised, read=read)
         at = 0
         for piece in plan.pieces:
-            if not _stands(piece, staged, at):
+            try:
+                stands = _stands(piece, staged, at)
+            except UnreadableError as error:
+                if error.path == staged.name and isinstance(error.__cause__, OSError):
+                    raise error.__cause__ from None  # writing failed, of which the disk speaks late
+                raise
+            if not stands:
                 words = f"{size_of(piece):,} bytes from byte {at:,} on"
                 raise ReadBackError("it holds other bytes than planned", promised=words, read="other bytes there")
             at += size_of(piece)
