@@ -1,4 +1,4 @@
-"""What README.md is generated from: real runs of the commands, and tables out of the code."""
+"""Sources of the generated parts of README.md and docs/: real runs of the commands, and tables from the code."""
 
 from __future__ import annotations
 

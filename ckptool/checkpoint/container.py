@@ -115,13 +115,15 @@ class FoundPickle(NamedTuple):
 class Traits(NamedTuple):
     """The facts about a format, as data, so that no code asks for its name.
 
-    ``pickled``: there is a pickle, so torch.load may run something. ``no_checksums``: the files without checksums,
-    in words, "" if there are checksums. ``loads``: the argument of torch.load: the "file", "each file" of a folder,
-    or the result if the file must be "converted". ``writer_key``: how an edit writes it, by the name of a
-    ``Target``; "same" is the file with another pickle. ``legacy_name``: its name in messages if an edit turns it
-    into a zip. ``in_a_row``: the storages follow the pickles one after the other, in an order of their own.
-    ``sharded``: a folder of weights, which an edit may put into one file, by its name. ``named``: the root is a
-    mapping of tensors by name, and the names may be any text.
+    ``pickled``       there is a pickle, so torch.load may run something;
+    ``no_checksums``  the files without checksums, in words, "" if there are checksums;
+    ``loads``         what torch.load is given: the "file", "each file" of a folder, or what it is "converted" to;
+    ``writer_key``    how an edit writes it, by the name of a ``Target``; "same" is the file with another pickle;
+    ``legacy_name``   its name in messages if an edit turns it into a zip;
+    ``in_a_row``      the storages follow the pickles one after the other, in an order of their own;
+    ``sharded``       a folder of weights, which an edit may put into one file, by its name;
+    ``pieces``        tensors are put together from pieces of several files, whose checksums are checked while copied;
+    ``named``         the root is a mapping of tensors by name, and the names may be any text.
     """
 
     pickled: bool = True

@@ -82,7 +82,7 @@ def findings(
     namings: Sequence[Naming],
     map_location: MapLocation = None,
 ) -> list[Finding]:
-    """Return the findings, errors first. Devices that ``map_location`` takes care of give none.
+    """Return the findings, errors first. A device that ``map_location`` replaces is no finding.
 
     ``namings`` are those of the state dicts, in order.
     """
@@ -105,7 +105,7 @@ def findings(
         *_bytes(checkpoint, account),
     ]
     if any(finding.code == "dangerous-call" for finding in every):
-        # Nor one that makes another file of the same kind.
+        # No command is suggested that makes another file that runs code.
         every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]
     program = program_of(checkpoint)
     if program is not None:

@@ -78,7 +78,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEW
         return LoadPrediction(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
-        # All are written in one protocol: only what the object itself does not show is added.
+        # Blockers that the main object has, too, such as those of the protocol, are listed once.
         known = {(blocker.name, blocker.rule) for blocker in blockers}
         blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
     broken = _container_rules(checkpoint, flaws, torch)
@@ -164,7 +164,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
         elif type(node) is Global and (node.items or node.pairs or node.states):
             broken["change to a global"] += 1
     for ref, steps in graph.style.batches.items():
-        # Filled with nothing, which only the steps show; torch checks the object first.
+        # A batch without elements leaves no trace in the node; torch checks the object before it appends nothing.
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:
             broken[_APPENDS] += 1

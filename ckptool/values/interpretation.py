@@ -21,7 +21,7 @@ from .numeric import Number, to_numbers
 
 #: Scales of one tensor that are read: there is one for each channel.
 _SCALES: Final = 1 << 20
-#: A view of more elements than this that reads its storage more than so many times over is not worth an hour.
+#: A view of more elements than _LARGE that reads each stored one more than _REPEATS times is not read: it takes hours.
 _LARGE: Final = 1 << 28
 _REPEATS: Final = 64
 #: Bytes that become Python numbers at a time, each of which takes some dozen.
