@@ -13,11 +13,11 @@ from bench.references import COPY, IMPORTS, NAMES, SUM, both, command
 
 FIVE = "edit, five edits in one pass"
 _FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
-DIFF, CMP = "diff, one bit differs at the end", "cmp, one bit differs at the end"
+DIFF, CMP = "diff, one bit differs", "cmp, one bit differs"
 DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
 CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
-MATCH = "match, prefix to be stripped"
-SALVAGE = "salvage, half of the file cut off"
+MATCH = "match, with a prefix"
+SALVAGE = "salvage, half a file"
 _CONVERT = "torch.load{mmap} + save_file"
 _KEYS, _STRIP, _REMAP, _CAST = (
     "torch.load{mmap} + print keys", "torch.load{mmap} + strip + save", "torch.load{mmap} to cpu + save",

@@ -45,10 +45,10 @@ _SUM = (
 
 IMPORTS = 'python -c "import click, tabulate"'
 COPY = "cp && sync"
-REFLINK = "cp --reflink=always && sync"
+REFLINK = "cp --reflink && sync"
 SUM = "read + zlib.crc32 loop"
 FROM_SAFETENSORS = "load_file + torch.save"
-NAMES = "two torch.load to meta, intersect the names"
+NAMES = "torch.load of both to meta"
 
 
 def command(tool: list[str], *words: str, source: Path, output: Path | None = None, check: str = "") -> Job:
@@ -101,7 +101,7 @@ def names_of_two(one: Path, two: Path) -> Job:
 
 def load_each(folder: Path) -> Job:
     """torch.load of every file of a folder, in one process."""
-    return Job("torch.load of each, one process", (sys.executable, "-c", _EACH, str(folder)), most=SLOW)
+    return Job("torch.load of each", (sys.executable, "-c", _EACH, str(folder)), most=SLOW)
 
 
 def answers(*words: str) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from textwrap import shorten
 from typing import Any, Final
 
 from tabulate import tabulate
@@ -14,6 +15,8 @@ ckptool is faster. A peak is "small" where it is below what the start of a proce
 output on the disk, torch.save leaves it to be written back later."""
 
 PEAKS = "peaks"
+#: Characters of a reason for failing that a table shows.
+_REASON: Final = 20
 # Groups by the first words of their names, and the heading that they stand under.
 _HEADINGS = {
     "read": "Reading",
@@ -56,12 +59,9 @@ def summary(document: Figures) -> str:
     for heading in dict.fromkeys(_HEADINGS.values()):
         under = [row for row in rows if _heading(row) == heading]
         if under:
-            lines.append((f"**{heading}**", "", "", "", "", ""))
-        lines += [
-            (_code(row["job"]), f"{row['file']}; {_filesystem(row)}", _both(row), *_short(row), _target(row))
-            for row in under
-        ]
-    return _github(lines, ("what", "file", "ckptool", "against", "ratio", "target"))
+            lines.append((f"**{heading}**", "", "", "", ""))
+        lines += [(_code(row["job"]), f"{row['file']}; {_filesystem(row)}", _both(row), *_short(row)) for row in under]
+    return _markdown(lines, ("what", "file", "ckptool", "against", "ratio"))
 
 
 #: The rows of the README: the job, and what it is compared with begins so.
@@ -77,25 +77,26 @@ def headline(document: Figures) -> str:
         for row in rows
         if row["job"] == job and _short(row)[0].startswith(against)
     ]
-    return _github(lines, ("2 GB, 400 tensors", "ckptool", "against", "ratio"))
+    return _markdown(lines, ("2 GB, 400 tensors", "ckptool", "against", "ratio"))
 
 
 def sections(document: Figures) -> str:
     """Everything, as Markdown: a section for each heading, the peaks, and what was left out."""
-    columns = ("file", "on", "ckptool", "s", "peak MB", "against", "s", "peak MB", "ratio", "new on disk", "target")
+    columns = ("ckptool", "s", "MB", "against", "s", "MB", "ratio", "new on disk", "target")
     parts = []
     for heading in dict.fromkeys(_HEADINGS.values()):
         rows = [row for row in _compared(document) if _heading(row) == heading]
-        if not rows:
-            continue
-        lines = [
-            (row["file"], _place(row), _code(row["job"]), *_cost(row), *_other(row), _disk(row), _target(row))
-            for row in rows
-        ]
-        empty = {place for place in range(len(columns)) if not any(line[place] for line in lines)}
-        kept = [tuple(cell for place, cell in enumerate(line) if place not in empty) for line in lines]
-        named = tuple(name for place, name in enumerate(columns) if place not in empty)
-        parts.append(f"### {heading}\n\n{_github(kept, named)}")
+        if rows:
+            parts.append(f"### {heading}")
+        for file, place in dict.fromkeys((row["file"], _place(row)) for row in rows):
+            lines = [
+                (_code(row["job"]), *_cost(row), *_other(row), _disk(row), _target(row))
+                for row in rows
+                if (row["file"], _place(row)) == (file, place)
+            ]
+            kept = [number for number in range(len(columns)) if any(line[number] for line in lines)]
+            cells = [tuple(line[number] for number in kept) for line in lines]
+            parts.append(f"{file}; {place}:\n\n{_markdown(cells, tuple(columns[number] for number in kept))}")
     peaks = _peaks(document)
     if peaks:
         parts.append(f"### Peak memory of every command\n\nOn one file: {_file_of(document)}.\n\n{peaks}")
@@ -140,7 +141,7 @@ def _peaks(document: Figures) -> str:
     lines = [
         (_code(row["job"]), *_cost(row), "computes (torch or NumPy)" if row["torch"] else _target(row)) for row in rows
     ]
-    return _github(lines, ("command", "s", "peak MB", "target")) if rows else ""
+    return _markdown(lines, ("command", "s", "peak MB", "target")) if rows else ""
 
 
 def _heading(row: Figures) -> str:
@@ -157,9 +158,9 @@ def _filesystem(row: Figures) -> str:
 
 def _cost(job: Figures) -> tuple[str, str]:
     if "fails" in job:
-        return f"fails: {job['fails']}", ""
+        return f"fails: {shorten(job['fails'], _REASON, placeholder=' ...')}", ""
     noisy = max(job["runs"]) > 1.5 * min(job["runs"])
-    each = f" ({job['each'] * 1000:.2f} ms a file)" if job.get("each") is not None else ""
+    each = f" ({job['each'] * 1000:.2f} ms each)" if job.get("each") is not None else ""
     peak = "small" if job["peak"] is None else f"{job['peak'] / 1e6:,.0f}"
     return f"{'~' if noisy else ''}{_seconds(job['seconds'])}{each}", peak
 
@@ -176,8 +177,7 @@ def _both(row: Figures) -> str:
     if "fails" in row:
         return seconds
     number, _, rest = seconds.partition(" ")
-    disk = "" if row["disk"] is None else f", {max(row['disk'], 0) / 1e6:,.1f} MB of disk"
-    return f"{number} s{' ' if rest else ''}{rest}, {peak} MB{disk}"
+    return f"{number} s{' ' if rest else ''}{rest}, {peak} MB"
 
 
 def _short(row: Figures) -> tuple[str, str]:
@@ -188,12 +188,8 @@ def _short(row: Figures) -> tuple[str, str]:
 
 
 def _disk(row: Figures) -> str:
-    parts = []
-    for job in (row, row["against"] or {}):
-        if job.get("disk") is not None:
-            shared = "" if job["shared"] is None else f", {job['shared']:.0%} shared"
-            parts.append(f"{max(job['disk'], 0) / 1e6:,.1f} MB{shared}")
-    return " against ".join(parts)
+    jobs = (row, row["against"] or {})
+    return " / ".join(f"{max(job['disk'], 0) / 1e6:,.1f} MB" for job in jobs if job.get("disk") is not None)
 
 
 def _target(row: Figures) -> str:
@@ -218,3 +214,9 @@ def _code(name: str) -> str:
 
 def _github(lines: Iterable[tuple[str, ...]], columns: tuple[str, ...]) -> str:
     return tabulate(lines, headers=columns, tablefmt="github", disable_numparse=True)
+
+
+def _markdown(lines: Iterable[tuple[str, ...]], columns: tuple[str, ...]) -> str:
+    """Return a table whose cells are not padded: one long cell would make every line as long."""
+    rows = [columns, ("---",) * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
