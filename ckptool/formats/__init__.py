@@ -50,7 +50,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     Format(_TAR, "the tar format of torch 0.1", "torch.tar_reader", lambda head: is_header(head[:512])),
     Format(
         "torch-legacy",
-        "the sequential format of `torch.save`: torch 1.5 and earlier, later ones on request, Python 2 included",
+        "the sequential format of `torch.save`: torch 1.5 and earlier, later on request; Python 2 too",
         "torch.legacy_reader",
         lambda head: bool(head),
     ),
@@ -88,7 +88,7 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     ),
     FolderFormat(
         "dcp-safetensors",
-        "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, a piece a rank",
+        "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, one piece per rank",
         "hf.ranks",
     ),
     FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),

@@ -34,7 +34,7 @@ _LOCAL_HEADER: Final = b"PK\x03\x04"
 ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat(
         "torchscript",
-        "TorchScript archives (`torch.jit.save`) and PyTorch Mobile models in zip form: a program, with its weights",
+        "TorchScript (`torch.jit.save`) and PyTorch Mobile archives: a program with its weights",
         "a TorchScript archive",
         (("constants.pkl",),),
         "torchscript",

@@ -30,7 +30,7 @@ from torture import calls, cuts, flips, fuzz, in_place, large, moments, places, 
 from torture.page import PAGE, Result, rewrite
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
-_WHOLE = "the output is old or complete, the input untouched"
+_WHOLE = "output old or complete, input untouched"
 _EITHER = "torch reads the former version or the new one; no former byte changes"
 _FORMER = "the file has its former bytes; path and reason are named"
 ROWS = (
@@ -38,7 +38,7 @@ ROWS = (
     Row(
         "errors",
         "ENOSPC and EIO at every system call",
-        f"{_WHOLE}, nothing left behind; path and reason are named",
+        f"{_WHOLE}, nothing left; path and reason named",
         calls.errors,
     ),
     Row("ulimit", "`ulimit -f`, in steps of 256 bytes", "the same", places.file_size_limit),
