@@ -8,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..base.errors import MalformedError, RefusedError, UnreadableError
+from ..base.errors import RefusedError, UnreadableError, adding_path
 from ..base.text import shell_command
 from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
@@ -111,11 +111,8 @@ class Checkpoint:
     @cached_property
     def _survey(self) -> Survey:
         own = self.container.reader if self.graph is self.container.graph else None
-        try:
+        with adding_path(self.path):
             return survey(self.graph, own, named=self.traits.named)
-        except MalformedError as error:
-            error.path = self.path
-            raise
 
     @property
     def survey(self) -> Survey:

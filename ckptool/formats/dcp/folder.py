@@ -387,7 +387,7 @@ def _open_data(
 
 
 def read(path: str) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder; raise MalformedError if nothing says what is in it."""
+    """Open a DCP folder; raise MalformedError if it has no readable metadata."""
     names = sorted(os.listdir(path))
     wanted = _metadata_names(path, names)
     opened: list[FileSource] = []

@@ -89,8 +89,11 @@ def _beside(suffix: str, pattern: bytes) -> Test:
     """Return a test of the file that describes these bare numbers: the same name with another suffix."""
 
     def test(source: Source, at: int) -> bool:
+        name = os.path.splitext(source.name)[0] + suffix
+        if not os.path.isfile(name):  # not even tried to open: an audit of what a command opens shows one file
+            return False
         try:
-            with closing(open_source(os.path.splitext(source.name)[0] + suffix)) as other:
+            with closing(open_source(name)) as other:
                 return re.search(pattern, other.read(0, 1024), re.S) is not None
         except UnreadableError:
             return False

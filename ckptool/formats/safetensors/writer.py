@@ -57,7 +57,7 @@ class Chosen(NamedTuple):
 
 
 def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
-    """Return what the file would lack, by kind. ``tied`` says what becomes of tensors that share memory."""
+    """Return what the file would lack, by kind. ``tied`` is the choice for tensors that share memory."""
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
