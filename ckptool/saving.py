@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .base.errors import MalformedError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.text import argument, cut, pluralize
+from .base.steps import argument, as_step
+from .base.text import cut, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
@@ -178,7 +179,7 @@ def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[
     except ReadBackError as error:
         error.path = path
         error.what = f"nothing was changed, since the output does not read as promised: {error.what}"
-        error.next = "this is a bug in ckptool, not in your file: please report it, with the lines below"
+        error.step = as_step("this is a bug in ckptool, not in your file: please report it, with the lines below")
         edits = [change.head if change.notes else change.words for change in checkpoint.changes]
         error.report = (
             f"promised: {error.promised}",

@@ -15,7 +15,7 @@
     └── ReadBackError             70    the staged output does not read as planned: a bug in ckptool, no output
 
 Every error carries its facts as fields; ``str()`` formats them. ``next`` is the command or step that helps the user,
-possibly empty. This module knows nothing of click.
+possibly empty; ``step`` has the same as data. This module knows nothing of click.
 """
 
 from __future__ import annotations
@@ -25,37 +25,46 @@ from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import NamedTuple
 
+from .steps import AnyStep, as_step
+
 
 class Again(NamedTuple):
     """The failed command, corrected.
 
     ``options`` are pairs of an option and its value, which replace the value given or are appended; ``words`` are pairs
-    of an argument and its replacement. ``around`` is the line to print, with ``{}`` in place of the command. Callers
-    without a command line, such as users of the library, show ``next`` instead.
+    of an argument and its replacement. ``before`` is what is printed before the command, ``then`` what is to run after
+    it. Callers without a command line, such as users of the library, show ``next`` instead.
     """
 
     options: tuple[tuple[str, str], ...] = ()
-    around: str = "{}"
+    before: str = ""
     words: tuple[tuple[str, str], ...] = ()
+    then: AnyStep = ""
 
 
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
-    ``what`` is one sentence without the path; ``path`` the file concerned ("" if unknown); ``next`` the next step for
-    the user ("" if none); ``again`` that step as a correction of the failed command, None if it is something else.
+    ``what`` is one sentence without the path; ``path`` the file concerned ("" if unknown); ``step`` the next step for
+    the user, prose and commands (empty if none); ``again`` that step as a correction of the failed command, None if it
+    is something else.
     """
 
     exit_code: int = 70
 
-    def __init__(self, what: str, *, path: str = "", next: str = "", again: Again | None = None) -> None:
+    def __init__(self, what: str, *, path: str = "", next: AnyStep = "", again: Again | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.path = path
-        self.next = next
+        self.step = as_step(next)
         self.again = again
         if next and hasattr(self, "add_note"):  # Python 3.11: shown below a traceback
             self.add_note(f"-> {next}")
+
+    @property
+    def next(self) -> str:
+        """The next step as text, "" if there is none."""
+        return str(self.step)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.path else self.what
@@ -75,7 +84,7 @@ class UnreadableError(CkptoolError):
 class NotACheckpointError(UnreadableError):
     """The input is an intact file of another kind; ``kind`` is its short name ("git-lfs-pointer")."""
 
-    def __init__(self, what: str, *, kind: str, path: str = "", next: str = "") -> None:
+    def __init__(self, what: str, *, kind: str, path: str = "", next: AnyStep = "") -> None:
         super().__init__(what, path=path, next=next)
         self.kind = kind
 
@@ -90,7 +99,7 @@ class MalformedError(UnreadableError):
     ``where`` names the record or the part of the file ("data.pkl", "central directory").
     """
 
-    def __init__(self, what: str, *, where: str = "", offset: int = -1, path: str = "", next: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", offset: int = -1, path: str = "", next: AnyStep = "") -> None:
         super().__init__(what, path=path, next=next)
         self.where = where
         self.offset = offset
@@ -139,7 +148,7 @@ class ReadBackError(CkptoolError):
     that know what was edited. They name tensors and versions, but no paths.
     """
 
-    def __init__(self, what: str, *, promised: str = "", read: str = "", path: str = "", next: str = "") -> None:
+    def __init__(self, what: str, *, promised: str = "", read: str = "", path: str = "", next: AnyStep = "") -> None:
         super().__init__(what, path=path, next=next)
         self.promised = promised
         self.read = read

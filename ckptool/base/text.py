@@ -1,11 +1,8 @@
-"""Text for people: numbers, lists, shell words and the next steps that messages suggest."""
+"""Text for people: numbers and lists."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from itertools import chain, count
-from shlex import quote
 
 from .limits import LIMITS
 
@@ -43,70 +40,6 @@ def cut(text: str, size: int = LIMITS.cell_chars) -> str:
 def quoted(text: str) -> str:
     """Quote a text, truncated if it is too long."""
     return repr(cut(text))
-
-
-def argument(path: str) -> str:
-    """Quote a path as a command-line argument that can be pasted into a shell."""
-    if path.startswith("-"):
-        path = f"./{path}"
-    if path.isprintable():
-        return quote(path)
-
-    def octal(char: str) -> str:
-        return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
-
-    # Control characters must not reach the terminal. Bash, zsh and POSIX 2024 read this form.
-    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else octal(char) for char in path) + "'"
-
-
-def shell_command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> str:
-    """Spell a command of ckptool as it is typed; no other place does. ``output`` is the file for -o, "" for none."""
-    words = [argument(word) for word in (name, *arguments)] + [quote(option) for option in options]
-    return " ".join(["ckptool", *words, *(("-o", argument(output)) if output else ())])
-
-
-def salvage_step(path: str) -> str:
-    """Return the next step for a partly damaged file or folder."""
-    if os.path.isdir(path):
-        return "get the files again that are missing or damaged"
-    return f"save what is intact: {shell_command('salvage', path, output=suggested_output(path, 'saved'))}"
-
-
-def tree_step(path: str) -> str:
-    """Return the command that shows every path in a checkpoint."""
-    return shell_command("inspect", path, options=("--tree",))
-
-
-def suggested_output(path: str, word: str = "", extension: str = "") -> str:
-    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
-    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
-
-    An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
-    """
-    if "!" in path and not os.path.lexists(path):
-        path = os.path.basename(path.rpartition("!")[2])
-    stem, suffix = os.path.splitext(os.path.normpath(path))
-    if os.path.isdir(path):
-        stem, suffix = os.path.normpath(path), ""
-    if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
-        stem, inner = os.path.splitext(stem)
-        suffix = inner + suffix
-    elif suffix == ".tar":
-        suffix = ".pth"  # an edited torch 0.1 file becomes a zip
-    stem = f"{stem}.{word}" if word else stem
-    suffix = extension or suffix
-    names = (f"{stem}.{number}{suffix}" for number in count(2))
-    return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
-
-
-def rename_step(path: str, extension: str) -> str:
-    """Return the next step for a file whose extension belongs to another format."""
-    return f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"
-
-
-def undo_step(path: str) -> str:
-    """Return the command that takes back the last edit in place of a file."""
-    return shell_command("undo", path)
 
 
 def pluralize(count: int, noun: str) -> str:

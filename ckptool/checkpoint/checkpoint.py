@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import RefusedError, UnreadableError, adding_path
-from ..base.text import shell_command
+from ..base.steps import command
 from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
 from .changes import Change
@@ -123,7 +123,7 @@ class Checkpoint:
         """
         if self._survey.unfollowed and not self.tolerant:
             text = next(iter(self._survey.unfollowed.values()))
-            step = f"{shell_command('validate', self.path)} says more"
+            step = command("validate", self.path) + " says more"
             raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 

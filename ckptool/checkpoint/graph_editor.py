@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain
 
 from ..base.errors import RefusedError
-from ..base.text import shell_command
+from ..base.steps import command
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .graph_builder import Constants
 from .objects import callable_name, elements, initial_pairs, last_pairs, pair_list
@@ -120,7 +120,7 @@ def used_storages(graph: Graph, path: str = "") -> dict[str, Storage]:
         storage = reader.storage(ref)
         if storage is None:
             message = "it refers to a storage in a way that torch.save never does, so its bytes could be lost"
-            step = f"see what torch makes of it: {shell_command('validate', path)}" if path else ""
+            step = "see what torch makes of it: " + command("validate", path) if path else ""
             raise RefusedError(message, path=path, next=step)
         storages[storage.key] = storage
     return storages

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base.text import shell_command, suggested_output, words
+from ..base.steps import Step, command, suggested_output
+from ..base.text import words
 from .checkpoint import Checkpoint
 from .container import Container
 from .survey import DeviceName
@@ -75,7 +76,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def convert_step(path: str) -> str:
+def convert_step(path: str) -> Step:
     """Return the command that extracts the weights of a program."""
     output = suggested_output(path, "weights", ".pth")
-    return shell_command("convert", path, options=("--allow-loss", "entries"), output=output)
+    return command("convert", path, options=("--allow-loss", "entries"), output=output)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import TargetError
-from ..base.text import join_limited, tree_step
+from ..base.steps import tree_step
+from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint

@@ -12,7 +12,8 @@ import click
 import ckptool
 
 from ..base.errors import OutputError, RefusedError
-from ..base.text import human_bytes, join_limited, pluralize, undo_step
+from ..base.steps import undo_step
+from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
@@ -138,12 +139,12 @@ def _modules(edited: Checkpoint) -> list[str]:
 
 def _say_versions(checkpoint: Checkpoint) -> None:
     """Warn that an output equal to its input also contains the versions before the edits in place."""
-    from ..reports.findings import command
+    from ..reports.findings import edit_step
 
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
             say(f"note: {checkpoint.path}: {problem.message}, and the output contains all of it")
-            tell(f"  -> without it: {clean(command('repack', checkpoint.path, word='clean'))}")
+            tell(f"  -> without it: {clean(str(edit_step('repack', checkpoint.path, word='clean')))}")
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def account(report: dict[str, Any]) -> list[str]:
 
 def _ways_back(report: dict[str, Any]) -> list[str]:
     """Return what an edit in place leaves in the file, and the commands that remove it."""
-    from ..reports.findings import command
+    from ..reports.findings import edit_step
 
     path = report["path"]
     lines = []
@@ -248,6 +249,6 @@ def _ways_back(report: dict[str, Any]) -> list[str]:
     if report["unused_bytes"]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
     if not report["dry_run"]:
-        lines.append(f"  -> undo it: {clean(undo_step(path))}")
-        lines.append(f"  -> remove the former version: {clean(command('repack', path, word='clean'))}")
+        lines.append(f"  -> undo it: {clean(str(undo_step(path)))}")
+        lines.append(f"  -> remove the former version: {clean(str(edit_step('repack', path, word='clean')))}")
     return lines

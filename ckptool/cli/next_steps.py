@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from ..base.errors import CkptoolError
-from ..base.text import argument
+from ..base.steps import argument, as_step
 
 #: Options that are given once, by all their names; any other is appended.
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
@@ -26,11 +26,11 @@ def retype(error: CkptoolError, typed: object) -> None:
         words[words.index(wrong)] = right
     for name, value in error.again.options:
         words = _with(words, name, value)
-    around = error.again.around
-    if words[:1] == ["salvage"]:
-        around = around.replace(" && ", "; ")  # it exits with 1 if something is lost, although it did its work
-    before, _, after = around.partition("{}")
-    error.next = f"{before}{retyped(words)}{after}"
+    step = as_step(error.again.before + retyped(words))
+    if error.again.then:
+        # salvage exits with 1 if something is lost, although it did its work.
+        step += "; " if words[:1] == ["salvage"] else " && "
+    error.step = step + error.again.then
 
 
 def retyped(words: Sequence[str]) -> str:

@@ -258,7 +258,7 @@ def say_problems(checkpoint: Checkpoint) -> None:
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
     """Return the lines of ``say_problems``."""
-    from ..base.text import salvage_step
+    from ..base.steps import salvage_step
     from ..checkpoint.container import CUT
 
     lines = []

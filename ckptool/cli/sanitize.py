@@ -116,12 +116,12 @@ def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:
 
 def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
     """Return the private items for people, and the command that removes them all."""
-    from ..reports.findings import command
+    from ..reports.findings import edit_step
 
     options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in items)]
     if not options:
         return [f"{clean(path)}: nothing private is recognised"]
-    step = clean(command("redact", path, *options, word="redacted"))
+    step = clean(str(edit_step("redact", path, *options, word="redacted")))
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
     return [head, *(f"  {clean(_line(item))}" for item in items), f"  -> {step}"]
 

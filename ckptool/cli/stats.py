@@ -11,7 +11,8 @@ import ckptool
 
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
-from ..base.text import join_limited, pluralize, salvage_step, shape_text
+from ..base.steps import salvage_step
+from ..base.text import join_limited, pluralize, shape_text
 from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option

@@ -8,7 +8,8 @@ import click
 
 import ckptool
 
-from ..base.text import human_bytes, pluralize, undo_step
+from ..base.steps import undo_step
+from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from .editing import Job, edit_all
 from .options import Writing, format_option, paths, quiet_option, writing
@@ -99,7 +100,7 @@ def _listed(report: dict[str, Any]) -> list[str]:
     if is_address(report["path"]):
         return lines  # members of archives are not changed in place
     step = "undo the unfinished edit" if not versions[-1]["finished"] else "go back by one version"
-    return [*lines, "", f"  -> {step}: {clean(undo_step(report['path']))}"]
+    return [*lines, "", f"  -> {step}: {clean(str(undo_step(report['path'])))}"]
 
 
 REPACK_EPILOG = """\b

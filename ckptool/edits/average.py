@@ -10,7 +10,8 @@ from typing import Literal
 from ..base.dtypes import BY_NAME, DTYPES, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.text import pluralize, quoted, shell_command
+from ..base.steps import AnyStep, command
+from ..base.text import pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
@@ -52,7 +53,7 @@ def average(
     first, *others = checkpoints
     reader = first.survey.reader
 
-    def refusal(message: str, step: str = "ckptool slim each of them first") -> RefusedError:
+    def refusal(message: str, step: AnyStep = command("slim") + " each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
     uses = storage_uses(first.graph, reader)
@@ -82,7 +83,7 @@ def average(
         users = uses.tensors[name]
         path = next((entry.path for entry in first.survey.tensors if entry.tensor.storage == name), "a tensor")
         if name in uses.pinned or any(_layout(use.tensor) not in layouts[name] for use in users):
-            step = "ckptool slim each of them first, or average both"
+            step = command("slim") + " each of them first, or average both"
             raise refusal(f"{path} shares its storage with what is not averaged", step)
         bits = [
             sorted(has_bits(checkpoint.graph, use) for use in users_of.tensors[storage])
@@ -95,15 +96,15 @@ def average(
             raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, checkpoints, keys)}
         if len(sizes) != 1 or None in sizes:
-            raise refusal(f"the storages {keys} differ in size", "ckptool slim each of them")
+            raise refusal(f"the storages {keys} differ in size", command("slim") + " each of them")
         readers = tuple(map(storage_reader, checkpoints, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
         added[name] = StorageData(Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), dtype)), nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
-        sanitize = shell_command("sanitize", first.path, options=("--local-parts",))
-        step = f"{sanitize} makes plain tensors of what one rank had"
-        raise refusal("there is no floating tensor in a state dict to average", step if spread else "")
+        plain = command("sanitize", first.path, options=("--local-parts",))
+        way_out = plain + " makes plain tensors of what one rank had" if spread else ""
+        raise refusal("there is no floating tensor in a state dict to average", way_out)
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {dtype}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
@@ -150,8 +151,7 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
         message = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
     else:
         return partner
-    step = f"leave it out: --exclude {quote(name)}"
-    step += f", or see what else: {shell_command('diff', first.path, other.path)}"
+    step = f"leave it out: --exclude {quote(name)}, or see what else: " + command("diff", first.path, other.path)
     raise RefusedError(message, path=other.path, next=step)
 
 

@@ -8,7 +8,9 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.text import human_bytes, join_limited, shell_command, tree_step
+from ..base.steps import command, tree_step
+from ..base.suffixes import SAFETENSORS, TORCH
+from ..base.text import human_bytes, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import NO_WEIGHTS, program_of
@@ -27,8 +29,8 @@ from .sharded import local_parts
 
 #: The formats that can be written, and the suffixes that mean them.
 TARGETS: Final = {
-    "torch": (".pt", ".pth", ".ckpt", ".bin", ".th"),
-    "safetensors": (".safetensors",),
+    "torch": TORCH,
+    "safetensors": (SAFETENSORS,),
     "dcp": (".dcp",),
     "legacy": (),
 }
@@ -71,7 +73,7 @@ def output_format(path: str) -> str:
     stem, suffix = os.path.splitext(path)
     known = f"there are {join_limited(list(TARGETS))}"
     if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
-        name = stem + TARGETS["safetensors"][0]
+        name = stem + SAFETENSORS
         message, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
         raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
     message, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
@@ -117,7 +119,7 @@ def convert(
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
-        step = f"what it holds: {shell_command('inspect', checkpoint.path)}"
+        step = "what it holds: " + command("inspect", checkpoint.path)
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
@@ -202,7 +204,7 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
 def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
     if request.metadata:
         message = "a torch.save file has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next=f"{shell_command('set', checkpoint.path)} KEY=VALUE")
+        raise TargetError(message, path=checkpoint.path, next=command("set", checkpoint.path) + " KEY=VALUE")
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
@@ -216,7 +218,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
     if request.key is not None or request.metadata:
         message = "a DCP folder holds the whole checkpoint, and has no header for metadata"
-        extract = f"take the state dict out first: {shell_command('extract', checkpoint.path)}"
+        extract = "take the state dict out first: " + command("extract", checkpoint.path)
         step = extract if request.key is not None else "leave --metadata out"
         raise TargetError(message, path=checkpoint.path, next=step)
     if request.tied == "keep-first":
@@ -258,10 +260,10 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
-        step = f"what is in it: {tree_step(checkpoint.path)}"
+        step = "what is in it: " + tree_step(checkpoint.path)
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     places = [item.path or "." for item in chosen]
     paths = join_limited([repr(place) for place in places])
     message = f"there are {len(chosen)} state dicts, {paths}, and such an output holds one"
-    step = f"choose, such as --key {quote(places[0])}"
-    raise TargetError(message, path=checkpoint.path, next=step, again=Again((("--key", places[0]),)))
+    choice = f"choose, such as --key {quote(places[0])}"
+    raise TargetError(message, path=checkpoint.path, next=choice, again=Again((("--key", places[0]),)))

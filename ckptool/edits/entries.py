@@ -10,7 +10,8 @@ from typing import Final
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.text import cut, join_limited, pluralize, quoted, tree_step
+from ..base.steps import as_step, command, tree_step
+from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
@@ -144,14 +145,14 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
         return
     survey = checkpoint.survey
     deeper = Globs([f"*.{missing[0]}"])
-    step = f"what is there: {tree_step(checkpoint.path)}"
+    step = "what is there: " + tree_step(checkpoint.path)
     near = get_close_matches(missing[0], [entry.key for entry in survey.entries], 1)
     if any(deeper.match(entry.key) for entry in survey.tensors):
-        step = f"keys match {quote('*.' + missing[0])}"
+        step = as_step(f"keys match {quote('*.' + missing[0])}")
     elif near:
-        step = f"did you mean {near[0]!r}?"
+        step = as_step(f"did you mean {near[0]!r}?")
     elif any(deeper.match(entry.path) for entry in survey.tensors):
-        step = "patterns match entries and keys of state dicts; ckptool unset takes out other entries"
+        step = "patterns match entries and keys of state dicts; other entries are removed by " + command("unset")
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
     raise RefusedError(message, path=checkpoint.path, next=step)
 

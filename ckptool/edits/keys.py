@@ -11,7 +11,8 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Glob, Globs
 from ..base.limits import LIMITS
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.text import join_limited, pluralize, quoted, shell_command
+from ..base.steps import command
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -166,7 +167,7 @@ def by_table(
     names = set(_all_names(checkpoint, key))
     missing = [repr(name) for name in table if name not in names]
     if missing:
-        step = f"what is there: {shell_command('keys', checkpoint.path)}"
+        step = "what is there: " + command("keys", checkpoint.path)
         raise RefusedError(f"there is no key {join_limited(missing)}", path=checkpoint.path, next=step)
     return _renamed(checkpoint, _table_rename(table), lambda name: name in table, label, key, only)
 
@@ -185,9 +186,7 @@ def _renamed(
     names = _all_names(checkpoint, key)
     if not any(map(matches, names)):
         message = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
-        raise RefusedError(
-            message, path=checkpoint.path, next=f"what is there: {shell_command('keys', checkpoint.path)}"
-        )
+        raise RefusedError(message, path=checkpoint.path, next="what is there: " + command("keys", checkpoint.path))
     words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
 

@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from ..base.errors import Again, TargetError
 from ..base.prefixes import common_length
-from ..base.text import join_limited, shell_command, tree_step
+from ..base.steps import command, tree_step
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import attributes, mapping
 from ..checkpoint.paths import parse_steps, spell_key
@@ -122,7 +123,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
     message = f"there is nothing at {text!r}{reached}{meant}"
     if not near:
         return TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
-    step = shell_command("get", checkpoint.path, near[0])
+    step = command("get", checkpoint.path, near[0])
     return TargetError(message, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
 
 

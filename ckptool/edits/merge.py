@@ -9,7 +9,8 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
 from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
-from ..base.text import join_limited, pluralize, quoted, shell_command, tree_step
+from ..base.steps import command, tree_step
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
@@ -51,7 +52,7 @@ def merge(
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, add)) is not None]
     if not changes:
-        step = f"find names that fit: {shell_command('match', other.path, original.path)}"
+        step = "find names that fit: " + command("match", other.path, original.path)
         raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
     return graft.done(changes)
 
@@ -107,7 +108,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     notes: tuple[str, ...] = (f"{pluralize(recast, 'key')} of another dtype now",) if recast else ()
     notes += _untied_note(here, ours, items)
     if not replaced and set(map(unwrapper(places), places)) & set(map(unwrapper(new), new)):
-        step = shell_command("match", there.path, here.path)
+        step = command("match", there.path, here.path)
         notes += (f"apart from the names of wrappers these keys existed before, and now exist twice: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, summary, notes)
 
@@ -212,7 +213,7 @@ class _Graft:
             node, bytes | ByteArray | Buffer | Extension | Set | FrozenSet
         ):
             message = f"it is in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
-            step = f"{shell_command('sanitize', self.foreign.path)} first"
+            step = command("sanitize", self.foreign.path) + " first"
             raise RefusedError(message, path=self.foreign.path, next=step)
         return relocated(node, self._copies)
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.text import shell_command
+from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint
 from .cast import cast
@@ -94,7 +94,7 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
         elif name in STEPS:
             checkpoint, used = STEPS[name].run(checkpoint, text, scope), True
         else:
-            raise TargetError(f"there is no edit {name!r}", next="ckptool edit --help")
+            raise TargetError(f"there is no edit {name!r}", next=command("edit", options=("--help",)))
     return checkpoint
 
 
@@ -254,5 +254,5 @@ def read_table(path: str) -> dict[str, str]:
             text = file.read(_TABLE)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not a text file"
-        raise UnreadableError(reason, path=path, next=f"see what it is: {shell_command('inspect', path)}") from error
+        raise UnreadableError(reason, path=path, next="see what it is: " + command("inspect", path)) from error
     return parse_table(text, path)

@@ -17,7 +17,9 @@ from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
-from ..base.text import human_bytes, join_limited, quoted, shell_command
+from ..base.steps import as_step, command
+from ..base.suffixes import ARCHIVES, WEIGHTS
+from ..base.text import human_bytes, join_limited, quoted
 from .sources import BytesSource, FilePath, FileSource, MemberSource, SliceSource, Source, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
@@ -27,7 +29,6 @@ SEPARATOR: Final = "!"
 #: Separators of a path that are looked at: an address has fewer.
 _MAX_SEPARATORS: Final = 64
 #: Names of checkpoints, and of archives that may contain some.
-_SUFFIXES: Final = (".pth", ".pt", ".ckpt", ".bin", ".th", ".safetensors", ".zip", ".tar", ".tar.gz", ".tgz")
 #: Bytes of a gzipped tar that are inflated merely to list it.
 _PREVIEW_BYTES: Final = 64 << 20
 #: Members that are listed at most.
@@ -85,7 +86,7 @@ def open_any(path: FilePath) -> FileSource | MemberSource:
     except UnreadableError as error:
         file.close()
         error.path = name
-        error.next = error.next or unpack
+        error.step = error.step or as_step(unpack)
         raise
     except BaseException:
         file.close()
@@ -107,7 +108,7 @@ def _open_member(source: Source, address: str, rest: str) -> Source:
             name, member = _from_tar(source, gzipped, address, names)
         else:
             what = f"{quoted(address)} is not a zip or tar archive, so it has no members"
-            raise UnreadableError(what, next=shell_command("inspect", address))
+            raise UnreadableError(what, next=command("inspect", address))
         if len(name) == len(rest):
             return member
         source, rest, address = member, rest[len(name) + 1 :], address + SEPARATOR + name
@@ -181,9 +182,9 @@ def _pick(names: list[str], members: Container[str], address: str, listed: list[
         if name in members:
             return name
     what = f"there is no {quoted(names[-1])} in {quoted(address)}"
-    similar = next((name for name in listed if name.lower().endswith(_SUFFIXES)), None)
+    similar = next((name for name in listed if name.lower().endswith((*WEIGHTS, *ARCHIVES))), None)
     if similar is not None:
-        raise UnreadableError(what, next=shell_command("inspect", f"{address}{SEPARATOR}{similar}"))
+        raise UnreadableError(what, next=command("inspect", f"{address}{SEPARATOR}{similar}"))
     raise UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, listed)), most=3) or 'nothing'}")
 
 
@@ -203,7 +204,7 @@ def checkpoints_in(source: Source) -> list[CheckpointMember]:
     matches: list[CheckpointMember] = []
     with suppress(MalformedError):  # what extend() got before the error stays
         files = islice(_files(source), _PREVIEW_MEMBERS)
-        matches.extend(CheckpointMember(*file) for file in files if file[0].lower().endswith(_SUFFIXES))
+        matches.extend(CheckpointMember(*file) for file in files if file[0].lower().endswith((*WEIGHTS, *ARCHIVES)))
     return matches
 
 

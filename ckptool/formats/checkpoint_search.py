@@ -11,7 +11,9 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
-from ..base.text import join_limited, quoted, shell_command
+from ..base.steps import command
+from ..base.suffixes import CHECKPOINTS
+from ..base.text import join_limited, quoted
 from ..files.archives import checkpoints_in, is_address
 from ..files.sources import open_source
 from ..files.zips.reader import read_archive
@@ -19,8 +21,6 @@ from . import FORMATS, folder_format
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .zip_kinds import kind_of
 
-#: Suffixes of checkpoints: a file of unknown format with one of these is a damaged checkpoint.
-_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".pth.tar", ".th", ".bin", ".safetensors", ".ptl", ".pt2", ".mar")
 #: Whole files of other kinds, which may be named like a checkpoint and are not torch's.
 _OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
 #: Archives with files in them that may be checkpoints.
@@ -144,7 +144,7 @@ def _no_checkpoint(path: str) -> UnreadableError:
     words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
-    return UnreadableError(what, path=path, next=shell_command("inspect", os.path.join(path, first[0][0])))
+    return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, first[0][0])))
 
 
 def _foreign_kind(path: str) -> str:
@@ -178,7 +178,7 @@ def why_skipped(path: str) -> str:
     from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
     name = path.lower()
-    named = name.endswith(_SUFFIXES)
+    named = name.endswith(CHECKPOINTS)  # of unknown format, it is a damaged checkpoint
     try:
         source = open_source(path)
     except UnreadableError as error:
@@ -224,13 +224,13 @@ def explain_directory(path: str) -> UnreadableError:
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     if checkpoints:
         what = f"it is a directory; it holds {join_limited(checkpoints)}"
-        step = f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
-        return UnreadableError(what, path=path, next=step)
+        first = quote(os.path.join(path, checkpoints[0]))
+        return UnreadableError(what, path=path, next=f"name a file, such as {first}")
     # Its folders may be checkpoints, as in a diffusers pipeline.
     folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
     if not folders:
         return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
     pipeline = "model_index.json" in names
     what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, a checkpoint in each of its folders"
-    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: {shell_command('inspect', path)}"
+    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: " + command("inspect", path)
     return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)

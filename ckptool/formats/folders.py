@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.steps import as_step
 from ..checkpoint.container import INCOMPLETE, Container, Problem
 from ..checkpoint.tensors import TensorReader
 from ..files.pool import open_pooled
@@ -65,7 +66,7 @@ def opening(folder: str, next: str = "") -> Iterator[ExitStack]:
         except CkptoolError as error:
             error.path = error.path or folder
             if isinstance(error, MalformedError):
-                error.next = error.next or next
+                error.step = error.step or as_step(next)
             raise
         stack.pop_all()
 
@@ -84,7 +85,7 @@ def open_listing(folder: str, name: str, stack: ExitStack, subject: str) -> File
     placeholder = explain_placeholder(listing)
     if placeholder is not None:
         what = f"{subject} is not there: {placeholder.what.removeprefix('it is ')}"
-        raise MalformedError(what, path=folder, next=placeholder.next)
+        raise MalformedError(what, path=folder, next=placeholder.step)
     return listing
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.text import join_limited, shell_command, suggested_output
+from ..base.steps import Step, command, suggested_output
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
 
@@ -61,7 +62,7 @@ def refuse(
         instead = [text for kind, text in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
         may = f"if that may be lost{''.join(f' ({text})' for text in instead)}: "
         step = " ".join(f"{name} {value}" for name, value in options)
-        raise RefusedError(what, path=path, next=may + step, again=Again(options, may + "{}"))
+        raise RefusedError(what, path=path, next=may + step, again=Again(options, may))
 
 
 def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
@@ -79,6 +80,6 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
     raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
 
 
-def _way_out(checkpoint: Checkpoint) -> str:
+def _way_out(checkpoint: Checkpoint) -> Step:
     path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
-    return f"make a torch file of it first: {shell_command('convert', path, output=output)}"
+    return "make a torch file of it first: " + command("convert", path, output=output)

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import TypeAlias
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
-from ..base.text import salvage_step, shell_command
+from ..base.steps import as_step, command, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
@@ -68,7 +68,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
         what = f"it is JSON text{words}, not the weights: they are in the same folder"
     else:
         return None
-    step = shell_command("inspect", folder or os.curdir)
+    step = command("inspect", folder or os.curdir)
     return NotACheckpointError(what, kind=kind, path=source.name, next=step)
 
 
@@ -87,13 +87,12 @@ def checkpoint_of(source: _File) -> Checkpoint:
         if part is not None:
             raise part from error
         error.path = error.path or source.name
-        if isinstance(source, MemberSource) and quote(source.name) in error.next:
-            # No other program knows such an address.
-            error.next = error.next if error.next.startswith("ckptool ") else source.unpack
-        if isinstance(error, MalformedError) and not error.next:
-            error.next = "it is damaged: get the file again"
+        if isinstance(source, MemberSource) and quote(source.name) in error.next and not error.step.commands:
+            error.step = as_step(source.unpack)  # no other program knows such an address
+        if isinstance(error, MalformedError) and not error.step:
+            error.step = as_step("it is damaged: get the file again")
             if not isinstance(error, PickleError):
-                error.next += f", or {salvage_step(source.name)}"
+                error.step += ", or " + salvage_step(source.name)
         raise
     except BaseException:
         source.close()

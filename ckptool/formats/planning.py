@@ -9,7 +9,8 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
-from ..base.text import salvage_step, shell_command
+from ..base.steps import as_step, command, salvage_step
+from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
 from ..checkpoint.graph_editor import used_storages
@@ -33,10 +34,6 @@ from ..values.elements import tensor_size
 from . import read_folder, repickled
 from .promises import Promise
 from .repickled import verified_pickle
-
-#: Suffixes of outputs that are one file of the format.
-_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
-_SAFETENSORS: Final = ".safetensors"
 
 #: Bytes of a shard by default, as in huggingface_hub.
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
@@ -134,7 +131,7 @@ def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     """Return whether an edit writes a folder under this name."""
     if checkpoint.traits.sharded:
-        return not output.endswith((_SAFETENSORS, *_TORCH))
+        return not output.endswith(WEIGHTS)
     return isinstance(checkpoint.source, FolderSource)
 
 
@@ -284,34 +281,36 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
 
 def _check_name(checkpoint: Checkpoint, output: str) -> None:
     """Raise RefusedError for an output whose suffix is not that of the input's format, which an edit keeps."""
-    if makes_folder(checkpoint, output) and output.endswith((_SAFETENSORS, *_TORCH)):
+    if makes_folder(checkpoint, output) and output.endswith(WEIGHTS):
         what = "the name says one file, and an edit keeps the format, which is a folder"
         options = ("--to-format", "torch") if output.endswith(".tar") else ()
-        command = shell_command("convert", checkpoint.path, options=options, output=output)
-        raise RefusedError(what, path=output, next=f"make one file of it, and edit that: {command}")
-    if checkpoint.pickled and output.endswith(_SAFETENSORS):
+        step = command("convert", checkpoint.path, options=options, output=output)
+        raise RefusedError(what, path=output, next="make one file of it, and edit that: " + step)
+    if checkpoint.pickled and output.endswith(SAFETENSORS):
         what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
-    elif not checkpoint.pickled and output.endswith(_TORCH):
+    elif not checkpoint.pickled and output.endswith(TORCH):
         what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
     else:
         return
-    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else _SAFETENSORS)
-    step = f"call it {quote(kept)}; ckptool convert makes the other format of that"
-    again = Again((("-o", kept),), f"{{}} && {shell_command('convert', kept, output=output)}")
-    raise RefusedError(what, path=output, next=step, again=again)
+    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else SAFETENSORS)
+    convert = command("convert", kept, output=output)
+    again = Again((("-o", kept),), then=convert)
+    raise RefusedError(
+        what, path=output, next=f"call it {quote(kept)}, then make the other format of that: " + convert, again=again
+    )
 
 
 def _check_target(target: Target, output: str) -> None:
     """Raise RefusedError for an output with the suffix of another format than the one requested."""
     stem = os.path.splitext(output)[0]
-    if output.endswith((_SAFETENSORS, *_TORCH)) and (target.shard_size or target.format == "dcp"):
+    if output.endswith(WEIGHTS) and (target.shard_size or target.format == "dcp"):
         what, called = "the name says one file, and the output is a folder", stem
-    elif output.endswith(_SAFETENSORS) and target.format != "safetensors":
+    elif output.endswith(SAFETENSORS) and target.format != "safetensors":
         what = f"the name says safetensors, and the format is {target.format}: no library would load it"
         called = f"{stem}.pth"
-    elif output.endswith(_TORCH) and target.format == "safetensors":
+    elif output.endswith(TORCH) and target.format == "safetensors":
         what = "the name says torch, and the format is safetensors: older versions of torch.load refuse it"
-        called = stem + _SAFETENSORS
+        called = stem + SAFETENSORS
     else:
         return
     raise RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
@@ -363,11 +362,11 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     """Raise MalformedError for a damaged input, RefusedError for one that readers may read differently."""
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
-        step = "get a whole copy of the file"
+        step = as_step("get a whole copy of the file")
         if isinstance(checkpoint.source, FolderSource):
-            step = "get the files again that are missing or damaged"
+            step = as_step("get the files again that are missing or damaged")
         elif damage[0].code == CUT:
-            step += f", or {salvage_step(checkpoint.path)}"
+            step += ", or " + salvage_step(checkpoint.path)
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
     ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
     if ambiguous:

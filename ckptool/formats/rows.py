@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..base.errors import RefusedError
-from ..base.text import salvage_step
+from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapping
 from ..checkpoint.tensors import Tensor, is_contiguous

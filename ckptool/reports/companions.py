@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.limits import LIMITS
+from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..files.sources import FileSource, FolderSource, open_source
@@ -40,7 +41,6 @@ _CODE: Final = {
 _NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
 #: Kinds of files that replace weights which were not downloaded.
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
@@ -179,7 +179,7 @@ def _replaces_weights(name: str, kind: str) -> bool:
     """Return whether a pointer, a web page or an empty file replaces what the name promises: weights or objects."""
     if kind not in _POINTERS or name.lower().endswith(_DATA):
         return False
-    return kind not in ("empty", "link-text") or name.endswith(_WEIGHTS)
+    return kind not in ("empty", "link-text") or name.endswith((*WEIGHTS, ".pkl"))
 
 
 def _located(name: str, note: Note) -> Note:

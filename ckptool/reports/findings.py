@@ -12,16 +12,8 @@ from ..base.errors import CkptoolError
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
-from ..base.text import (
-    human_bytes,
-    join_limited,
-    pluralize,
-    rename_step,
-    salvage_step,
-    shell_command,
-    suggested_output,
-    undo_step,
-)
+from ..base.steps import AnyStep, Step, as_step, command, rename_step, salvage_step, suggested_output, undo_step
+from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE
@@ -35,26 +27,26 @@ from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, Loa
 
 
 class Finding(NamedTuple):
-    """``level`` is note, warning or error; ``next`` the command to type, or ""."""
+    """``level`` is note, warning or error; ``next`` the next step, empty if there is none."""
 
     code: str
     level: str
     message: str
-    next: str = ""
+    next: AnyStep = ""
 
 
-def command(name: str, path: str, *options: str, word: str = "", extension: str = "") -> str:
-    """Return a command line that writes beside the input, to ``suggested_output``."""
-    return shell_command(name, path, options=options, output=suggested_output(path, word, extension))
+def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> Step:
+    """Return a command that writes beside the input, to ``suggested_output``."""
+    return command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
-def rescue_step(checkpoint: Checkpoint) -> str:
+def rescue_step(checkpoint: Checkpoint) -> Step:
     """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
     whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
     if whole or isinstance(checkpoint.source, FolderSource):
         return salvage_step(checkpoint.path)
-    return "get another copy of the file"
+    return as_step("get another copy of the file")
 
 
 #: Problems for which edits are refused.
@@ -115,9 +107,9 @@ def findings(
     return every[: LIMITS.listed]
 
 
-def _allowed(step: str, commands: Sequence[str]) -> bool:
-    """Return whether the next step is one of these commands, or not a command of ckptool."""
-    return not step.startswith("ckptool ") or step.split()[1] in commands
+def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
+    """Return whether the next step has no other commands than these."""
+    return all(command.name in names for command in as_step(step).commands)
 
 
 def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -137,27 +129,27 @@ def _shard_file(path: str) -> Iterator[Finding]:
         yield Finding("shard", "note", message, _inspect_folder(path))
 
 
-def _inspect_folder(path: str) -> str:
+def _inspect_folder(path: str) -> Step:
     return _inspect(os.path.dirname(path) or os.curdir)
 
 
-def _inspect(path: str) -> str:
-    return shell_command("inspect", path)
+def _inspect(path: str) -> Step:
+    return command("inspect", path)
 
 
 def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
-    steps = {
+    steps: dict[str, AnyStep] = {
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
-        DEFLATED: command("repack", path, word="clean"),
+        DEFLATED: edit_step("repack", path, word="clean"),
         INCOMPLETE: "get the files again that are missing or damaged",
-        "torch-tar": command("convert", path, word="converted"),
-        "in-pieces": command("convert", path, extension=".safetensors"),
-        EDITED: command("repack", path, word="clean"),
+        "torch-tar": edit_step("convert", path, word="converted"),
+        "in-pieces": edit_step("convert", path, extension=".safetensors"),
+        EDITED: edit_step("repack", path, word="clean"),
         "unfinished-edit": undo_step(path),
         PROGRAM: convert_step(path) if checkpoint.survey.tensors else "",
     }
@@ -229,7 +221,7 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
         return
-    step = command("sanitize", checkpoint.path, "--local-parts", word="plain")
+    step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
     if shards.partial:
         share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
@@ -242,7 +234,7 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
-        step = f"torch.distributed.init_process_group(...), or {step}"
+        step = "torch.distributed.init_process_group(...), or " + step
         yield Finding("process-group", "warning", message, step)
 
 
@@ -263,7 +255,7 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
-            step = command("strip-module", checkpoint.path, "--wrappers", word="plain")
+            step = edit_step("strip-module", checkpoint.path, "--wrappers", word="plain")
             yield Finding("wrappers", "warning", message, step)
 
 
@@ -271,7 +263,7 @@ def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Fi
     share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
     message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
     options = ["--wrappers"] if wrappers or prefix.name.count(".") > 1 else []
-    return Finding("prefix", "warning", message, command("strip-module", path, *options, word="plain"))
+    return Finding("prefix", "warning", message, edit_step("strip-module", path, *options, word="plain"))
 
 
 def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
@@ -287,7 +279,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         if tag not in ("cpu", "meta", "") and restored_location(tag, map_location) not in ("cpu", "meta")
     ]
     objects = [f"{item.path} = {item.device}" for item in devices if item.is_object and item.device != "cpu"]
-    remap = command("remap", path, "--to", "cpu", word="cpu") if away or objects else ""
+    remap = edit_step("remap", path, "--to", "cpu", word="cpu") if away or objects else ""
     if away:
         program = program_of(checkpoint)
         loader = "torch.load" if program is None else program.loader
@@ -312,8 +304,9 @@ def _combined(path: str, edits: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the one command that edits prefix and device, where both are to be edited."""
     names = [finding for finding in edits if finding.code in ("prefix", "wrappers")]
     if names and any(finding.code == "device" and finding.next for finding in edits):
-        option = "--wrappers" if any("--wrappers" in finding.next for finding in names) else "--strip-module"
-        step = command("edit", path, option, "--to", "cpu", word="plain.cpu")
+        options = [option for finding in names for part in as_step(finding.next).commands for option in part.options]
+        option = "--wrappers" if "--wrappers" in options else "--strip-module"
+        step = edit_step("edit", path, option, "--to", "cpu", word="plain.cpu")
         yield Finding("together", "note", "names and devices in one pass", step)
 
 
@@ -344,14 +337,14 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
             f" {sizes[0]} of a storage of {sizes[1]}{more}"
         )
         editable = not any(problem.code in _NO_EDITS for problem in checkpoint.container.problems)
-        step = command("slim", checkpoint.path, word="slim") if editable else ""
+        step = edit_step("slim", checkpoint.path, word="slim") if editable else ""
         yield Finding("unused-bytes", "note", message, step)
     if account.shared_storages:
         count = pluralize(account.shared_storages, "storage")
         yield Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
 
 
-def sanitize_step(checkpoint: Checkpoint) -> str:
+def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
     """Return the ``sanitize`` that makes plain ``torch.load(path)`` take the checkpoint, "" where none would.
 
     The edit is tried, without output: only that shows which options it takes.
@@ -377,5 +370,5 @@ def sanitize_step(checkpoint: Checkpoint) -> str:
             continue
         flags = {"--as-state-dict": modules, "--local-parts": sharded, "--drop-unknown": drop_unknown}
         options = (name for name, wanted in flags.items() if wanted)
-        return command("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
+        return edit_step("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
     return ""

@@ -219,7 +219,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         ],
         "weights_only": _weights_only(verdict),
         "findings": [
-            cast("FindingReport", finding._asdict())
+            cast("FindingReport", finding._asdict() | {"next": str(finding.next)})
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)
         ],
     }

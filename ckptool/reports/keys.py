@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from ..base.errors import TargetError
 from ..base.globs import Globs
-from ..base.text import shell_command
+from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import resolve, selected
 from ..checkpoint.sharding import Sharding, sharding
@@ -154,7 +154,7 @@ def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list
         inside = survey.inside(top.ref)
         below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
         if not below:
-            step = shell_command("keys", checkpoint.path, options=("--all",))
+            step = command("keys", checkpoint.path, options=("--all",))
             raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
         return below
     chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()

@@ -7,7 +7,7 @@ from typing import Any, Final, TypedDict
 
 from ..base.errors import UnreadableError
 from ..base.map_location import MapLocation
-from ..base.text import shell_command, suggested_output
+from ..base.steps import command, suggested_output
 from ..files.sources import FileSource
 from ..formats.hf.files import is_index
 from ..formats.opening import in_several_files, open_checkpoint
@@ -43,7 +43,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
     with open_checkpoint(path) as checkpoint:
         if checkpoint.traits.loads == "converted":
             output = suggested_output(path, extension=".pth")
-            step = f"convert it to one: {shell_command('convert', path, output=output)}"
+            step = "convert it to one: " + command("convert", path, output=output)
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
         files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
     loaded: dict[str, Any] = {}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
-from ..base.text import join_limited, pluralize, rename_step
+from ..base.steps import AnyStep, rename_step
+from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
@@ -37,7 +38,7 @@ from .checks import (
 )
 from .companions import CompanionReport, check_companion, check_companions, companion_names
 from .expectations import Policy, expectations, policy_of
-from .findings import command, rescue_step, sanitize_step
+from .findings import edit_step, rescue_step, sanitize_step
 from .loading import load_report
 
 if TYPE_CHECKING:
@@ -197,16 +198,16 @@ def _checked(
         names = [*safety.globals, *companions.globals]
         safety = safety._replace(pickles=[*safety.pickles, *companions.pickles], globals=names)
     report = _report(path, checks, safety, policy, torch, "")
-    report["files"], report["next"] = files, _next_step(checkpoint, policy, checks)
+    report["files"], report["next"] = files, str(_next_step(checkpoint, policy, checks))
     return report
 
 
-def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> str:
+def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> AnyStep:
     """Return the command that mends what failed or warns, "" where there is none."""
     damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
     if errors and errors <= {DEFLATED, NO_INDEX}:
-        return command("repack", checkpoint.path, word="clean")
+        return edit_step("repack", checkpoint.path, word="clean")
     if any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems):
         return ""
     if damaged:
@@ -217,18 +218,18 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> s
     )
 
 
-def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> str:
+def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> AnyStep:
     path = checkpoint.path
     if "program" in bad:
         return convert_step(path) if checkpoint.survey.tensors else ""
     if "prefix" in bad:
         if policy.prefix == "none":
-            return command("strip-module", path, word="plain")
-        return command("add-module", path, "--prefix", policy.prefix, word="prefixed")
+            return edit_step("strip-module", path, word="plain")
+        return edit_step("add-module", path, "--prefix", policy.prefix, word="prefixed")
     if "device" in bad and not any(char in policy.device[0] for char in "*?"):
-        return command("remap", path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
+        return edit_step("remap", path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
     if "load" in bad and checkpoint.traits.loads == "converted":
-        return command("convert", path, extension=".pth")
+        return edit_step("convert", path, extension=".pth")
     if "weights-only" in bad and not checkpoint.pickled:
         return rename_step(path, ".safetensors")
     # A file that runs a command when it is loaded is to be deleted, not mended.

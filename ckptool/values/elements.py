@@ -16,7 +16,7 @@ from zlib import crc32
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
-from ..base.text import salvage_step
+from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, InflatedBytes
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous

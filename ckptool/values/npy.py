@@ -11,7 +11,7 @@ from struct import pack
 from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
-from ..base.text import shell_command
+from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.sources import Computed, Plan
 from ..pickles.nodes import Ref
@@ -55,17 +55,18 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
     tensor = checkpoint.survey.reader.tensor(ref)
     reading = interpret(checkpoint, ref)
     label = name or "the tensor"
-    step = shell_command("get", checkpoint.path, name or ".")
+    place = checkpoint.path, name or "."
+    as_json = command("get", *place, options=("--json",))
     if tensor is None:
-        raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=f"{step} --json")
+        raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=as_json)
     if isinstance(reading, str):
-        raise RefusedError(f"{label}: {reading}", path=checkpoint.path, next=f"see it with {step}")
+        raise RefusedError(f"{label}: {reading}", path=checkpoint.path, next="see it with " + command("get", *place))
     dtype, shape = reading.tensor.dtype, reading.tensor.shape
     widened = _WIDENED.get(dtype, "")
     if reading.of not in ("elements", "part") or (widened or dtype) not in _DESCRIPTIONS:
         kind = tensor.kind if tensor.kind != "dense" else tensor.dtype
         message = f"{label} is a tensor of the kind {kind}, which NumPy does not have"
-        raise RefusedError(message, path=checkpoint.path, next=f"its parts: {step} --json")
+        raise RefusedError(message, path=checkpoint.path, next="its parts: " + as_json)
     if len(shape) > _DIMENSIONS:
         message = f"{label} has {len(shape)} dimensions, an array at most {_DIMENSIONS}"
         raise RefusedError(message, path=checkpoint.path)

@@ -15,7 +15,7 @@ from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, ROOT, by_name, corpus_files, needs_corpus
 
 import ckptool
-from ckptool.base.text import suggested_output
+from ckptool.base.steps import suggested_output
 from ckptool.cli.main import run
 
 #: Damage that only ``validate`` sees, as it reads every byte: what ``inspect`` advises carries it on, and says nothing.

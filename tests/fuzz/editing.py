@@ -273,10 +273,11 @@ def _same_records(path: str, out: str) -> bool:
     data, written = Path(path).read_bytes(), Path(out).read_bytes()
     if written[:2] != b"PK":
         return written[-_TAIL:] == data[-_TAIL:]  # a legacy file, whose storages are its end
-    with zipfile.ZipFile(out) as new:
-        # By their bytes: an output has numbers of its own, and the checksums of its input, right or wrong.
-        storages = [_stored(written, info) for info in new.infolist() if "/data/" in info.filename]
+    storages = []
     try:
+        # By their bytes: an output has numbers of its own, and the checksums of its input, right or wrong.
+        with zipfile.ZipFile(out) as new:
+            storages = [_stored(written, info) for info in new.infolist() if "/data/" in info.filename]
         with zipfile.ZipFile(path) as old:
             there = {_stored(data, info) for info in old.infolist()}
     except (zipfile.BadZipFile, NotImplementedError, ValueError, zlib.error, struct.error, OSError):

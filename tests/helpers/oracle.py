@@ -73,6 +73,8 @@ class _Comparison:
             return self.storage(a._untyped_storage, b._untyped_storage, path)
         if isinstance(a, torch.UntypedStorage):
             return self.storage(a, b, path)
+        if type(a) is torch.serialization.StorageType:
+            a, b = a.dtype, b.dtype  # such an object is equal to itself alone
         return "" if a == b else f"{path}: {a!r} against {b!r}"
 
     def metadata(self, a: Any, b: Any, path: str) -> str:
@@ -144,6 +146,8 @@ def _scheme(tensor: torch.Tensor) -> str:
 
 def alike_key(key: Any) -> Any:
     """What of a key two files have in common; tensors, storages and NaN are equal to themselves alone."""
+    if type(key) is tuple:
+        return tuple(map(alike_key, key))
     own = isinstance(key, torch.Tensor | torch.TypedStorage | torch.UntypedStorage)
     spelled = own or (isinstance(key, float) and key != key)
     return (type(key), repr(key) if spelled else key)

@@ -53,10 +53,10 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
     # Bytes: a flipped bit may make NaNs, of which there are many.
     # In memory of their own: where there is one element, contiguous() leaves it any stride.
-    first, second = (tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in (one, other))
     try:
+        first, second = (tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in (one, other))
         return torch.equal(*(torch.empty(len(t), dtype=t.dtype).copy_(t).view(torch.uint8) for t in (first, second)))
-    except NotImplementedError:  # dtypes of less than a byte are not copied
+    except NotImplementedError:  # dtypes of less than a byte are neither copied nor negated
         return _shown(one) == _shown(other)
 
 

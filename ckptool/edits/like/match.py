@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
-from ...base.text import join_limited, pluralize, shell_command
+from ...base.steps import command
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
@@ -259,7 +260,7 @@ def _command(
     output = _output(checkpoint.path)
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
-        return command_words(checkpoint.path, steps, output, edited)
+        return str(command_words(checkpoint.path, steps, output, edited))
     if target.kind == "names":
         return ""
     # ``edit --like`` takes a file with one state dict; only ``match`` knows names from elsewhere.
@@ -267,7 +268,7 @@ def _command(
     options = ["--model", target.source] if target.kind == "model" else []
     options += ["--key", key] if key is not None else []
     options += ["--target-key", target.path or "."] if target.others else []
-    return shell_command("match", *paths, options=[*options, "--apply"], output=output)
+    return str(command("match", *paths, options=[*options, "--apply"], output=output))
 
 
 def _output(path: str) -> str:
@@ -327,7 +328,7 @@ def _next(
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*steps[: len(steps) - len(last)], *drops, *last)
-    return message, command_words(checkpoint.path, words, _output(checkpoint.path), edited)
+    return message, str(command_words(checkpoint.path, words, _output(checkpoint.path), edited))
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:

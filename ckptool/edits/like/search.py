@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 from ...base.errors import RefusedError, TargetError
 from ...base.grouping import grouped
 from ...base.prefixes import common_length, common_prefix, unwrapper
-from ...base.text import shell_command
+from ...base.steps import Step, command
 from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
@@ -108,13 +108,13 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
     return options
 
 
-def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> str:
-    """Return the command line that does the steps, quoted for a shell."""
+def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> Step:
+    """Return the command that does the steps."""
     # --key holds for the edits after it.
     options = [] if key is None else ["--key", key or "."]
     for option, value in edit_options(steps):
         options += [f"--{option}", value] if isinstance(value, str) else [f"--{option}"]
-    return shell_command("edit", path, options=options, output=output)
+    return command("edit", path, options=options, output=output)
 
 
 # -- Proposals

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
-from ...base.text import join_limited, pluralize, salvage_step, shell_command
+from ...base.steps import command, salvage_step
+from ...base.text import join_limited, pluralize
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
@@ -116,7 +117,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
     left = [blocker.name or blocker.rule for blocker in blockers if blocker.rule != WRONG_SUFFIX]
     left += dict.fromkeys(written.survey.unfollowed.values())
     if left:
-        step = salvage_step(edited.path) if flaws else f"{shell_command('validate', edited.path)} says where"
+        step = salvage_step(edited.path) if flaws else command("validate", edited.path) + " says where"
         raise RefusedError(f"torch.load would still refuse it: {join_limited(left)}", path=edited.path, next=step)
     return written
 

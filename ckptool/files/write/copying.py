@@ -15,7 +15,7 @@ from queue import Empty, Queue
 from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
-from ...base.text import salvage_step
+from ...base.steps import salvage_step
 from ..sources import FILESYSTEM_BLOCK, Computed, ExpectedChecksum, FileSource, FolderPlan, Piece, Plan, Span
 from ..threads import Background
 from ..zips.reader import checksum

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from ...base.errors import OutputError, RefusedError
-from ...base.text import undo_step
+from ...base.steps import undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, open_source
 from .copying import as_output_failure, write_all
 from .output import Check

@@ -23,7 +23,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ...base.errors import RefusedError
-from ...base.text import argument, undo_step
+from ...base.steps import argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
 from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_note, is_leftover_growth, strip_note
@@ -389,7 +389,7 @@ def plan_append(
     source = archive.source
     if archive.end.unfinished:
         what = "the last edit in place of this file was not finished"
-        raise RefusedError(what, path=source.name, next=f"take it back: {undo_step(source.name)}")
+        raise RefusedError(what, path=source.name, next="take it back: " + undo_step(source.name))
     if source.size != archive.end.tail:
         what = "bytes follow the archive, and would end up in the middle of it"
         raise RefusedError(what, path=source.name, next=_next_step(archive))

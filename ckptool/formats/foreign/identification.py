@@ -12,7 +12,8 @@ from typing import Final, cast
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import human_bytes, join_limited, pluralize, quoted, salvage_step, shell_command
+from ...base.steps import AnyStep, Step, as_step, command, salvage_step
+from ...base.text import human_bytes, join_limited, pluralize, quoted
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
 from ...files.tars import is_header
@@ -49,7 +50,7 @@ def explain_placeholder(source: Source) -> UnreadableError | None:
     return error if error.kind in PLACEHOLDERS or (message and error.kind == "json") else None
 
 
-def _error(kind: str, what: str, source: Source, next: str = "") -> NotACheckpointError:
+def _error(kind: str, what: str, source: Source, next: AnyStep = "") -> NotACheckpointError:
     return NotACheckpointError(what, kind=kind, path=source.name, next=next)
 
 
@@ -146,15 +147,15 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
     except zlib.error:
         plain = b""
     if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
-        step = f"tar -xzf {quote(name)}"
-        error = _archive_error(source, "gzip", "a gzipped tar archive", step)
-        return error or _error("gzip", "it is gzip data of a tar", source, f"{step}, then name what it holds")
+        unpack = f"tar -xzf {quote(name)}"
+        error = _archive_error(source, "gzip", "a gzipped tar archive", unpack)
+        return error or _error("gzip", "it is gzip data of a tar", source, f"{unpack}, then name what it holds")
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
     # gzip data ends with the number of bytes that it inflates to, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
-        step = shell_command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
+        step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
     else:
-        step = f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds"
+        step = as_step(f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds")
     return _error("gzip", f"it is gzip data{content}", source, step)
 
 
@@ -179,7 +180,7 @@ def _unpack_step(tool: str, name: str, suffix: str) -> str:
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return _error("safetensors", "it is a safetensors file", source, shell_command("inspect", source.name))
+        return _error("safetensors", "it is a safetensors file", source, command("inspect", source.name))
     known = match_structure(head, source)
     return _foreign(known, source) if known else None
 
@@ -192,9 +193,9 @@ def _foreign(known: ForeignFormat, source: Source) -> NotACheckpointError:
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
     if head[257:262] == b"ustar" or is_header(head[:512]):
         member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
-        step = f"tar -xf {quote(source.name)}, then name the file inside"
-        error = _archive_error(source, "tar", "a tar archive", step)
-        return error or _error("tar", f"it is a tar archive, first member {quoted(member)}", source, step)
+        unpack = f"tar -xf {quote(source.name)}, then name the file inside"
+        error = _archive_error(source, "tar", "a tar archive", unpack)
+        return error or _error("tar", f"it is a tar archive, first member {quoted(member)}", source, unpack)
     if head[:4] == b"PK\x05\x06":
         return _error("empty-zip", "it is an empty zip archive", source)
     if head[:4] == b"PK\x07\x08":
@@ -202,7 +203,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     tail = source.read(max(source.size - 1024, 0), 1024)
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes precede it, or its start is lost"
-        step = f"get a whole copy of the file, or {salvage_step(source.name)}"
+        step = "get a whole copy of the file, or " + salvage_step(source.name)
         return MalformedError(what, path=source.name, next=step)
     return None
 
@@ -219,9 +220,9 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     names = [f"{quoted(item.name)} ({human_bytes(item.size)})" for item in inside]
     many = f"{pluralize(len(names), 'file')} named like checkpoints: {join_limited(names)}"
     first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
-    step = shell_command("inspect", f"{source.name}!{first.name}")
+    step = command("inspect", f"{source.name}!{first.name}")
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
-        step = unpack  # it may have to be inflated, which is not done in memory
+        step = as_step(unpack)  # it may have to be inflated, which is not done in memory
     return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
 
 
@@ -291,7 +292,7 @@ def explain_zip(archive: Archive) -> NotACheckpointError | None:
     """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
     source = archive.source
     if program := kind_of(archive):
-        step = f"what to do with it: {shell_command('inspect', source.name)}"
+        step = "what to do with it: " + command("inspect", source.name)
         return _error(program.name, f"it is {program.noun}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None
@@ -318,7 +319,7 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     left = measure_cut_zip(source)
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
         error.path = source.name
-        error.next = rescue if left is not None else ""
+        error.step = rescue if left is not None else Step()
         return error
     if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"
@@ -327,4 +328,4 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
     what = f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
     what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
-    return MalformedError(what, path=source.name, next=f"download it again, or {rescue}")
+    return MalformedError(what, path=source.name, next="download it again, or " + rescue)

@@ -17,7 +17,8 @@ from shlex import quote
 from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
-from ...base.text import join_limited, pluralize, quoted, shell_command
+from ...base.steps import Step, command
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.objects import callable_name, elements, mapping
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
@@ -107,18 +108,18 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     files = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
     what += f": {join_limited([pluralize(number, noun) for number, noun in files if number])}"
     what += f"; missing: {join_limited(missing)}" if missing else ", all there"
-    steps = []
+    step = Step()
     if (optimizer or zero3) and not missing and model == 1:
         parent, tag = os.path.split(os.path.normpath(path))
         script = "python -m deepspeed.utils.zero_to_fp32"
-        steps.append(f"make one file of it: {script} {quote(parent or os.curdir)} OUT -t {quote(tag)}")
+        step += f"make one file of it: {script} {quote(parent or os.curdir)} OUT -t {quote(tag)}; "
     if len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
         whole = os.path.join(path, *models.values())
-        steps.append(f"the weights as they were trained: {shell_command('inspect', whole)}")
+        step += "the weights as they were trained: " + command("inspect", whole)
     else:
-        steps.append(f"its files: {shell_command('inspect', os.path.join(path, '*.pt'))}")
-    return NotACheckpointError(what, kind="deepspeed", path=path, next="; ".join(steps))
+        step += "its files: " + command("inspect", os.path.join(path, "*.pt"))
+    return NotACheckpointError(what, kind="deepspeed", path=path, next=step)
 
 
 #: File names by their ranks.
@@ -207,8 +208,8 @@ def _megatron(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; missing: {join_limited(missing)}" if missing else ""
     what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
     what += "" if missing or empty else ", all there"
-    step = "" if missing or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
-    step += f"its files: {shell_command('inspect', os.path.join(path, '*/*.pt'))}"
+    whole = "" if missing or empty else "tools/checkpoint/convert.py of Megatron-LM makes one of it; "
+    step = f"{whole}its files: " + command("inspect", os.path.join(path, "*/*.pt"))
     return NotACheckpointError(what, kind="megatron", path=path, next=step)
 
 

@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError
+from ...base.suffixes import TORCH, WEIGHTS
 from ...base.text import quoted
 from ...files.sources import Source
 from ..safetensors.header import strict_json
@@ -58,11 +59,11 @@ _SIDE_FILES: Final = {
 #: Files that only such a folder has, so that weights in one file beside them are its own.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
 _MAY_BE_WEIGHTS: Final = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".tar", ".th", ".pkl", ".h5", ".keras", ".msgpack", ".onnx", ".onnx_data"),
+    *(*TORCH, ".tar", ".pkl", ".h5", ".keras", ".msgpack", ".onnx", ".onnx_data"),
     *(".gguf", ".npz", ".npy", ".tflite", ".pb", ".ot", ".mlmodel", ".pt2", ".pte", ".ptl", ".zip", ".gz"),
     ".index.json",
 )
-_CHECKPOINTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar", ".th", ".distcp", ".gguf", ".onnx")
+_CHECKPOINTS: Final = (*WEIGHTS, ".tar", ".distcp", ".gguf", ".onnx")
 
 
 class Weights(NamedTuple):

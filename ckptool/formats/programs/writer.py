@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...base.errors import RefusedError
-from ...base.text import shell_command
+from ...base.steps import command
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
 from ...files.sources import AppendPlan, Plan
@@ -64,9 +64,9 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
     """Return the container of a program of which only tags were edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
-    step = f"take the weights out first: {convert_step(checkpoint.path)}"
+    step = "take the weights out first: " + convert_step(checkpoint.path)
     if not checkpoint.survey.tensors:
-        step = f"{NO_WEIGHTS} that could be taken out: {shell_command('inspect', checkpoint.path)}"
+        step = f"{NO_WEIGHTS} that could be taken out: " + command("inspect", checkpoint.path)
     if not isinstance(container, TorchScript):
         raise RefusedError(f"{program.kind} is read-only in ckptool", path=checkpoint.path, next=step)
     repacked = any(change.edit == "repack" for change in checkpoint.changes)

@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.text import pluralize, quoted, salvage_step
+from ...base.steps import as_step, salvage_step
+from ...base.text import pluralize, quoted
 from ...files.sources import Source
 
 
@@ -243,7 +244,7 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
         left = sum(entry.end <= source.size for entry in entries)
         rule = f"its tensors end at byte {at:,}, the file has {source.size:,}"
         error = _broken(source, f"{rule}: it is cut, {left:,} of {pluralize(len(entries), 'tensor')} are whole")
-        error.next = f"download it again, or {salvage_step(source.name)}" if left else "download it again"
+        error.step = as_step("download it again") + (", or " + salvage_step(source.name) if left else "")
         raise error
     if at < source.size and not cut:
         raise _broken(source, f"{pluralize(source.size - at, 'byte')} after the last tensor")

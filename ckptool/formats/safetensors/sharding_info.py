@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
-from ...base.text import join_limited, quoted, shell_command, suggested_output
+from ...base.steps import command, suggested_output
+from ...base.text import join_limited, quoted
 
 #: Keys of the header's metadata.
 SHARDING_INFO: Final = "DCP_SHARDING_INFO"
@@ -82,7 +83,7 @@ def metadata_for(metadata: Mapping[str, str], names: Iterable[str], path: str) -
     if unknown:
         what = f"its tensors are pieces, and {SHARDING_INFO} does not say where {join_limited(unknown, most=3)} belong"
         folder = os.path.dirname(path) or os.curdir
-        step = f"edit the whole: {shell_command('convert', folder, output=suggested_output(path, 'whole'))}"
+        step = "edit the whole: " + command("convert", folder, output=suggested_output(path, "whole"))
         raise RefusedError(what, path=path, next=step)
     return {**texts, SHARDING_INFO: json.dumps({name: entries[name] for name in names})}
 

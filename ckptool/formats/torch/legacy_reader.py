@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
+from ...base.steps import Step, command, suggested_output
 from ...base.text import human_bytes, pluralize
 from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.objects import elements
@@ -94,14 +95,18 @@ class TorchLegacy(Container):
             return Plan(merge_pieces([Span(source, 0, source.size)]))
         if self._views_differ:
             what = "views of storages in it share a key, and torch takes whichever comes first"
-            raise RefusedError(what, path=source.name, next="make a zip of it first with ckptool repack")
+            raise RefusedError(what, path=source.name, next=self._repack_step)
         rest = Span(source, self.end, source.size - self.end)
         return Plan(merge_pieces([Span(source, 0, self.begin), pickle, rest]))
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
-        step = "write a new file with -o, or make a zip of it first with ckptool repack"
-        raise RefusedError(what, path=self.source.name, next=step)
+        raise RefusedError(what, path=self.source.name, next="write a new file with -o, or " + self._repack_step)
+
+    @property
+    def _repack_step(self) -> Step:
+        name = self.source.name
+        return "make a zip of it first: " + command("repack", name, output=suggested_output(name, "clean"))
 
     def _locate(self) -> None:
         """Locate the storages: in the order of the key list, each an int64 count of elements and the raw bytes."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ...base.errors import RefusedError
-from ...base.text import quoted, salvage_step
+from ...base.steps import salvage_step
+from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages

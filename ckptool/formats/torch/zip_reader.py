@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.limits import LIMITS
+from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import (
     DAMAGED,
@@ -63,7 +64,7 @@ class TorchZip(Container):
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
-                error.next = "get the file again: without data.pkl the meaning of its bytes is lost"
+                error.step = as_step("get the file again: without data.pkl the meaning of its bytes is lost")
             raise
         self.graph = decoded.graph
         self.end = decoded.end

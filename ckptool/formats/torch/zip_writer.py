@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ...base.errors import RefusedError
-from ...base.text import salvage_step
+from ...base.steps import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import StorageData
 from ...checkpoint.graph_editor import used_storages

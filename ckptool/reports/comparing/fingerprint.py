@@ -28,7 +28,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, TypedDict
 
 from ...base.errors import RefusedError
-from ...base.text import argument
+from ...base.steps import argument
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding

@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Any, Final, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError
-from ...base.text import argument, pluralize
+from ...base.steps import argument, command
+from ...base.text import pluralize
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
@@ -136,7 +137,7 @@ def read_lock(path: str) -> Lock:
 @lru_cache(maxsize=1)
 def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
     """Read the lock in a file in this state: a folder of checkpoints is checked against one lock."""
-    step = "make one with ckptool lock PATH -o FILE"
+    step = "make one: " + command("lock", "CHECKPOINT", output="LOCK")
     try:
         if state[2] > _MAX_BYTES:
             raise TargetError(f"it is not a lock: it has {state[2]:,} bytes", path=path, next=step)

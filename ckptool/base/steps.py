@@ -1,0 +1,121 @@
+"""Next steps: what a message suggests, as data until it is shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from shlex import quote
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ckptool: its name, arguments, options with their values, and the file for -o ("" for none)."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    output: str = ""
+
+    def __str__(self) -> str:
+        """Spell the command as it is typed; no other place does."""
+        words = [argument(word) for word in (self.name, *self.arguments)] + [quote(option) for option in self.options]
+        return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
+
+
+@dataclass(frozen=True)
+class Step:
+    """Prose and commands in the order in which they are read; ``str()`` spells it. It is false if it is empty."""
+
+    parts: tuple[str | Command, ...] = ()
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """The commands in it."""
+        return tuple(part for part in self.parts if isinstance(part, Command))
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.parts))
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def __add__(self, other: str | Step) -> Step:
+        return Step((*self.parts, *as_step(other).parts))
+
+    def __radd__(self, other: str) -> Step:
+        return Step((*as_step(other).parts, *self.parts))
+
+
+#: What takes a step takes prose as well.
+AnyStep: TypeAlias = str | Step
+
+
+def as_step(step: AnyStep) -> Step:
+    """Return prose as a step; a step as it is."""
+    return step if isinstance(step, Step) else Step((step,) if step else ())
+
+
+def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> Step:
+    """Return the step that is one command of ckptool."""
+    return Step((Command(name, arguments, tuple(options), output),))
+
+
+def salvage_step(path: str) -> Step:
+    """Return the next step for a partly damaged file or folder."""
+    if os.path.isdir(path):
+        return as_step("get the files again that are missing or damaged")
+    return "save what is intact: " + command("salvage", path, output=suggested_output(path, "saved"))
+
+
+def tree_step(path: str) -> Step:
+    """Return the command that shows every path in a checkpoint."""
+    return command("inspect", path, options=("--tree",))
+
+
+def undo_step(path: str) -> Step:
+    """Return the command that takes back the last edit in place of a file."""
+    return command("undo", path)
+
+
+def rename_step(path: str, extension: str) -> Step:
+    """Return the next step for a file whose extension belongs to another format."""
+    return as_step(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}")
+
+
+def suggested_output(path: str, word: str = "", extension: str = "") -> str:
+    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
+    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
+
+    An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
+    """
+    if "!" in path and not os.path.lexists(path):
+        path = os.path.basename(path.rpartition("!")[2])
+    stem, suffix = os.path.splitext(os.path.normpath(path))
+    if os.path.isdir(path):
+        stem, suffix = os.path.normpath(path), ""
+    if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
+        stem, inner = os.path.splitext(stem)
+        suffix = inner + suffix
+    elif suffix == ".tar":
+        suffix = ".pth"  # an edited torch 0.1 file becomes a zip
+    stem = f"{stem}.{word}" if word else stem
+    suffix = extension or suffix
+    names = (f"{stem}.{number}{suffix}" for number in count(2))
+    return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
+
+
+def argument(path: str) -> str:
+    """Quote a path as a command-line argument that can be pasted into a shell."""
+    if path.startswith("-"):
+        path = f"./{path}"
+    if path.isprintable():
+        return quote(path)
+
+    def octal(char: str) -> str:
+        return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
+
+    # Control characters must not reach the terminal. Bash, zsh and POSIX 2024 read this form.
+    return "$'" + "".join(char if char.isalnum() or char in " ./_-" else octal(char) for char in path) + "'"

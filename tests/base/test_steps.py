@@ -1,0 +1,39 @@
+"""Next steps: what is printed as a command can be typed, whatever the name of the file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from ckptool.base.errors import RefusedError
+from ckptool.base.steps import Step, command, salvage_step, undo_step
+
+
+@pytest.mark.parametrize(
+    "name", ["-x.pth", "--all", "a\nb.pth", "a'b.pth", "\x1b[31m", "tab\there", "it's\n", "\udcff.pth"]
+)
+@pytest.mark.parametrize("step", [undo_step, salvage_step])
+def test_a_shell_reads_the_name_in_a_next_step(step: Callable[[str], Step], name: str) -> None:
+    words = str(step(name).commands[0]).partition(" -o ")[0].split(" ", 2)[2]
+    assert words.isprintable()
+    read = subprocess.run(["bash", "-c", f"printf %s {words}"], capture_output=True, check=True).stdout
+    assert read == os.fsencode(f"./{name}" if name.startswith("-") else name)
+
+
+def test_a_step_is_data_and_text() -> None:
+    step = "make it plain: " + command("remap", "a b.pth", options=("--to", "cpu"), output="-c.pth") + ", then load it"
+    assert str(step) == "make it plain: ckptool remap 'a b.pth' --to cpu -o ./-c.pth, then load it"
+    (remap,) = step.commands
+    assert (remap.name, remap.arguments, remap.options, remap.output) == (
+        "remap",
+        ("a b.pth",),
+        ("--to", "cpu"),
+        "-c.pth",
+    )
+    error = pickle.loads(pickle.dumps(RefusedError("no", next=step)))
+    assert (error.next, error.step) == (str(step), step)
+    assert not RefusedError("no").step
