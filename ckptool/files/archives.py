@@ -28,7 +28,6 @@ from .zips.reader import read_archive
 SEPARATOR: Final = "!"
 #: Separators of a path that are looked at: an address has fewer.
 _MAX_SEPARATORS: Final = 64
-#: Names of checkpoints, and of archives that may contain some.
 #: Bytes of a gzipped tar that are inflated merely to list it.
 _PREVIEW_BYTES: Final = 64 << 20
 #: Members that are listed at most.
