@@ -85,12 +85,7 @@ def _renamed(long: Any, short: Any, prefix: str) -> bool:
         if len(long) != len(short):
             return False
         return all(
-            (
-                a == b
-                or (a != a and b != b)
-                or (isinstance(a, str) and a.removeprefix(prefix) == b)
-                or oracle.alike_key(a) == oracle.alike_key(b)
-            )
+            (oracle.alike_key(a) == oracle.alike_key(b) or (isinstance(a, str) and a.removeprefix(prefix) == b))
             and _renamed(long[a], short[b], prefix)
             for a, b in zip(long, short)
         )
