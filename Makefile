@@ -37,13 +37,13 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/cog --check -I . $(GENERATED)
 	$(BIN)/python fixtures/generators/make.py --check
 
-docs: $(READY) ## Generate the documentation anew
+docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)
 
-fixtures: $(READY) ## Make the fixtures anew
+fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py
 
 clean: ## Remove the environment and everything generated

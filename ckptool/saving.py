@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Called with the bytes written so far, and the bytes to write in all.
-Progress: TypeAlias = Callable[[int, int], None]
+OnProgress: TypeAlias = Callable[[int, int], None]
 
 #: Characters of a command kept in the note of a version.
 _COMMAND_CHARS = 300
@@ -69,7 +69,7 @@ def save(
     force: bool = False,
     follow_links: bool = False,
     dry_run: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Saved:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
@@ -103,7 +103,7 @@ def save(
     return Saved(written.path, plan.size, exact, plan)
 
 
-def _counting(on_progress: Progress, total: int) -> Callable[[int], None]:
+def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
     done = 0
 
     def step(size: int) -> None:

@@ -26,7 +26,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Step:
+class NextStep:
     """Prose and commands in the order in which they are read; ``str()`` spells it. It is false if it is empty."""
 
     parts: tuple[str | Command, ...] = ()
@@ -42,45 +42,45 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    def __add__(self, other: str | Step) -> Step:
-        return Step((*self.parts, *as_step(other).parts))
+    def __add__(self, other: str | NextStep) -> NextStep:
+        return NextStep((*self.parts, *as_step(other).parts))
 
-    def __radd__(self, other: str) -> Step:
-        return Step((*as_step(other).parts, *self.parts))
+    def __radd__(self, other: str) -> NextStep:
+        return NextStep((*as_step(other).parts, *self.parts))
 
 
 #: What takes a step takes prose as well.
-AnyStep: TypeAlias = str | Step
+AnyStep: TypeAlias = str | NextStep
 
 
-def as_step(step: AnyStep) -> Step:
+def as_step(step: AnyStep) -> NextStep:
     """Return prose as a step; a step as it is."""
-    return step if isinstance(step, Step) else Step((step,) if step else ())
+    return step if isinstance(step, NextStep) else NextStep((step,) if step else ())
 
 
-def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> Step:
+def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> NextStep:
     """Return the step that is one command of ckptool."""
-    return Step((Command(name, arguments, tuple(options), output),))
+    return NextStep((Command(name, arguments, tuple(options), output),))
 
 
-def salvage_step(path: str) -> Step:
+def salvage_step(path: str) -> NextStep:
     """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
         return as_step("get the files again that are missing or damaged")
     return "save what is intact: " + command("salvage", path, output=suggested_output(path, "saved"))
 
 
-def tree_step(path: str) -> Step:
+def tree_step(path: str) -> NextStep:
     """Return the command that shows every path in a checkpoint."""
     return command("inspect", path, options=("--tree",))
 
 
-def undo_step(path: str) -> Step:
+def undo_step(path: str) -> NextStep:
     """Return the command that takes back the last edit in place of a file."""
     return command("undo", path)
 
 
-def rename_step(path: str, extension: str) -> Step:
+def rename_step(path: str, extension: str) -> NextStep:
     """Return the next step for a file whose extension belongs to another format."""
     return as_step(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}")
 

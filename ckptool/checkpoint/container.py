@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..base.errors import RefusedError
 from ..base.text import words
 from ..files.sources import AppendPlan, Piece, Plan, Span
 from ..pickles.encode import encode
@@ -113,7 +114,7 @@ class FoundPickle(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """The facts about a format, as data, so that no code asks for its name.
+    """The facts about a format that shared code asks for, as data.
 
     ``pickled``       there is a pickle, so torch.load may run something;
     ``no_checksums``  the files without checksums, in words, "" if there are checksums;
@@ -123,7 +124,8 @@ class Traits(NamedTuple):
     ``in_a_row``      the storages follow the pickles one after the other, in an order of their own;
     ``sharded``       a folder of weights, which an edit may put into one file, by its name;
     ``pieces``        tensors are put together from pieces of several files, whose checksums are checked while copied;
-    ``named``         the root is a mapping of tensors by name, and the names may be any text.
+    ``named``         the root is a mapping of tensors by name, and the names may be any text;
+    ``zipped``        a zip of torch.save: its storages are records, in the order that ``.format_version`` promises.
     """
 
     pickled: bool = True
@@ -135,6 +137,7 @@ class Traits(NamedTuple):
     sharded: bool = False
     pieces: bool = False
     named: bool = False
+    zipped: bool = False
 
 
 class ShardLayout(NamedTuple):
@@ -208,9 +211,9 @@ class Container:
     def plan(self, pickle: bytes | None) -> Plan:
         """Return the output file with another pickle, or with None the file as it is.
 
-        Not of a folder, whose writers plan each of its files.
+        Not of a folder, whose writers plan each of its files. Raises RefusedError if the format is read-only.
         """
-        raise NotImplementedError
+        raise RefusedError(f"files of the format {self.format} are read-only in ckptool")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         """Return the version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the
@@ -219,4 +222,5 @@ class Container:
 
         Raises RefusedError where the format has no room for that.
         """
-        raise NotImplementedError
+        what = f"files of the format {self.format} are not edited in place"
+        raise RefusedError(what, next="write a new file with -o")

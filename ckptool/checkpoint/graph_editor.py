@@ -10,7 +10,7 @@ from ..base.errors import RefusedError
 from ..base.steps import command
 from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
 from .graph_builder import Constants
-from .objects import callable_name, elements, initial_pairs, last_pairs, pair_list
+from .objects import callable_name, initial_pairs, last_pairs, list_items, pair_list
 from .tensors import Storage, TensorReader
 
 
@@ -54,7 +54,7 @@ class GraphEditor(Constants):
         return self.graph.nodes[ref] if ref < old else self._added[ref - old]
 
     def text(self, ref: Ref, value: str) -> Ref:
-        """Return the reference to hold instead of the string ``ref`` where its value becomes ``value``."""
+        """Return a node of ``value`` to replace the string ``ref``, one for all places where it is replaced so."""
         if self.graph.nodes[ref] == value:
             return ref
         known = self._texts.get((ref, value))
@@ -73,18 +73,18 @@ class GraphEditor(Constants):
         listed = pair_list(self.graph, node)
         if listed is None and initial_pairs(self.graph, node):
             # Constructed from another mapping, which may be held elsewhere, too: it is filled instead.
-            kept = elements(nodes[node.args])[:-1]
+            kept = list_items(nodes[node.args])[:-1]
             empty = Call(node.op, node.func, self.add(kept) if kept else self.constant(()))
             self.changed[ref] = empty.filled(node.items, flat, node.states)
             return
         if listed is not None:
             # OrderedDict([[k, v], ...]): another one may be constructed from the same pairs, so this one gets others.
             pairs = [
-                pair if elements(nodes[pair]) == item else self.add(_sequence(nodes[pair], item), pair)
+                pair if list_items(nodes[pair]) == item else self.add(_sequence(nodes[pair], item), pair)
                 for pair, item in zip(listed, items)
             ]
             if pairs != listed:
-                (holder,) = elements(nodes[node.args])
+                (holder,) = list_items(nodes[node.args])
                 args = self.add((self.add(_sequence(nodes[holder], pairs), holder),), node.args)
                 node = Call(node.op, node.func, args, node.kwargs).filled(node.items, node.pairs, node.states)
             flat = flat[2 * len(listed) :]
@@ -203,13 +203,13 @@ def _without_lost(graph: Graph, gone: AbstractSet[Ref]) -> dict[Ref, Node]:
         if type(node) is not Call:
             continue
         listed = pair_list(graph, node)
-        kept = [pair for pair in listed or () if gone.isdisjoint(elements(nodes[pair]))]
+        kept = [pair for pair in listed or () if gone.isdisjoint(list_items(nodes[pair]))]
         if len(kept) < len(listed or ()):
-            (holder,) = elements(nodes[node.args])
+            (holder,) = list_items(nodes[node.args])
             changes[holder] = _sequence(nodes[holder], kept)
         if callable_name(graph, node.func) == "builtins.set":
-            for holder in elements(nodes[node.args])[:1]:
-                members = elements(nodes[holder])
+            for holder in list_items(nodes[node.args])[:1]:
+                members = list_items(nodes[holder])
                 if not gone.isdisjoint(members):
                     sets[holder] = List([member for member in members if member not in gone])
     return changes | sets

@@ -200,7 +200,7 @@ def _call_identity(graph: Graph, ref: Ref, node: Call, budget: list[int]) -> Has
         return ("own", ref)
     source = graph.nodes[args[0]]
     if name in _OF_SEQUENCE and len(args) == 1 and isinstance(source, List | tuple):
-        parts = [_compound_identity(graph, part, budget) for part in elements(source)]
+        parts = [_compound_identity(graph, part, budget) for part in list_items(source)]
         return ("tuple", *parts) if _OF_SEQUENCE[name] == "tuple" else ("frozenset", frozenset(parts))
     return ("call", name, *(_compound_identity(graph, part, budget) for part in args))
 
@@ -251,7 +251,7 @@ def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
         if isinstance(source, Dict):
             levels.append(source.pairs)
             break
-        if isinstance(source, List | tuple) and not (name == _COUNTER and elements(source)):
+        if isinstance(source, List | tuple) and not (name == _COUNTER and list_items(source)):
             pairs = _pairs_in(graph, args[place])
             if pairs is None:
                 return None
@@ -268,7 +268,7 @@ def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
     Memoized, because thousands of mappings can be made of one list.
     """
     if ("pairs", ref) not in graph.cache:
-        pairs = [elements(graph.nodes[pair]) for pair in elements(graph.nodes[ref])]
+        pairs = [list_items(graph.nodes[pair]) for pair in list_items(graph.nodes[ref])]
         valid = all(len(pair) == 2 for pair in pairs)
         graph.cache["pairs", ref] = [part for pair in pairs for part in pair] if valid else None
     flat: list[Ref] | None = graph.cache["pairs", ref]
@@ -292,11 +292,11 @@ def pair_list(graph: Graph, node: Call) -> list[Ref] | None:
     source = graph.nodes[args[0]] if type(args) is tuple and len(args) == 1 else None
     if not isinstance(source, List | tuple):
         return None
-    pairs = elements(source)
-    return list(pairs) if all(len(elements(graph.nodes[pair])) == 2 for pair in pairs) else None
+    pairs = list_items(source)
+    return list(pairs) if all(len(list_items(graph.nodes[pair])) == 2 for pair in pairs) else None
 
 
-def elements(node: Node) -> tuple[Ref, ...]:
+def list_items(node: Node) -> tuple[Ref, ...]:
     """Return the references in a list or tuple, () for another node."""
     if type(node) is tuple:
         return node
@@ -370,5 +370,5 @@ def state_values(graph: Graph, state: Ref) -> Iterator[Ref]:
 def local_shards(graph: Graph, state: Ref) -> list[dict[str, Ref]]:
     """Return the shards in a ShardedTensor's state, (shards, metadata, group, spec, rrefs): "tensor" and "metadata"."""
     parts = graph.nodes[state]
-    shards = elements(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
+    shards = list_items(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
     return [named_attributes(graph, shard) for shard in shards if class_name(graph, shard) in _SHARDS]

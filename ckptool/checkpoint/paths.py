@@ -32,8 +32,8 @@ from .objects import (
     called_constant,
     copied_argument,
     device_text,
-    elements,
     key_identity,
+    list_items,
     mapped_name,
     mapping,
 )
@@ -196,7 +196,7 @@ def _called_elements(graph: Graph, ref: Ref) -> list[Ref] | None:
     if callable_name(graph, node.func) not in _SEQUENCES or type(args) is not tuple or not 1 <= len(args) <= 2:
         return None
     source = graph.nodes[args[0]]
-    return [*elements(source), *node.items] if isinstance(source, List | tuple) else None
+    return [*list_items(source), *node.items] if isinstance(source, List | tuple) else None
 
 
 def entries(graph: Graph, ref: Ref) -> list[Child]:
@@ -227,7 +227,7 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
 
 
 def children(graph: Graph, ref: Ref) -> Iterator[Child]:
-    """Return all children of a node: entries, elements, arguments, attributes, states."""
+    """Return all children of a node: entries, list_items, arguments, attributes, states."""
     inside = sequence(graph, ref)
     if inside is not None:
         return (Child(f"[{number}]", item) for number, item in enumerate(inside))

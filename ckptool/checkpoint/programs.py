@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base.steps import Step, command, suggested_output
+from ..base.steps import NextStep, command, suggested_output
 from ..base.text import words
 from .checkpoint import Checkpoint
 from .container import Container
@@ -76,7 +76,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def convert_step(path: str) -> Step:
+def convert_step(path: str) -> NextStep:
     """Return the command that extracts the weights of a program."""
     output = suggested_output(path, "weights", ".pth")
     return command("convert", path, options=("--allow-loss", "entries"), output=output)

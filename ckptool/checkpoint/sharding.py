@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..base.limits import LIMITS
 from ..base.text import cut, join_limited, pluralize
 from ..pickles.nodes import Graph, Node, Ref
-from .objects import by_name, class_name, elements, local_shards, named_attributes, state_items
+from .objects import by_name, class_name, list_items, local_shards, named_attributes, state_items
 from .survey import TensorEntry
 from .tensors import Tensor, TensorReader, rebuild_calls
 
@@ -271,7 +271,7 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
         return {}
     graph, state = reader.graph, _state(reader.graph, ref)
     if how.kind == "ShardedTensor":
-        named = {".sharding_spec": elements(graph.nodes[state])[3]}
+        named = {".sharding_spec": list_items(graph.nodes[state])[3]}
         for number, shard in enumerate(local_shards(graph, state)):
             path, placed = f".local_shards[{number}]", _fields(graph, shard, "metadata")
             named |= {f"{path}.offsets": placed["shard_offsets"]} if "shard_offsets" in placed else {}
@@ -345,7 +345,7 @@ def _placement(graph: Graph, ref: Ref) -> Placement:
 
 def _sharded_tensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | None:
     graph = reader.graph
-    members = elements(graph.nodes[state])
+    members = list_items(graph.nodes[state])
     if len(members) != 5:  # shards, metadata, group, specification, remote references
         return None
     parts = []
@@ -378,14 +378,14 @@ def _value(graph: Graph, fields: dict[str, Ref], name: str) -> Node:
 
 def _few(graph: Graph, fields: dict[str, Ref], name: str) -> tuple[Ref, ...]:
     """Return the references in the list or tuple in a field, () for more than a mesh or tensor has dimensions."""
-    refs = elements(graph.nodes[fields[name]]) if name in fields else ()
+    refs = list_items(graph.nodes[fields[name]]) if name in fields else ()
     return refs if len(refs) <= LIMITS.dimensions else ()
 
 
 def _integers(graph: Graph, ref: Ref) -> tuple[int, ...] | None:
     """Return the sizes in a list or tuple of at most as many as a tensor has dimensions; None for anything else."""
     node = graph.nodes[ref] if ref >= 0 else None
-    refs = elements(node)
+    refs = list_items(node)
     values = tuple(_number(graph.nodes[item]) for item in refs) if len(refs) <= LIMITS.dimensions else (-1,)
     return values if -1 not in values and (values or node == ()) else None
 

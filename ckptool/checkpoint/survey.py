@@ -82,7 +82,7 @@ class Survey(NamedTuple):
     modules: list[str]
     #: the container that holds each container at its first path; -1 for the root
     holders: dict[Ref, Ref]
-    #: number of paths of tensors that are not listed, because too much is there more than once: ``limits.places``
+    #: number of paths of tensors that are not listed, because they are more than ``limits.places``
     unlisted: int
     #: descriptions of what is not followed: see ``unfollowed``
     unfollowed: dict[Ref, str]

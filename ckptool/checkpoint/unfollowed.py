@@ -15,7 +15,7 @@ from typing import Final
 from ..base.text import words
 from ..pickles import opcodes as op
 from ..pickles.nodes import CONTAINERS, Buffer, Call, Dict, Global, Graph, Instance, Node, Persistent, Ref, children
-from .objects import MAPPING_CLASSES, callable_name, elements, initial_pairs, mapping, state_items
+from .objects import MAPPING_CLASSES, callable_name, initial_pairs, list_items, mapping, state_items
 from .tensors import OLD_PARAMETERS, TensorReader
 
 #: Classes that copy their argument when they are called.
@@ -97,13 +97,13 @@ def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
     """Return whether it is ``tuple(tensor)`` or ``set(tensor)``: only torch can make their elements, tensors."""
-    args = elements(graph.nodes[node.args])
+    args = list_items(graph.nodes[node.args])
     return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
 
 
 def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
     """Return whether ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)`` changes the dtype."""
-    args = elements(graph.nodes[node.args])
+    args = list_items(graph.nodes[node.args])
     tensor, dtype = (reader.tensor(args[0]), graph.nodes[args[1]]) if len(args) > 1 else (None, None)
     return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
 
@@ -196,19 +196,19 @@ def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict
     for ref, node in copies:
         if node.op in (op.NEWOBJ, op.NEWOBJ_EX):
             continue
-        args, is_mapping = elements(nodes[node.args]), callable_name(graph, node.func) in MAPPING_CLASSES
+        args, is_mapping = list_items(nodes[node.args]), callable_name(graph, node.func) in MAPPING_CLASSES
         if is_mapping:
             contents[ref] = args[-1]
         for source in args:
             sources[source] = ref
             if is_mapping and source not in opened:
                 opened.add(source)
-                for inner in elements(nodes[source]):
+                for inner in list_items(nodes[source]):
                     if type(nodes[inner]) is not tuple:
                         sources.setdefault(inner, ref)
     text = "a container is changed after a call copied it"
     changed = {ref: text for source, ref in sources.items() if graph.filled_at.get(source, 0) > ref}
-    wanted = {ref for ref in contents.values() if isinstance(nodes[ref], Dict | Call) or elements(nodes[ref])}
+    wanted = {ref for ref in contents.values() if isinstance(nodes[ref], Dict | Call) or list_items(nodes[ref])}
     uses: Counter[Ref] = Counter()
     for other in nodes if wanted else ():
         uses.update(wanted.intersection(children(other)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
 from ..files.archives import file_name
 from ..files.sources import FileSource, FolderPlan
-from ..files.write.output import check_folder, check_output
+from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
 from .options import Writing
@@ -65,7 +66,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
             report = _edit_one(job, path, target, how)
             outcomes.add(report, job.code(report) if job.code else 0)
             if how.style == "table" and not how.quiet:
-                emit("\n".join([_head(report), *(job.words or account)(report)]))
+                emit("\n".join([_head(report), *(job.words or partial(change_lines, of_keys=job.of_keys))(report)]))
     worst = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
         done = sum(code < 2 for code in outcomes.codes)
@@ -103,7 +104,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check = check_folder if job.folder(checkpoint, target) else check_output
+            check = check_folder_target if job.folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
@@ -200,21 +201,21 @@ def _head(report: dict[str, Any]) -> str:
     return f"{path} -> {clean(report['output'])}: {human_bytes(size)} -> {human_bytes(output_size)}"
 
 
-def _change_lines(change: Change) -> list[str]:
+def _lines_of(change: Change) -> list[str]:
     """Return the lines of one change; several notes get a line each."""
     if len(change.notes) < 2:
         return [f"  {clean(change.words)}"]
     return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
 
 
-def account(report: dict[str, Any]) -> list[str]:
-    """Return what was done, for people."""
+def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
+    """Return what was done, for people. ``of_keys`` says that the command edits keys; see ``Job``."""
     changes = report["changes"]
-    lines = [line for change in changes[:_SHOWN] for line in _change_lines(Change(**change))]
+    lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
     if len(changes) > _SHOWN:
         lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
-        lines.append(f"  there is no {'state dict' if 'module' in report['schema'] else 'storage'} in it")
+        lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
     if not report["changed"]:
         what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
         lines.append(f"  nothing to do: {what}")

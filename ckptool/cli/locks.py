@@ -23,7 +23,7 @@ from .options import (
     quiet_options,
 )
 from .render import clean, emit, emit_lines, say_problems
-from .streams import Outcomes, Progress, progress_bar
+from .streams import BarUpdate, Outcomes, progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import TensorHash
@@ -115,7 +115,7 @@ def _each(item: TensorHash) -> str:
     return f"{digest}{item['dtype']} {shape_text(item['shape'])}  {label(item['path'])}"
 
 
-def _bar(path: str, wanted: bool) -> AbstractContextManager[Progress]:
+def _bar(path: str, wanted: bool) -> AbstractContextManager[BarUpdate]:
     """Return a progress bar for reading a file."""
     size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
     return progress_bar(size, "hashing")

@@ -105,7 +105,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="ckptool", message="%(prog)s %(version)s")
 def cli() -> None:
-    """See into PyTorch checkpoints and edit them, without running them.
+    """Inspect and edit PyTorch checkpoints, without running them.
 
     A checkpoint is metadata plus untouched bytes: ckptool reads and edits the metadata in milliseconds,
     without torch and without a GPU, and carries the bytes over as they are.

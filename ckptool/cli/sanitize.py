@@ -12,7 +12,7 @@ from ..base.globs import Globs
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, PrivateItem, find_private
-from .editing import Job, account, edit_all
+from .editing import Job, change_lines, edit_all
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit
 from .streams import Outcomes
@@ -51,7 +51,7 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
 
     def words(report: dict[str, Any]) -> list[str]:
         if report["changed"]:
-            return account(report)
+            return change_lines(report)
         if pickled[report["path"]] and (report["output"] or "").endswith(".safetensors"):
             return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
         return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]

@@ -23,7 +23,7 @@ from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
-from .streams import Progress, Reports, Rows, on_terminal, progress_bar, report_text, watched
+from .streams import BarUpdate, Reports, Rows, on_terminal, progress_bar, report_text, watched
 
 #: Files from which a progress bar is worth it.
 _MANY: Final = 500
@@ -53,7 +53,7 @@ class _Answer(NamedTuple):
 
 
 @contextmanager
-def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], Progress]]:
+def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], BarUpdate]]:
     """Yield the files for the paths, or errors in their place, and a function to call with 1 for each, or None."""
     items = (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
     if not (bar and watched()) or names_one_file(paths):
@@ -112,7 +112,7 @@ def inspect(
             return _overview(results) if overview else _summaries(results)
 
 
-def _counted(results: Iterator[_Answer], progress: Progress) -> Iterator[_Answer]:
+def _counted(results: Iterator[_Answer], progress: BarUpdate) -> Iterator[_Answer]:
     """Yield the answers; each moves the progress bar."""
     for answer in results:
         yield answer

@@ -15,7 +15,7 @@ from .options import worst
 from .render import clean, emit, emit_json, emit_part, failure, flush, say_error, to_json
 
 #: Called with the work just done; None without a progress bar.
-Progress: TypeAlias = "Callable[[int], None] | None"
+BarUpdate: TypeAlias = "Callable[[int], None] | None"
 
 #: Bytes from which reading takes a noticeable time.
 _BYTES_FELT: Final = 200_000_000
@@ -24,7 +24,7 @@ _FIRST: Final = 100
 
 
 @contextmanager
-def progress_bar(total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT) -> Iterator[Progress]:
+def progress_bar(total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT) -> Iterator[BarUpdate]:
     """Show a progress bar on stderr: yield a function to call with the work done.
 
     Yields None without a terminal, or for a ``total`` below ``least``.
@@ -50,7 +50,7 @@ def on_terminal() -> bool:
 def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of ``save``, which knows the total only once it has planned."""
     with ExitStack() as stack:
-        step: Progress = None
+        step: BarUpdate = None
         shown = 0
 
         def on_progress(done: int, total: int) -> None:

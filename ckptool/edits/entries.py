@@ -284,8 +284,8 @@ def _description(checkpoint: Checkpoint, ref: Ref) -> str:
 def _without_unused(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
     """Return the edited checkpoint without the bytes of storages that are no longer used.
 
-    It is also laid out again when a reader meets its storages in another order, which the layout contract of
-    ``.format_version`` forbids (formats: ``zips.layout_holds``).
+    It is also laid out again when a reader meets its storages in another order, which the contract of
+    ``.format_version`` forbids (docs/formats.md).
     """
     before, after = (list(used_storages(version, checkpoint.path)) for version in (checkpoint.graph, graph))
     relayout = len(after) < len(before) if checkpoint.traits.in_a_row else after != before

@@ -18,7 +18,7 @@ from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import elements, mapping
+from ..checkpoint.objects import by_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
@@ -61,11 +61,10 @@ def optimizers(graph: Graph) -> list[Optimizer]:
         items = mapping(graph, ref)
         base = bounded(path, ref)
         if items is None:
-            parts = enumerate(elements(node))
+            parts = enumerate(list_items(node))
             below = [(part, f"{base}[{number}]") for number, part in parts if _may_contain(graph, part)]
         else:
-            by_name = {key: value for name, value in items if type(key := graph.nodes[name]) is str}
-            optimizer = _optimizer(graph, ref, path, by_name)
+            optimizer = _optimizer(graph, ref, path, by_name(graph, items))
             if optimizer is not None:
                 result.append(optimizer)
             children = [child for child in as_children(graph, items) if _may_contain(graph, child.ref)]
@@ -78,7 +77,7 @@ def _may_contain(graph: Graph, ref: Ref) -> bool:
     """Tell whether a node can contain an optimizer; a tensor cannot: an unfilled call of several arguments."""
     node = graph.nodes[ref]
     if type(node) is Call and node.filling is None:
-        return len(elements(graph.nodes[node.args])) == 1
+        return len(list_items(graph.nodes[node.args])) == 1
     return isinstance(node, tuple | List | Dict | Call)
 
 
@@ -86,7 +85,7 @@ def _optimizer(graph: Graph, ref: Ref, path: str, by_name: Mapping[str, Ref]) ->
     if not {"state", "param_groups"} <= by_name.keys() or mapping(graph, by_name["state"]) is None:
         return None
     groups = []
-    for group in elements(graph.nodes[by_name["param_groups"]]):
+    for group in list_items(graph.nodes[by_name["param_groups"]]):
         entries = {graph.nodes[name]: value for name, value in mapping(graph, group) or ()}
         if "params" not in entries:
             return None
@@ -96,7 +95,7 @@ def _optimizer(graph: Graph, ref: Ref, path: str, by_name: Mapping[str, Ref]) ->
 
 def _values(graph: Graph, ref: Ref) -> list[Node]:
     """Return the nodes in a list."""
-    return [graph.nodes[part] for part in elements(graph.nodes[ref])]
+    return [graph.nodes[part] for part in list_items(graph.nodes[ref])]
 
 
 def renamed_parameters(
@@ -130,7 +129,7 @@ def renamed_parameters(
             changes.append(Change("rename-optimizer", optimizer.path, 0, len(names), summary))
             continue
         for ref in lists:
-            old_parts = elements(graph.nodes[ref])
+            old_parts = list_items(graph.nodes[ref])
             parts = [_renamed(editor, part, table) for part in old_parts]
             if parts != list(old_parts):
                 _set_list(editor, ref, parts)
@@ -198,7 +197,7 @@ def prune_optimizers(
 
 
 def _moved_tie(losses: Sequence[tuple[Owner, Collection[str]]]) -> str:
-    """Describe a parameter that is dropped by its first key and stays by another, where its number differs, or ""."""
+    """Describe a parameter that loses its first key and stays under another, with another number; "" for none."""
     for owner, names in losses:
         for keys in owner.keys.values():
             staying = [key for key in keys if key not in names]
@@ -208,7 +207,7 @@ def _moved_tie(losses: Sequence[tuple[Owner, Collection[str]]]) -> str:
 
 
 def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | str:
-    """Return the optimizer's parameters in a state dict; or the reason why they are not there."""
+    """Return the optimizer's parameters in a state dict, or the reason why they cannot be matched."""
     graph = checkpoint.graph
     ids = [node for group in optimizer.groups for node in _values(graph, group.params)]
     names = [node for group in optimizer.groups if group.names >= 0 for node in _values(graph, group.names)]
@@ -253,7 +252,7 @@ def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[
 
 
 def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tuple[tuple[int, ...], ...]]:
-    """Return the shapes of an optimizer's tensors for each parameter, if they can tell the shape of that."""
+    """Return the shapes of an optimizer's tensors by parameter, without those that do not tell the shape of it."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     state_shapes = {}
     for key, value in mapping(graph, optimizer.state) or ():
@@ -274,14 +273,14 @@ def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collec
     """Drop the states of the parameters with the ids ``gone``."""
     new_ids: dict[Node, Node] = {}
     for group in optimizer.groups:
-        parts = elements(graph.nodes[group.params])
+        parts = list_items(graph.nodes[group.params])
         kept = [part for part in parts if graph.nodes[part] not in gone]
         for part in kept:
             old = graph.nodes[part]
             new_ids[old] = len(new_ids) if type(old) is int else old
         _set_list(editor, group.params, [_renumbered(editor, part, new_ids) for part in kept])
         if group.names >= 0:
-            names = elements(graph.nodes[group.names])
+            names = list_items(graph.nodes[group.names])
             _set_list(editor, group.names, [name for part, name in zip(parts, names) if part in kept])
     # States that no group mentions stay.
     states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]

@@ -12,7 +12,7 @@ from ..base.text import cut, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import attributes, callable_name, class_name, elements, mapping
+from ..checkpoint.objects import attributes, callable_name, class_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within
 from ..checkpoint.tensors import RebuildCall
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
@@ -118,7 +118,7 @@ def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only
 def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
     """Return the edited checkpoint without bytes between records, other records, comments, unreachable objects and the
     name of the folder, often that of a file. A legacy file has none of these, and may hold modules, unlike a zip."""
-    is_zip = checkpoint.format == "torch-zip"
+    is_zip = checkpoint.traits.zipped
     return checkpoint.changed(graph, changes, needs_relayout=is_zip, root="archive" if is_zip else "")
 
 
@@ -228,7 +228,7 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
                 yield path, ref, decoded, False
             continue
         if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
-            parts = [str(nodes[part]) for part in elements(nodes[node.args])]
+            parts = [str(nodes[part]) for part in list_items(nodes[node.args])]
             yield path, node.args, "/".join(parts).replace("//", "/", 1), False
             continue
         if isinstance(node, Persistent):
@@ -257,7 +257,7 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         yield from ((part, f"{path}[{number}]") for number, part in enumerate(parts))
     if isinstance(node, Call):
         name = callable_name(graph, node.func)
-        parts = elements(graph.nodes[node.args])
+        parts = list_items(graph.nodes[node.args])
         call = RebuildCall(ref, ref, name, node.func, node.args, tuple(parts))
         if call.state >= 0 and name.startswith("torch."):
             yield call.state, path  # attributes that were set on the tensor

@@ -17,7 +17,7 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     """
     if program_of(checkpoint) is not None:
         # Its code names its records: all of them stay as they are.
-        change = Change("repack", "", 1, 0, "laid out anew, as torch writes it")
+        change = Change("repack", "", 1, 0, "rewritten in the layout of torch")
         return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
     deflated = sum((body := checkpoint.body(key)) is not None and body.compressed for key in used)
@@ -27,5 +27,5 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
         size = human_bytes(sum(record.span.size for record in unused))
         notes.append(f"{pluralize(len(unused), 'storage')} that nothing uses left out, {size}")
     writer = "torch.save" if checkpoint.pickled else "safetensors"
-    change = Change("repack", "", 1, 0, f"laid out anew, as {writer} does", tuple(notes))
+    change = Change("repack", "", 1, 0, f"rewritten in the layout of {writer}", tuple(notes))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)

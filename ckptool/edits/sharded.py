@@ -11,7 +11,7 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import class_name, elements, mapping, named_attributes
+from ..checkpoint.objects import class_name, list_items, mapping, named_attributes
 from ..checkpoint.sharding import Sharding, is_sharded, sharding, sharding_summary
 from ..checkpoint.tensors import rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Ref
@@ -99,8 +99,8 @@ def recast_spread(checkpoint: Checkpoint, editor: GraphEditor, ref: Ref, dtype: 
     """Give a spread tensor another dtype wherever it mentions its own: its parts were cast."""
     graph = checkpoint.graph
     node = graph.nodes[_innermost(checkpoint, ref)]
-    args = elements(graph.nodes[node.args]) if isinstance(node, Call) else ()
-    wrapper_args = elements(editor.node(args[2])) if len(args) == 4 else ()
+    args = list_items(graph.nodes[node.args]) if isinstance(node, Call) else ()
+    wrapper_args = list_items(editor.node(args[2])) if len(args) == 4 else ()
     if not wrapper_args:
         return
     named = editor.named("torch", dtype)
@@ -119,7 +119,7 @@ def _recast_spec(editor: GraphEditor, spec: Ref, named: Ref) -> None:
     graph = editor.graph
     meta = named_attributes(graph, spec).get("tensor_meta", -1)
     node = graph.nodes[meta] if meta >= 0 else None
-    args = elements(graph.nodes[node.args]) if isinstance(node, Call) else ()
+    args = list_items(graph.nodes[node.args]) if isinstance(node, Call) else ()
     if isinstance(node, Call) and len(args) == 3:
         editor.changed[node.args] = (*args[:2], named)
     _reset(editor, spec, "_hash", editor.constant(None))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.steps import Step, command, suggested_output
+from ..base.steps import NextStep, command, suggested_output
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
@@ -80,6 +80,6 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
     raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
 
 
-def _way_out(checkpoint: Checkpoint) -> Step:
+def _way_out(checkpoint: Checkpoint) -> NextStep:
     path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
     return "make a torch file of it first: " + command("convert", path, output=output)

@@ -39,7 +39,7 @@ class Rescued(Container):
 
     def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
         self.source, self.root, self.graph, self._pickle, self.byteorder = source, root, graph, pickle, byteorder
-        self.format, self.traits = "torch-zip", Traits()
+        self.format, self.traits = "torch-zip", Traits(zipped=True)
         self.problems = []
         self.lost: dict[str, str] = {}
         self._stored: dict[str, StorageLocation] = {}

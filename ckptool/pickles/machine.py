@@ -285,7 +285,7 @@ class Machine:
             present = getattr(target, attribute)
         else:
             self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
-        default = code == 0x73 or code == 0x61 or (2 <= count < BATCH_SIZE and code != 0x90)
+        default = code in (op.SETITEM, op.APPEND) or (2 <= count < BATCH_SIZE and code != op.ADDITEMS)
         if not (first and default) or ref in self.batches:
             # From its first unusual batch on; what it holds came in default ones, in protocols after 0.
             if ref not in self.batches:

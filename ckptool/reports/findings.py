@@ -12,7 +12,7 @@ from ..base.errors import CkptoolError
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
-from ..base.steps import AnyStep, Step, as_step, command, rename_step, salvage_step, suggested_output, undo_step
+from ..base.steps import AnyStep, NextStep, as_step, command, rename_step, salvage_step, suggested_output, undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint
@@ -35,12 +35,12 @@ class Finding(NamedTuple):
     next: AnyStep = ""
 
 
-def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> Step:
+def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> NextStep:
     """Return a command that writes beside the input, to ``suggested_output``."""
     return command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
-def rescue_step(checkpoint: Checkpoint) -> Step:
+def rescue_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
     whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
@@ -63,7 +63,6 @@ _WHOLE: Final = (
 )
 #: Objects of a pickle beyond which ``sanitize`` is not tried for a hint: it takes as long as the edit.
 _MOST_TRIED: Final = 100_000
-_HOPELESS: Final = AMBIGUOUS | UNEDITABLE | {CUT, DAMAGED}
 
 
 def findings(
@@ -129,11 +128,11 @@ def _shard_file(path: str) -> Iterator[Finding]:
         yield Finding("shard", "note", message, _inspect_folder(path))
 
 
-def _inspect_folder(path: str) -> Step:
+def _inspect_folder(path: str) -> NextStep:
     return _inspect(os.path.dirname(path) or os.curdir)
 
 
-def _inspect(path: str) -> Step:
+def _inspect(path: str) -> NextStep:
     return command("inspect", path)
 
 
@@ -351,7 +350,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
     """
     if len(checkpoint.graph.nodes) > _MOST_TRIED:
         return ""
-    if any(problem.code in _HOPELESS for problem in checkpoint.container.problems):
+    if any(problem.code in _NO_EDITS or problem.code in (CUT, DAMAGED) for problem in checkpoint.container.problems):
         return ""
     extension = ""
     if checkpoint.path.endswith(".safetensors"):

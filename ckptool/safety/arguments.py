@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ..base.dtypes import BY_NAME
 from ..base.text import words
-from ..checkpoint.objects import elements, mapped_name, mapping
+from ..checkpoint.objects import list_items, mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader
 from ..pickles import opcodes as op
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Node, Persistent, Ref, Set
@@ -212,7 +212,7 @@ class _CallChecker:
         inner, name = self.name(args[0]), _global_name(self.nodes[args[1]])
         if inner == _FROM_TYPE:
             return Refusal("it is nested in itself", False)
-        refusal = self.rule(inner, elements(self.nodes[args[2]]), tensor)
+        refusal = self.rule(inner, list_items(self.nodes[args[2]]), tensor)
         if refusal is not None:
             return refusal
         if tensor is None:
@@ -225,7 +225,7 @@ class _CallChecker:
         return None
 
     def sparse(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        layout, data = self.layout(args[0]), elements(self.nodes[args[1]])
+        layout, data = self.layout(args[0]), list_items(self.nodes[args[1]])
         coordinates = layout == "torch.sparse_coo"
         if not coordinates and layout not in composite.BLOCK_DIMENSIONS:
             return Refusal(f"the layout {layout}")
@@ -249,7 +249,7 @@ class _CallChecker:
         return _refusal(composite.nested_problem(parts))
 
     def quantized(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
-        nodes, parts = self.nodes, elements(self.nodes[args[4]])
+        nodes, parts = self.nodes, list_items(self.nodes[args[4]])
         scheme = _global_name(nodes[parts[0]]) if parts else ""
         if not tensor.dtype.startswith(_QUANTIZED):
             return Refusal(f"a quantized tensor of {tensor.dtype}")
@@ -286,7 +286,7 @@ class _CallChecker:
         node = self.nodes[ref]
         if not isinstance(node, Call) or self.name(node.func) != "torch.serialization._get_layout":
             return ""
-        args = elements(self.nodes[node.args])
+        args = list_items(self.nodes[node.args])
         text = self.nodes[args[0]] if args else ""
         return text if type(text) is str else ""
 
@@ -294,9 +294,9 @@ class _CallChecker:
         """Return the numbers in a tuple, list or torch.Size; None for another node."""
         node = self.nodes[ref]
         if isinstance(node, Call) and self.name(node.func) == "torch.Size":
-            args = elements(self.nodes[node.args])
+            args = list_items(self.nodes[node.args])
             node = self.nodes[args[0]] if args else ()
-        values = [self.nodes[item] for item in elements(node)]
+        values = [self.nodes[item] for item in list_items(node)]
         if not isinstance(node, tuple | List) or not all(map(_is_int64, values)):
             return None
         return tuple(values)  # type: ignore[arg-type]
@@ -316,7 +316,7 @@ class _CallChecker:
     def size(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         node = self.nodes[args[0]] if args else ()
         if isinstance(node, tuple | List):
-            values = (self.nodes[item] for item in elements(node))
+            values = (self.nodes[item] for item in list_items(node))
             fits = all(isinstance(value, int) and -_INT64 <= value < _INT64 for value in values)
             return None if fits else Refusal("something other than integers")
         certain = node != "" and isinstance(node, str | int | float | None)
@@ -344,7 +344,7 @@ class _CallChecker:
         pairs = mapping(self.graph, args[0])
         if isinstance(node, tuple | List) or pairs is not None:
             if args[0] not in self.holds_bytes:
-                items = elements(node) if pairs is None else [key for key, _ in pairs]
+                items = list_items(node) if pairs is None else [key for key, _ in pairs]
                 values = (self.nodes[item] for item in items)
                 self.holds_bytes[args[0]] = all(isinstance(value, int) and 0 <= value < 256 for value in values)
             return None if self.holds_bytes[args[0]] else Refusal("something other than bytes")
@@ -374,18 +374,18 @@ class _CallChecker:
         if not isinstance(node, tuple | List):
             known = self.called(args[0]) in _DICTS
             return None if known else Refusal("something other than a mapping", not isinstance(node, Call))
-        pairs = [self.nodes[pair] for pair in elements(node)]
+        pairs = [self.nodes[pair] for pair in list_items(node)]
         for pair in pairs:
-            if len(elements(pair)) != 2 and not (isinstance(pair, str | bytes) and len(pair) == 2):
+            if len(list_items(pair)) != 2 and not (isinstance(pair, str | bytes) and len(pair) == 2):
                 if isinstance(pair, Call | Dict | Set | FrozenSet):
                     return Refusal("something that ckptool does not follow", False)
                 return Refusal("something other than pairs")
-        return self.keys([elements(pair)[0] for pair in pairs if elements(pair)])
+        return self.keys([list_items(pair)[0] for pair in pairs if list_items(pair)])
 
     def counter(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         node = self.nodes[args[0]] if args else None
         if isinstance(node, tuple | List):
-            return self.keys(elements(node))
+            return self.keys(list_items(node))
         return self.ordered_dict(args, tensor) if node is not None else None
 
     # -- Keys

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from ckptool.base.errors import RefusedError
-from ckptool.base.steps import Step, command, salvage_step, undo_step
+from ckptool.base.steps import NextStep, command, salvage_step, undo_step
 
 
 @pytest.mark.parametrize(
     "name", ["-x.pth", "--all", "a\nb.pth", "a'b.pth", "\x1b[31m", "tab\there", "it's\n", "\udcff.pth"]
 )
 @pytest.mark.parametrize("step", [undo_step, salvage_step])
-def test_a_shell_reads_the_name_in_a_next_step(step: Callable[[str], Step], name: str) -> None:
+def test_a_shell_reads_the_name_in_a_next_step(step: Callable[[str], NextStep], name: str) -> None:
     words = str(step(name).commands[0]).partition(" -o ")[0].split(" ", 2)[2]
     assert words.isprintable()
     read = subprocess.run(["bash", "-c", f"printf %s {words}"], capture_output=True, check=True).stdout

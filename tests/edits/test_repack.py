@@ -164,7 +164,7 @@ FOREIGN = ("zip_deflated.pth", "zip_gaps.pth", "torch16.pth", "torch17.pth", "zi
 @pytest.mark.parametrize("name", FOREIGN)
 def test_the_command(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["repack", str(FIXTURES / name), "-o", str(out)]) == 0
-    assert "laid out anew, as torch.save does" in capsys.readouterr().out
+    assert "rewritten in the layout of torch.save" in capsys.readouterr().out
     check_clean(out)
     assert oracle.difference(oracle.load(FIXTURES / name), mapped(out)) == ""
     told = ckptool.diff(FIXTURES / name, out)

@@ -1,4 +1,4 @@
-"""Law 3 for outputs that are folders: the old one or the whole new one, whatever happens, and no litter."""
+"""Law 4 for outputs that are folders: the old one or the whole new one, whatever happens, and no litter."""
 
 from __future__ import annotations
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT
+
+from ckptool.cli.main import cli
 
 _LINKS = re.compile(r"\[[^]]*\]\(([^)]*)\)")
 
@@ -30,3 +33,15 @@ def test_every_link_of_the_documents_leads_to_a_file() -> None:
     for document in documents:
         links = [link.partition("#")[0] for link in _LINKS.findall(document.read_text(encoding="utf-8"))]
         assert all((document.parent / link).exists() for link in links if not link.startswith(("https:", "mailto:")))
+
+
+COMMANDS = re.findall(r"`(ckptool [^`]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("line", sorted({line for line in COMMANDS if " " in line.removeprefix("ckptool ")}))
+def test_the_commands_of_the_readme_parse(line: str) -> None:
+    name, *arguments = shlex.split(line)[1:]
+    with cli.make_context("ckptool", [name]) as context:
+        command = cli.get_command(context, name)
+        assert command is not None
+        command.make_context(name, arguments, parent=context)

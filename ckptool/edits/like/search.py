@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 from ...base.errors import RefusedError, TargetError
 from ...base.grouping import grouped
 from ...base.prefixes import common_length, common_prefix, unwrapper
-from ...base.steps import Step, command
+from ...base.steps import NextStep, command
 from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 
@@ -98,7 +98,7 @@ def _glob_rename(old: str, new: str) -> Rename:
 
 
 def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
-    """Return (option, value) as ``ckptool edit`` and ``api.edit`` take them, True for a flag."""
+    """Return (option, value) as ``ckptool edit`` and ``edits.pipeline.edit`` take them, True for a flag."""
     options: list[tuple[str, str | bool]] = []
     for step in steps:
         if step.option == "by-order":
@@ -108,7 +108,7 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
     return options
 
 
-def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> Step:
+def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that does the steps."""
     # --key holds for the edits after it.
     options = [] if key is None else ["--key", key or "."]

@@ -14,7 +14,7 @@ from ...base.text import cut, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.graph_editor import GraphEditor
-from ...checkpoint.objects import callable_name, elements, mapping
+from ...checkpoint.objects import callable_name, list_items, mapping
 from ...checkpoint.tensors import TensorReader, contiguous_strides
 from ...pickles.nodes import Call, Dict, List, Node, Ref
 from ...values.elements import added_storages, number_width, swapped
@@ -239,9 +239,9 @@ def _dtype(case: Case, ref: Ref) -> _Dtype | None:
 
 
 def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
-    args = elements(editor.node(node.args))
+    args = list_items(editor.node(node.args))
     code = editor.node(args[0]) if args else None
-    parts = [editor.node(part) for part in elements(editor.node(node.states[-1]))] if node.states else []
+    parts = [editor.node(part) for part in list_items(editor.node(node.states[-1]))] if node.states else []
     digits = code[1:] if type(code) is str else ""
     # After the byte order come a shape within the element, and the names of its fields.
     if type(code) is not str or any(part is not None for part in parts[2:4]):
@@ -255,8 +255,8 @@ def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
 
 def _unit(editor: GraphEditor, metadata: list[Node]) -> str:
     """Return the unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
-    pair = elements(metadata[0]) if metadata else ()
-    unit = elements(editor.node(pair[1])) if len(pair) == 2 else ()
+    pair = list_items(metadata[0]) if metadata else ()
+    unit = list_items(editor.node(pair[1])) if len(pair) == 2 else ()
     if len(unit) < 2:
         return "?"
     raw, number = raw_bytes(editor, unit[0]), editor.node(unit[1])

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.objects import elements, mapped_name, mapping, pair_list
+from ...checkpoint.objects import list_items, mapped_name, mapping, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
@@ -124,7 +124,7 @@ def _duration(case: Case) -> datetime.timedelta | None:
 def _collection(case: Case) -> RuleResult:
     """Replace defaultdict, deque, frozenset, range, slice and the calls that make builtin containers."""
     name, args = case.name, case.args
-    first = elements(case.graph.nodes[args[0]]) if args and args[0] < len(case.graph.nodes) else ()
+    first = list_items(case.graph.nodes[args[0]]) if args and args[0] < len(case.graph.nodes) else ()
     if name == "collections.defaultdict":
         return as_dict(_set_pairs(case.node), "; its default is left out")
     if name == "collections.deque":
@@ -133,7 +133,7 @@ def _collection(case: Case) -> RuleResult:
         given = pair_list(case.graph, case.node) if args else []
         if given is None:
             return UNKNOWN
-        parts = [part for pair in given for part in elements(case.graph.nodes[pair])] + list(case.node.pairs)
+        parts = [part for pair in given for part in list_items(case.graph.nodes[pair])] + list(case.node.pairs)
         return as_dict(list(zip(parts[::2], parts[1::2])))
     if name == "builtins.bytes" and not args:
         # How protocol 2 writes empty bytes.
@@ -310,7 +310,7 @@ def _slot_values(case: Case) -> RuleResult:
     called_class = case.name.rpartition(".")[2][:1].isupper()
     if len(case.node.states) > 1 or case.args or not (case.is_class or called_class):
         return UNKNOWN
-    items = elements(case.current(case.node.states[-1]))
+    items = list_items(case.current(case.node.states[-1]))
     # A tuple, because frozen dataclasses are members of sets and keys.
     return as_tuple(items) if items else UNKNOWN
 
@@ -436,7 +436,7 @@ class _StateDictBuilder:
     def _data(self, case: Case, ref: Ref) -> Ref:
         """Return the tensor in a Parameter: a state dict holds it detached."""
         node = case.graph.nodes[ref]
-        args = elements(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
+        args = list_items(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
         return args[0] if args and self.reader.tensor(args[0]) is not None else ref
 
 
@@ -453,8 +453,8 @@ def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
     node = case.graph.nodes[ref] if ref >= 0 else None
     if isinstance(node, Set):
         return tuple(node.items)
-    args = elements(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
-    return elements(case.graph.nodes[args[0]]) if args else ()
+    args = list_items(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
+    return list_items(case.graph.nodes[args[0]]) if args else ()
 
 
 def _version(name: str, buffers: set[str]) -> int:

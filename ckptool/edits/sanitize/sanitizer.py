@@ -19,7 +19,7 @@ from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
-from ...checkpoint.objects import callable_name, elements, mapped_name, pair_list
+from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
@@ -160,7 +160,7 @@ def _make_plain(
         # Dropped bytes must not stay behind unused.
         or bool(before.keys() - after.keys())
         # The layout contract of .format_version wants storages in the order in which a reader meets them.
-        or (checkpoint.format == "torch-zip" and list(before) != [key for key in after if key in before])
+        or (checkpoint.traits.zipped and list(before) != [key for key in after if key in before])
     )
     if checkpoint.traits.in_a_row:
         # Five pickles of one protocol, and storages that they cannot hold: everything is laid out again.
@@ -172,8 +172,8 @@ def _make_plain(
         protocol = checkpoint.graph.style.protocol
         summary = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
         changes.insert(0, Change("protocol", "", 1, 0, summary))
-    if relayout and not changes and checkpoint.format == "torch-zip":
-        changes = [Change("repack", "", 1, 0, "laid out anew, as torch.save does")]
+    if relayout and not changes and checkpoint.traits.zipped:
+        changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
     return checkpoint.changed(graph, changes, added_storages(checkpoint, storages, after), needs_relayout=relayout)
 
 
@@ -185,7 +185,7 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
         stored = checkpoint.body(storage.key)
         if stored is None:
             message = f"the bytes of storage {storage.key!r} are not in the file"
-        elif checkpoint.format == "torch-zip" and stored.size != storage.nbytes:
+        elif checkpoint.traits.zipped and stored.size != storage.nbytes:
             message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
         else:
             continue
@@ -203,7 +203,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     cyclic = [ref for cycle in cycles(graph) for ref in cycle.dependent] if may_cycle else []
     for ref in cyclic:
         if ref in tuples:
-            editor.changed[ref] = List(list(elements(graph.nodes[ref])))
+            editor.changed[ref] = List(list(list_items(graph.nodes[ref])))
             sanitizer.note(tuples[ref], "tuple", "list, because it contains itself")
     left = [ref for ref in cyclic if ref not in tuples and type(graph.nodes[ref]) is Call]
     if len(left) < len(cyclic):
@@ -456,8 +456,8 @@ class _Sanitizer:
         """
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":
-            args = elements(self.editor.node(node.args))
-            members = elements(self.editor.node(args[0])) if args else ()
+            args = list_items(self.editor.node(node.args))
+            members = list_items(self.editor.node(args[0])) if args else ()
             hashable = all(keys.hashable(member) for member in members)
             if not hashable or keys.duplicates(members):
                 self.editor.changed[visit.ref] = List(list(members))
@@ -497,11 +497,11 @@ class _Sanitizer:
         given = pair_list(self.checkpoint.graph, node) if max(node.args, node.func) < len(nodes) else None
         if given:
             # OrderedDict([[key, value], ...]): the lists are only notation, and have no path.
-            pairs = [part for pair in given for part in elements(nodes[pair])]
+            pairs = [part for pair in given for part in list_items(nodes[pair])]
             return self._entries(path, [*pairs, *node.pairs]) + states
         # The function and the class of a tensor are names that torch checks, not objects.
         skip = 2 if called_name(self.editor, node.func) == _FROM_TYPE else 0
-        visits = [_Visit(ref, path) for ref in elements(self.editor.node(node.args))[skip:]]
+        visits = [_Visit(ref, path) for ref in list_items(self.editor.node(node.args))[skip:]]
         return visits + self._entries(path, node.pairs) + states
 
     def _entries(self, path: str, pairs: Sequence[Ref]) -> list[_Visit]:

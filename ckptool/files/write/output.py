@@ -214,8 +214,8 @@ def _discarded_on_error(
 ) -> Iterator[None]:
     """Discard the temporary file, or folder of the files ``names``, if writing the output ``path`` fails.
 
-    An OSError becomes an OutputError. Any other error without a path gets that of the output. So does, for a folder,
-    an error about a file that is none of ``sources``: nobody knows the temporary names of its files.
+    An OSError becomes an OutputError. Errors without a path, and errors about a file in a temporary folder, get the
+    path of the output, because users never see temporary names. The files of ``names`` may change until then.
     """
     try:
         yield
@@ -374,11 +374,11 @@ def remove_leftovers(folder: str, name: str) -> None:
             os.close(fd)
 
 
-def check_folder(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
+def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """Return the real path of the folder to write; raises as ``check_output`` does.
 
-    With ``force`` an existing folder is replaced, but ``write_files`` does so only if it contains nothing but the parts
-    of one checkpoint, and files that the new one has as well: a typing error never deletes a folder of other files.
+    With ``force`` an existing folder is replaced, but ``write_folder`` does so only if it contains nothing but the
+    parts of one checkpoint, and files that the new one has as well: a typing error never deletes other files.
     """
     if not path or "\0" in path:
         raise OutputError("it is not a folder name", path=repr(path))
@@ -428,12 +428,12 @@ def write_folder(
     parts: Callable[[str], Collection[str]] = lambda path: (),
     check: FolderCheck | None = None,
 ) -> Written:
-    """Write a folder. ``mode`` is for its files. Raises as ``write_plan`` does.
+    """Write a folder. ``mode`` is for its files. Raises as ``write_file`` does.
 
     ``parts`` returns the files of a folder that are the checkpoint to replace; any other file in it is never deleted.
     ``check`` is called with the path of the staged folder; each file must also match its plan.
     """
-    target = check_folder(path, sources, force=force)
+    target = check_folder_target(path, sources, force=force)
     names = [file for file, _ in files.files]
     names += parts(target) if force else ()
     _check_replaceable(target, path, force, names)
@@ -463,7 +463,7 @@ def write_folder(
                 os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
                 former = os.listdir(target)
                 exchange(target, temporary)
-                names[:] = former
+                names[:] = former  # what is discarded now, also on an error
                 sync_folder(parent)
                 remove_temporary(temporary, names)
             else:

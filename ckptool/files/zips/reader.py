@@ -413,21 +413,23 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
 
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
     """Parse extra fields into (id, data); what does not parse is cut off, as every reader does."""
+    return _walk_extra(raw)[0]
+
+
+def fills_block(extra: bytes) -> bool:
+    """Return whether the extra fields fill their block exactly."""
+    return _walk_extra(extra)[1] == len(extra)
+
+
+def _walk_extra(raw: bytes) -> tuple[list[tuple[int, bytes]], int]:
+    """Return the extra fields as (id, data), and the offset after the last."""
     fields = []
     at = 0
     while at + 4 <= len(raw):
         size = int.from_bytes(raw[at + 2 : at + 4], "little")
         fields.append((int.from_bytes(raw[at : at + 2], "little"), raw[at + 4 : at + 4 + size]))
         at += 4 + size
-    return fields
-
-
-def fills_block(extra: bytes) -> bool:
-    """Return whether the extra fields fill their block exactly."""
-    at = 0
-    while at + 4 <= len(extra):
-        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
-    return at == len(extra)
+    return fields, at
 
 
 def _note_oddities(archive: Archive, unused: int) -> None:

@@ -9,7 +9,7 @@ from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.text import join_limited
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
-from ...checkpoint.objects import callable_name, elements, mapped_name
+from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
 from ...files.sources import BytesSource, FileSource, SliceSource, Source, Span
 from ...files.zips.reader import Record, read_archive
@@ -18,7 +18,7 @@ from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
 from ..torch.zip_reader import TorchZip, read_records
 from .chunks import RowSource, SignSource
-from .metadata import Item, is_ordered_dict
+from .metadata import Item, is_plain_ordered_dict
 
 #: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
 _SMALL: Final = 1 << 16
@@ -169,7 +169,7 @@ def _tensor_flaw(graph: Graph) -> str:
             return "its storage is filled as an object is"
         elif isinstance(node, Call) and ref != graph.root:
             name = callable_name(graph, node.func)
-            if name != _DICT or not is_ordered_dict(graph, node):
+            if name != _DICT or not is_plain_ordered_dict(graph, node):
                 return f"it calls {name}"
     root = graph.nodes[graph.root]
     least = _REBUILDERS.get(callable_name(graph, root.func)) if isinstance(root, Call) and root.op == REDUCE else None
@@ -195,7 +195,7 @@ def _tensor_flaw(graph: Graph) -> str:
 
 def _root_arguments(graph: Graph) -> list[Node]:
     root = graph.nodes[graph.root]
-    return [graph.nodes[ref] for ref in elements(graph.nodes[root.args])] if isinstance(root, Call) else []
+    return [graph.nodes[ref] for ref in list_items(graph.nodes[root.args])] if isinstance(root, Call) else []
 
 
 def _lazy_flags(graph: Graph) -> set[str]:

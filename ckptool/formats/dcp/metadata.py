@@ -15,7 +15,7 @@ from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
-from ...checkpoint.objects import attributes, callable_name, class_name, elements, initial_pairs, mapped_name, mapping
+from ...checkpoint.objects import attributes, callable_name, class_name, initial_pairs, list_items, mapped_name, mapping
 from ...pickles.decode import decode
 from ...pickles.nodes import (
     Buffer,
@@ -172,7 +172,7 @@ def _is_format_member(graph: Graph, call: Call) -> bool:
 
 
 def _values(graph: Graph, ref: Ref) -> list[object]:
-    return [graph.nodes[item] for item in elements(graph.nodes[ref])]
+    return [graph.nodes[item] for item in list_items(graph.nodes[ref])]
 
 
 def pickle_flaws(graph: Graph) -> Iterator[str]:
@@ -218,9 +218,9 @@ def _is_properties(graph: Graph, node: Call) -> bool:
     """Return whether ``TensorProperties.__setstate__`` succeeds: it takes five values, the fourth an enumeration."""
     for state in node.states:
         parts = graph.nodes[state]
-        if not isinstance(parts, tuple | List) or len(elements(parts)) != 5:
+        if not isinstance(parts, tuple | List) or len(list_items(parts)) != 5:
             return False
-        encoding = graph.nodes[elements(parts)[3]]
+        encoding = graph.nodes[list_items(parts)[3]]
         name = callable_name(graph, encoding.func) if isinstance(encoding, Call) else ""
         if not name.endswith("MEM_FORMAT_ENCODING") and name != _GETATTR:
             return False
@@ -254,11 +254,11 @@ def _is_size(graph: Graph, node: Call) -> bool:
     args = _arguments(graph, node)
     if args is None or len(args) != 1 or not isinstance(args[0], tuple | List):
         return args == []
-    numbers = [graph.nodes[ref] for ref in elements(args[0])]
+    numbers = [graph.nodes[ref] for ref in list_items(args[0])]
     return all(type(number) is int and abs(number) < 1 << 63 for number in numbers)
 
 
-def is_ordered_dict(graph: Graph, node: Call) -> bool:
+def is_plain_ordered_dict(graph: Graph, node: Call) -> bool:
     """Return whether a call of OrderedDict is written as pickle writes one without attributes."""
     return initial_pairs(graph, node) is not None and not node.items and not node.states
 
@@ -277,7 +277,7 @@ _TESTS: Final[dict[str, _Test]] = {
     "_get_layout": _takes(_LAYOUTS),
     **dict.fromkeys(_PATHS, _is_path),
     "Size": _is_size,
-    "OrderedDict": is_ordered_dict,
+    "OrderedDict": is_plain_ordered_dict,
 }
 
 
@@ -407,11 +407,11 @@ class _MetadataReader:
         if isinstance(node, Call):
             if callable_name(self.graph, node.func) != "torch.Size":
                 return None
-            args = elements(self.graph.nodes[node.args])
+            args = list_items(self.graph.nodes[node.args])
             node = self.graph.nodes[args[0]] if len(args) == 1 else ()
         elif not isinstance(node, tuple):
             return None
-        numbers = [self.graph.nodes[part] for part in elements(node)]
+        numbers = [self.graph.nodes[part] for part in list_items(node)]
         if len(numbers) > LIMITS.dimensions or not all(map(_is_count, numbers)):
             return None
         return tuple(numbers)  # type: ignore[arg-type]  # _is_count takes int alone
@@ -426,7 +426,7 @@ class _MetadataReader:
         if shape is None or dtype is None or "chunks" not in fields:
             return None
         boxes = []
-        for chunk in elements(self.graph.nodes[fields["chunks"]]):
+        for chunk in list_items(self.graph.nodes[fields["chunks"]]):
             parts = self._fields(chunk, "ChunkStorageMetadata") or {}
             offsets, sizes = self._size(parts.get("offsets")), self._size(parts.get("sizes"))
             if offsets is None or sizes is None or len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -455,7 +455,7 @@ class _MetadataReader:
             return None
         if type(at) is not int or type(length) is not int or not (_is_count(at) and _is_count(length)):
             return None
-        names = elements(self._value(info, "transform_descriptors"))
+        names = list_items(self._value(info, "transform_descriptors"))
         return Item(name, offset, file, at, length, tuple(str(self.graph.nodes[ref]) for ref in names))
 
 

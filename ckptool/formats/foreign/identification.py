@@ -12,7 +12,7 @@ from typing import Final, cast
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.steps import AnyStep, Step, as_step, command, salvage_step
+from ...base.steps import AnyStep, NextStep, as_step, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
@@ -319,7 +319,7 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     left = measure_cut_zip(source)
     if b"PK\x05\x06" in source.read(max(source.size - 66_000, 0), 66_000):
         error.path = source.name
-        error.step = rescue if left is not None else Step()
+        error.step = rescue if left is not None else NextStep()
         return error
     if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"

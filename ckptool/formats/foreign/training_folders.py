@@ -17,9 +17,9 @@ from shlex import quote
 from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
-from ...base.steps import Step, command
+from ...base.steps import NextStep, command
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.objects import callable_name, elements, mapping
+from ...checkpoint.objects import callable_name, list_items, mapping
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
 from .. import read_container
@@ -108,7 +108,7 @@ def _deepspeed(path: str, names: Collection[str]) -> NotACheckpointError | None:
     files = [(len(optimizer), "optimizer file"), (len(zero3) or len(models), "model file"), (len(layers), "layer file")]
     what += f": {join_limited([pluralize(number, noun) for number, noun in files if number])}"
     what += f"; missing: {join_limited(missing)}" if missing else ", all there"
-    step = Step()
+    step = NextStep()
     if (optimizer or zero3) and not missing and model == 1:
         parent, tag = os.path.split(os.path.normpath(path))
         script = "python -m deepspeed.utils.zero_to_fp32"
@@ -183,7 +183,7 @@ def _number(graph: Graph, ref: Ref) -> int:
     node = graph.nodes[ref]
     inner = node.items if isinstance(node, List) else (ref,)
     if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":
-        inner = elements(graph.nodes[node.args])[:1]
+        inner = list_items(graph.nodes[node.args])[:1]
     return max((value for item in inner if type(value := graph.nodes[item]) is int), default=0)
 
 

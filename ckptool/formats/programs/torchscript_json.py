@@ -12,7 +12,7 @@ from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError
 from ...base.text import pluralize, quoted
 from ...checkpoint.graph_builder import PlainTensor
-from ...checkpoint.objects import callable_name, elements, scalar
+from ...checkpoint.objects import callable_name, list_items, scalar
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
 from .archive import ProgramArchive, damaged, devices_in_sources, graph_of, integers, read_json
@@ -85,7 +85,7 @@ class JsonScript(ProgramArchive):
         if graph is None:
             return {}
         tensors: dict[int, int] = {}
-        for number, ref in enumerate(elements(graph.nodes[graph.root])):
+        for number, ref in enumerate(list_items(graph.nodes[graph.root])):
             node = graph.nodes[ref]
             if type(node) is Call and callable_name(graph, node.func) == "torch.jit._pickle.build_tensor_from_id":
                 args = graph.nodes[node.args]

@@ -66,10 +66,6 @@ class Safetensors(Container):
         items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
         return builder.graph(builder.mapping(items))
 
-    def stored_size(self, key: str) -> int | None:
-        stored = self.stored(key)
-        return None if stored.span is None else stored.size
-
     def stored(self, key: str) -> StorageLocation:
         entry = self.entries.get(key)
         if entry is None or entry.end > self.source.size:

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Sequence
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.limits import LIMITS
-from ...base.steps import Step, command, suggested_output
+from ...base.steps import NextStep, command, suggested_output
 from ...base.text import human_bytes, pluralize
 from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
-from ...checkpoint.objects import elements
+from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import TensorReader, storage_mention
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.tars import is_header
@@ -104,7 +104,7 @@ class TorchLegacy(Container):
         raise RefusedError(what, path=self.source.name, next="write a new file with -o, or " + self._repack_step)
 
     @property
-    def _repack_step(self) -> Step:
+    def _repack_step(self) -> NextStep:
         name = self.source.name
         return "make a zip of it first: " + command("repack", name, output=suggested_output(name, "clean"))
 
@@ -244,7 +244,7 @@ def _listed(graph: Graph) -> list[str | int]:
     if type(root) is not tuple and type(root) is not List:
         raise PickleError("it is not a list", where=_PARTS[4])
     keys: list[str | int] = []
-    for ref in elements(root):
+    for ref in list_items(root):
         key = graph.nodes[ref]
         if not isinstance(key, str | int) or not _is_key(key):
             raise PickleError("a storage key that is neither a string nor a number", where=_PARTS[4])

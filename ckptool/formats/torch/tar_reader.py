@@ -16,7 +16,7 @@ from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
-from ...checkpoint.objects import elements
+from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import extent
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.tars import Member, members, resolve_member
@@ -234,7 +234,7 @@ class _MemberReader:
             known = not isinstance(node, Global) or (node.module in _MODULES and not node.filling)
             if not isinstance(node, int | str | tuple | Global) or not known:
                 raise self.broken("something other than numbers, strings and classes of torch")
-        values = [graph.nodes[ref] for ref in elements(graph.nodes[graph.root])]
+        values = [graph.nodes[ref] for ref in list_items(graph.nodes[graph.root])]
         key = values[0] if len(values) == 3 else None
         if type(key) is not int or not 0 <= key < 1 << 64:
             raise self.broken("an entry that is not (number, ..., class)")
@@ -291,8 +291,8 @@ class _MemberReader:
         if not isinstance(graph.nodes[graph.root], tuple | List):
             raise self.broken("the list of views is not a list")
         views: list[list[int]] = []
-        for ref in elements(graph.nodes[graph.root]):
-            values = [graph.nodes[item] for item in elements(graph.nodes[ref])]
+        for ref in list_items(graph.nodes[graph.root]):
+            values = [graph.nodes[item] for item in list_items(graph.nodes[ref])]
             numbers = [value for value in values if type(value) is int and abs(value) < 1 << 64]
             if len(values) != 4 or len(numbers) != 4:
                 raise self.broken("a view that is not four numbers")

@@ -49,7 +49,7 @@ class TorchZip(Container):
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
     format = "torch-zip"
-    traits = Traits()
+    traits = Traits(zipped=True)
     #: Whether its writer deflates records, and every reader inflates them.
     deflates = False
 

@@ -17,8 +17,8 @@ from ...checkpoint.objects import (
     called_constant,
     class_name,
     device_text,
-    elements,
     holds_constants,
+    list_items,
     mapped_name,
     mapping,
 )
@@ -104,7 +104,7 @@ class Side:
         name, node = class_name(self.graph, ref), self.graph.nodes[ref]
         if name == "collections.deque" and isinstance(node, Call):
             # Its elements are compared one by one; its capacity counts as part of its type.
-            args = elements(self.graph.nodes[node.args])
+            args = list_items(self.graph.nodes[node.args])
             return f"{name}(maxlen={self.graph.nodes[args[1]]!r})" if len(args) > 1 else name
         return name
 
