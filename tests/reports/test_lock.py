@@ -188,7 +188,7 @@ def test_what_is_no_lock_is_refused(name: str, tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(TargetError):
         ckptool.validate(FIXTURES / "bare.pth", {"lock": str(lock)})
     assert run(["validate", str(FIXTURES / "bare.pth"), "--lock", str(lock)]) == 2
-    assert "ckptool lock PATH" in capsys.readouterr().err
+    assert "ckptool lock CHECKPOINT -o LOCK" in capsys.readouterr().err
 
 
 def test_a_policy_names_a_lock_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
