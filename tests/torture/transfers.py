@@ -62,7 +62,7 @@ def _short(chance: random.Random, kernel: bool) -> Iterator[list[int]]:
         (os, "write", lambda fd, data: real_write(fd, data[: less(len(data))])),
         (os, "copy_file_range", copy),
         (sources, "_pread", lambda fd, size, offset: real_pread(fd, less(size), offset)),
-        (write.copying, "_CHUNK", chance.choice((512, 4096, 1 << 24))),
+        (write.copying, "_COPY_SIZE", chance.choice((512, 4096, 1 << 24))),
         (write.copying, "_BUFFER", chance.choice((512, 4096, 1 << 22))),
     ]
     old = [getattr(place, name) for place, name, _ in replaced]
