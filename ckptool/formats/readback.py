@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Final
@@ -17,7 +18,7 @@ from ..files.zips.reader import read_archive
 from ..pickles.compare import CompareIds, Refs, difference
 from ..pickles.decode import decode
 from ..pickles.nodes import Graph
-from . import read_container, read_folder, zip_kinds
+from . import FOLDERS, read_container, zip_kinds
 from .promises import Facts, Promise, tensor_facts
 
 #: References in the persistent id of a storage: the word "storage", its class, key, location and number of elements.
@@ -36,10 +37,13 @@ def check_file(promise: Promise, staged: Source) -> None:
 
 def check_folder(promise: Promise, path: str) -> None:
     """Raise ReadBackError where a staged folder does not hold what is promised."""
+    # Not by ``read_folder``, for which a folder that cannot be listed is no checkpoint: here it is a failing disk.
+    names = frozenset(os.listdir(path))
+    known = next((known for known in FOLDERS if known.sniff(names)), None)
     with _reporting(promise):
-        opened = read_folder(path)
-        if opened is None:
-            raise ReadBackError("it is no checkpoint", promised=promise.format, read="a folder of other files")
+        if known is None:
+            raise ReadBackError("it is not a checkpoint", promised=promise.format, read="a folder of other files")
+        opened = known.read(path)
         with closing(opened[0]):
             _check(promise, *opened)
 
