@@ -11,10 +11,18 @@ from typing import Final
 
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
-from ...checkpoint.container import Container, Manifest, Problem, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import (
+    TWO_FORMATS,
+    Container,
+    Manifest,
+    Problem,
+    StorageLocation,
+    StoredRecord,
+    Traits,
+)
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
-from ...pickles.nodes import Graph
+from ...pickles.nodes import Global, Graph
 from ..foreign.identification import explain
 from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
 from .sharding_info import is_piece
@@ -24,6 +32,18 @@ _F4_VALUES: Final = 2
 #: The kinds that `explain` gives a damaged file with the suffix of the format.
 _OWN_KINDS: Final = ("unknown", "safetensors")
 _FRAMEWORKS: Final = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
+
+
+#: Opcodes of pickle that read past the zeros in the size of the header: counted strings, lines of text, FRAME, floats.
+_SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8d\x8e\x8a\x8b\x95\x96GVSILFcipgP")
+
+
+def _is_pickle_too(source: Source) -> bool:
+    """Return whether an unpickler that reads the file from its start comes to a name that it would import."""
+    from ..pickle_search import bare_pickles  # for one file in ten
+
+    nodes = (node for pickle in bare_pickles(source, 0, "") if pickle.graph for node in pickle.graph.nodes)
+    return any(type(node) is Global and node.module.replace(".", "_").isidentifier() for node in nodes)
 
 
 class Safetensors(Container):
@@ -40,6 +60,9 @@ class Safetensors(Container):
         if is_piece(self.metadata):
             what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
             self.problems.append(Problem("piece", "warning", what))
+        if source.read(0, 1) in _SWALLOWING and _is_pickle_too(source):
+            what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
+            self.problems.append(Problem(TWO_FORMATS, "error", what, True))
         self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
         #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
         self.tensors = [(entry.name, self._tensor(key, entry)) for key, entry in self.entries.items()]
