@@ -227,7 +227,7 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
 
 
 def children(graph: Graph, ref: Ref) -> Iterator[Child]:
-    """Return all children of a node: entries, list_items, arguments, attributes, states."""
+    """Return all children of a node: entries, elements, arguments, attributes, states."""
     inside = sequence(graph, ref)
     if inside is not None:
         return (Child(f"[{number}]", item) for number, item in enumerate(inside))

@@ -19,7 +19,7 @@ from ...checkpoint.survey import StateDict
 from ...files.sources import FilePath
 from ...formats.opening import open_checkpoint
 from .names import Comparison, Spec, compare, fillable
-from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, command_words, cost, edit_options, search
+from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _command(
     output = _output(checkpoint.path)
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
-        return str(command_words(checkpoint.path, steps, output, edited))
+        return str(edit_command(checkpoint.path, steps, output, edited))
     if target.kind == "names":
         return ""
     # ``edit --like`` takes a file with one state dict; only ``match`` knows names from elsewhere.
@@ -328,7 +328,7 @@ def _next(
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*steps[: len(steps) - len(last)], *drops, *last)
-    return message, str(command_words(checkpoint.path, words, _output(checkpoint.path), edited))
+    return message, str(edit_command(checkpoint.path, words, _output(checkpoint.path), edited))
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:

@@ -108,7 +108,7 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
     return options
 
 
-def command_words(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
+def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that does the steps."""
     # --key holds for the edits after it.
     options = [] if key is None else ["--key", key or "."]
