@@ -134,11 +134,11 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     return [Loss(kind, tuple(where)) for kind, where in places.items() if where]
 
 
-def _storages(walk: Items, leaf: Leaf) -> set[str]:
-    """Return the storages with bytes in them that an item holds, or a part of them."""
+def _storages(walk: Items, leaf: Leaf) -> list[str]:
+    """Return the storages with bytes in them that an item holds, or a part of them, each once and in its order."""
     if leaf.dtype and leaf.tensor:
-        return {leaf.tensor.storage} if tensor_size(leaf.tensor) else set()
-    keys: set[str] = set()
+        return [leaf.tensor.storage] if tensor_size(leaf.tensor) else []
+    keys: dict[str, None] = {}  # a set of texts has another order in each run, and the message would have, too
     seen, work = set[Ref](), [leaf.ref]
     while work:
         ref = work.pop()
@@ -147,9 +147,9 @@ def _storages(walk: Items, leaf: Leaf) -> set[str]:
         seen.add(ref)
         storage = walk.reader.storage(ref)
         if storage is not None and storage.nbytes:
-            keys.add(storage.key)
+            keys[storage.key] = None
         work += children(walk.graph.nodes[ref])
-    return keys
+    return list(keys)
 
 
 def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
