@@ -106,6 +106,28 @@ def test_interrupted_at_any_moment() -> None:
     assert 130 in codes
 
 
+#: An import that turns any exception into one of its own, as the extension modules of torch do.
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{name})
+except BaseException as error:
+    raise ImportError("initialization failed") from error
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_is_not_a_missing_torch(tmp_path: Path, name: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(SWALLOWS.format(name=name))
+    words = [sys.executable, "-c", "from ckptool.__main__ import main; main()"]
+    words += ["average", *[str(FIXTURES / "bare.pth")] * 2, "-o", str(tmp_path / "mean.pth")]
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(words, env=os.environ | paths, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + getattr(signal, name), b"", b"")
+    assert not (tmp_path / "mean.pth").exists()
+
+
 def test_the_module_and_the_command_begin_at_the_same_place() -> None:
     assert "ckptool = ckptool.__main__:main" in (ROOT / "setup.cfg").read_text()
     words = [sys.executable, "-m", "ckptool", "--version"]

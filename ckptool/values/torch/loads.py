@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,25 @@ if TYPE_CHECKING:
 def need_torch(purpose: str, path: str = "") -> Any:
     """Return the module torch; raise UnreadableError where it is not installed."""
     try:
-        import torch
+        with _signals_after():
+            import torch
     except ImportError as error:
         hint = "pip install torch (a CPU build is enough)"
         raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint) from error
     return torch
+
+
+@contextmanager
+def _signals_after() -> Iterator[None]:
+    """Let signals wait until torch is imported: its extension modules turn their exceptions into ImportError."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
