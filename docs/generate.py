@@ -64,8 +64,12 @@ def help_of(command: str) -> str:
 
 def commands() -> str:
     """The table of commands."""
-    rows = [(f"`ckptool {name}`", text) for name, (_, _, text) in main.COMMANDS.items()]
-    return tabulate(rows, headers=("command", "what it does"), tablefmt="github")
+    rows = [
+        (title.lower() if number == 0 else "", f"`ckptool {name}`", text)
+        for title, group in main.GROUPS.items()
+        for number, (name, (_, _, text)) in enumerate(group.items())
+    ]
+    return tabulate(rows, headers=("", "command", "what it does"), tablefmt="github")
 
 
 def exit_codes() -> str:

@@ -19,40 +19,54 @@ from ..base.errors import CkptoolError
 from .next_steps import retype
 from .render import StdoutError, clean, flush, say, say_error, tell
 
-#: Command, module, function, one line of help: enough for ``ckptool --help`` without an import.
-COMMANDS: Final = {
-    "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
-    "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
-    "stats": ("stats", "stats", "Show statistics of every tensor: min, max, mean, std, norm, NaN, Inf."),
-    "get": ("get", "get", "Print one entry or tensor, as text or JSON, or save it as .npy."),
-    "validate": ("validate", "validate", "Check that checkpoints are whole, unambiguous and loadable, for CI."),
-    "diff": ("compare", "diff", "Show what differs between two checkpoints."),
-    "hash": ("locks", "hash_command", "Print a fingerprint of names, shapes, dtypes and values."),
-    "lock": ("locks", "lock", "Record what a checkpoint holds, for validate --lock."),
-    "match": ("match", "match", "Show what would load into a model, and the edit that makes the rest load."),
-    "strip-module": ("edit", "strip_module", "Remove the prefix 'module.' from keys."),
-    "add-module": ("edit", "add_module", "Add the prefix 'module.' to keys."),
-    "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
-    "extract": ("entries", "extract", "Save one entry as a checkpoint of its own."),
-    "wrap": ("entries", "wrap", "Nest the whole checkpoint under a key."),
-    "drop": ("entries", "drop", "Remove entries or keys by pattern."),
-    "keep": ("entries", "keep", "Keep some entries or keys and remove the rest."),
-    "set": ("entries", "set_entry", "Set scalar entries to other values."),
-    "unset": ("entries", "unset", "Remove entries by their exact path."),
-    "rename": ("pipeline", "rename", "Rename keys by pattern, table, or another checkpoint."),
-    "slim": ("pipeline", "slim", "Drop bytes that no tensor uses."),
-    "cast": ("pipeline", "cast", "Convert floating-point tensors to another dtype."),
-    "edit": ("pipeline", "edit", "Apply several edits in one pass."),
-    "merge": ("merge", "merge", "Copy tensors or entries from other checkpoints."),
-    "average": ("merge", "average", "Average the weights of several checkpoints."),
-    "redact": ("sanitize", "redact", "Find and remove what a published file should not reveal."),
-    "convert": ("convert", "convert", "Write the same checkpoint in another format."),
-    "undo": ("versions", "undo", "Undo the last edit in place."),
-    "history": ("versions", "history", "List the edits made in place."),
-    "repack": ("versions", "repack", "Rewrite a file in torch's own layout."),
-    "sanitize": ("sanitize", "sanitize", "Make a checkpoint loadable by plain torch.load, without running it."),
-    "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
+#: Groups of commands, and of each: command, module, function, one line of help: enough for ``ckptool --help`` without
+#: an import.
+GROUPS: Final = {
+    "Look": {
+        "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
+        "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
+        "stats": ("stats", "stats", "Show min, max, mean, norm, NaN and Inf of every tensor."),
+        "get": ("get", "get", "Print one entry or tensor, or save it as .npy."),
+    },
+    "Check": {
+        "validate": ("validate", "validate", "Check that checkpoints are whole and loadable, for CI."),
+        "diff": ("compare", "diff", "Show what differs between two checkpoints."),
+        "match": ("match", "match", "Show what would load into a model, and the edit that helps."),
+        "hash": ("locks", "hash_command", "Print a fingerprint of names, shapes, dtypes and values."),
+        "lock": ("locks", "lock", "Record what a checkpoint holds, for validate --lock."),
+    },
+    "Edit": {
+        "strip-module": ("edit", "strip_module", "Remove the prefix 'module.' from keys."),
+        "add-module": ("edit", "add_module", "Add the prefix 'module.' to keys."),
+        "rename": ("pipeline", "rename", "Rename keys by pattern, table, or another checkpoint."),
+        "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
+        "extract": ("entries", "extract", "Save one entry as a checkpoint of its own."),
+        "wrap": ("entries", "wrap", "Nest the whole checkpoint under a key."),
+        "drop": ("entries", "drop", "Remove entries or keys by pattern."),
+        "keep": ("entries", "keep", "Keep some entries or keys and remove the rest."),
+        "set": ("entries", "set_entry", "Set scalar entries to other values."),
+        "unset": ("entries", "unset", "Remove entries by their exact path."),
+        "slim": ("pipeline", "slim", "Drop bytes that no tensor uses."),
+        "cast": ("pipeline", "cast", "Convert floating-point tensors to another dtype."),
+        "edit": ("pipeline", "edit", "Apply several edits in one pass."),
+    },
+    "Combine and convert": {
+        "merge": ("merge", "merge", "Copy tensors or entries from other checkpoints."),
+        "average": ("merge", "average", "Average the weights of several checkpoints."),
+        "convert": ("convert", "convert", "Write the same checkpoint in another format."),
+    },
+    "Repair and publish": {
+        "sanitize": ("sanitize", "sanitize", "Make plain torch.load take a checkpoint, without running it."),
+        "redact": ("sanitize", "redact", "Find and remove what a published file should not reveal."),
+        "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
+        "repack": ("versions", "repack", "Rewrite a file in torch's own layout."),
+    },
+    "History": {
+        "undo": ("versions", "undo", "Undo the last edit in place."),
+        "history": ("versions", "history", "List the edits made in place."),
+    },
 }
+COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
@@ -70,6 +84,7 @@ Examples:
   ckptool inspect model.pth
   ckptool strip-module model.pth -o plain.pth
   ckptool remap model.pth --to cpu -o model.cpu.pth
+  ckptool help remap
 
 \b
 Exit codes:
@@ -97,9 +112,20 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``help [COMMAND]`` for ``[COMMAND] --help``, and ``version`` for ``--version``."""
+        if args[:1] == ["help"]:
+            args = [*args[1:2], "--help"]
+        elif args[:1] == ["version"]:
+            args = ["--version"]
+        return super().parse_args(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                # The texts of all groups begin in one column.
+                formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in group.items()])
 
 
 @click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
