@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .base.errors import MalformedError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.steps import argument, as_step
+from .base.steps import STDIN, argument, as_step
 from .base.text import cut, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -127,8 +127,9 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
     read as promised. Then the file is unchanged.
     """
     source = checkpoint.source
-    if not isinstance(source, FileSource):
+    if not isinstance(source, FileSource) or source.name == STDIN:
         kind = "folder" if isinstance(source, FolderSource) else "file within an archive"
+        kind = "stream" if source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
         raise RefusedError(what, path=checkpoint.path, next="write a new one with -o")
     words = "; ".join(change.words for change in checkpoint.changes)
@@ -204,7 +205,7 @@ def history(path: FilePath) -> dict[str, Any]:
     with closing(open_any(name)) as source:
         oldest_first = versions(source, _end_of_versions(source))[::-1]
     listed = [{"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)]
-    return {"schema": "ckptool.history/1", "path": name, "bytes": source.size, "versions": listed}
+    return {"schema": "ckptool.history/1", "path": source.name, "bytes": source.size, "versions": listed}
 
 
 def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> 
                 shorten(source, target.size)
     return {
         "schema": "ckptool.undo/1",
-        "path": name,
+        "path": source.name,
         "bytes": source.size,
         "output_bytes": target.size,
         "dry_run": dry_run,

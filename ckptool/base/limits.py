@@ -47,6 +47,8 @@ class Limits(NamedTuple):
     #: bytes of a deflated or gzipped member that is opened in memory: models in such archives (agents of
     #: stable-baselines3, taggers of AllenNLP) are small, and a larger one is better unpacked once.
     member_bytes: int = 256 << 20
+    #: bytes of a stream that are copied to a temporary file: one without an end must not fill the disk.
+    spooled_bytes: int = 64 << 30
     #: nested archives: two occur in practice (a zip in a tar.gz), more is hostile or a mistake.
     nesting: int = 8
     #: files of folders open at once, over all folders: every system allows a process 64.

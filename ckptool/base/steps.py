@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from shlex import quote
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+#: The name of standard input; a file of this name is ``./-``.
+STDIN: Final = "-"
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
 
     An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
     """
+    path = "stdin.pth" if path == STDIN else path
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
     stem, suffix = os.path.splitext(os.path.normpath(path))
@@ -109,7 +113,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
 
 def argument(path: str) -> str:
     """Quote a path as a command-line argument that can be pasted into a shell."""
-    if path.startswith("-"):
+    if path.startswith("-") and path != STDIN:
         path = f"./{path}"
     if path.isprintable():
         return quote(path)

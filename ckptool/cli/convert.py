@@ -16,7 +16,7 @@ from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS
 from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder
 from .editing import Job, edit_all
-from .options import Writing, key_option, paths, writing
+from .options import NoOutput, Writing, key_option, paths, writing
 
 EPILOG = """\b
 Examples:
@@ -77,7 +77,8 @@ def convert(
     output = how.output
     resharded = max_shard_size is not None and output is not None and not suffix_format(output)
     if target is None and output is None:
-        raise click.UsageError("Name the format: with --to-format, or by the suffix of -o.")
+        message = "Name the format: with --to-format, or by the suffix of -o."
+        raise NoOutput(message, click.get_current_context())
     chosen = target or ("" if resharded else output_format(output or ""))
 
     if single and max_shard_size is not None:

@@ -12,7 +12,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, paths, repeatable, writing_in_place
+from .options import Writing, choosing_keys, device, paths, repeatable, writing_in_place
 
 _prefix = click.option(
     "--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments."
@@ -93,7 +93,7 @@ Examples:
 
 @click.command("remap", epilog=REMAP_EPILOG)
 @paths
-@click.option("--to", metavar="DEVICE", default="", help="Move everything there that is not on cpu or meta.")
+@click.option("--to", metavar="DEVICE", default="", callback=device, help="Move what is not on cpu or meta.")
 @repeatable("--map", "pairs", metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu")
 @click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
 @click.option("--all", "include_cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")

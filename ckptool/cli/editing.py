@@ -23,7 +23,7 @@ from ..files.sources import FileSource, FolderPlan
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions, makes_folder
 from ..saving import save, save_in_place
-from .options import Writing
+from .options import NoOutput, Writing
 from .render import clean, emit, say, say_problems, tell
 from .streams import Outcomes, copying_bar, watched
 
@@ -97,7 +97,8 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
             raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
     if not how.dry_run:
-        raise click.UsageError("Missing option '-o' / '--output': say where to write, or try --dry-run.")
+        message = "Missing option '-o' / '--output': say where to write, or try --dry-run."
+        raise NoOutput(message, click.get_current_context())
     return [None] * len(paths)
 
 
@@ -117,7 +118,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
             "schema": f"ckptool.{job.command}/1",
-            "path": path,
+            "path": checkpoint.path,
             "bytes": checkpoint.source.size,
             "dry_run": how.dry_run,
             "in_place": how.in_place,

@@ -17,7 +17,7 @@ from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
 from .next_steps import retype
-from .render import StdoutError, clean, flush, say, say_error, tell
+from .render import StdoutError, flush, say, say_error, tell
 
 #: Groups of commands, and of each: command, module, function, one line of help: enough for ``ckptool --help`` without
 #: an import.
@@ -99,13 +99,6 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            from difflib import get_close_matches
-
-            near = get_close_matches(cmd_name.replace("_", "-"), COMMANDS, 1)
-            if near:
-                ctx.fail(f"No such command {clean(cmd_name)!r}: did you mean {near[0]!r}?")
-            if os.path.exists(cmd_name):
-                ctx.fail(f"No such command {clean(cmd_name)!r}: did you mean 'ckptool inspect {clean(cmd_name)}'?")
             return None
         module, function, _ = COMMANDS[cmd_name]
         command = getattr(lazy.module(f"cli.{module}"), function)
@@ -183,8 +176,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
+        meant = ""
+        if isinstance(error, click.UsageError):
+            from .corrections import correction
+
+            meant = correction(cli, typed, error)
+        if meant and isinstance(error, click.NoSuchOption):
+            error.possibilities = None  # type: ignore[misc]  # it names what looks alike, whatever was meant
         with suppress(OSError):  # stderr is full or closed: the exit code still counts
             error.show()
+        if meant:
+            tell(f"  -> {meant}")
         return error.exit_code
     except CkptoolError as error:
         retype(error, typed)

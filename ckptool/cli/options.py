@@ -15,10 +15,16 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
 #: Kinds of tensors that a dtype and a shape describe.
 PLAIN_KINDS = ("dense", "quantized", "meta")
+#: Formats of checkpoints that are mistaken for devices, as in --to safetensors.
+_FORMATS = frozenset(("torch", "safetensors", "dcp", "legacy"))
 REPORT_FORMATS = ("table", "json", "jsonl")
 
 #: Of several inputs, the code that counts: the first of these that occurred.
 _GRAVITY = (70, 5, 3, 4, 2, 1, 0)
+
+
+class NoOutput(click.UsageError):
+    """A command that writes was not told where to."""
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -75,6 +81,14 @@ def listing(command: Command) -> Command:
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
     return option(_globs(command, "No matching keys"))
+
+
+def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Refuse the name of a format where a device is meant: what is wrong with other devices, the edit says."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        if text in _FORMATS:
+            raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
+    return value
 
 
 def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Command]:

@@ -13,7 +13,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import MODIFIERS, STEPS
 from .editing import Job, edit_all
-from .options import Writing, choosing, choosing_keys, paths, writing, writing_in_place
+from .options import Writing, choosing, choosing_keys, device, paths, writing, writing_in_place
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -171,6 +171,7 @@ def _steps(command: Command) -> Command:
         command = click.option(option, multiple=True, metavar=metavar, help=text)(command)
     for name, step in reversed(list(STEPS.items())):
         values: dict[str, Any] = {"multiple": True, "metavar": step.metavar} if step.metavar else {"is_flag": True}
+        values |= {"callback": device} if step.metavar == "DEVICE" else {}
         command = click.option(f"--{name}", help=step.help, **values)(command)
     return command
 

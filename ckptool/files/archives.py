@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError, UnreadableError
 from ..base.limits import LIMITS
-from ..base.steps import as_step, command
+from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted
 from .sources import BytesSource, FilePath, FileSource, MemberSource, SliceSource, Source, open_source
@@ -64,17 +64,23 @@ def is_address(path: str) -> bool:
 
 def file_name(path: str) -> str:
     """Return the name of the file itself, to name an output after: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
+    if path == STDIN:
+        return "stdin.pth"
     inner = _split(path)[1]
     return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
 
 def open_any(path: FilePath) -> FileSource | MemberSource:
-    """Open a file, or a member of an archive by its address.
+    """Open a file, a member of an archive by its address, or standard input, which is called ``-``.
 
     Raises UnreadableError as ``open_source`` does, if there is no archive or no such member, and for members too large
     to be inflated to memory; MalformedError for a damaged archive.
     """
     name = os.fspath(path)
+    if name == STDIN:
+        from .write.spool import standard_input  # for streams alone
+
+        return standard_input()
     outer, rest = _split(name)
     if not outer:
         return open_source(name)

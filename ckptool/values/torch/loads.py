@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import TargetError, UnreadableError
 from ...base.map_location import MapLocation
+from ...base.steps import STDIN
 from ...files.archives import is_address, open_any
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
 
 
 def _readable(path: str) -> Any:
-    """Return what torch can read: the path, or the bytes of a file within an archive."""
-    if not is_address(path):
+    """Return what torch can read: the path, or the bytes of a file within an archive and of standard input."""
+    if path != STDIN and not is_address(path):
         return path
     import io
 

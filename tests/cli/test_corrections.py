@@ -1,0 +1,101 @@
+"""Typing errors lead to the whole command that was meant, which runs as it is printed."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+from command_line import say
+from conftest import FIXTURES
+
+from ckptool.cli import corrections
+from ckptool.cli.main import COMMANDS, cli
+
+#: What was typed, and what was meant.
+TYPED = {
+    "strip bare.pth plain.pth": "strip-module bare.pth -o plain.pth",
+    "info bare.pth": "inspect bare.pth",
+    "show bare.pth": "inspect bare.pth",
+    "bare.pth": "inspect bare.pth",
+    "isnpect bare.pth": "inspect bare.pth",
+    "ls bare.pth": "keys bare.pth",
+    "check bare.pth --quik": "validate bare.pth --quick",
+    "strip_module bare.pth --dry-run": "strip-module bare.pth --dry-run",
+    "convert bare.pth --to safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
+    "convert bare.pth --to=safetensors -o m.st.safetensors": (
+        "convert bare.pth --to-format=safetensors -o m.st.safetensors"
+    ),
+    "convert bare.pth --format safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
+    "convert bare.pth m.safetensors": "convert bare.pth -o m.safetensors",
+    "convert bare.pth": "convert bare.pth -o bare.safetensors",
+    "remap bare.pth --to safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
+    "keys bare.pth --exclud fc.*": "keys bare.pth --exclude 'fc.*'",
+    "keys bare.pth --fomat jsn": "keys bare.pth --format json",
+    "strip-module bare.pth": "strip-module bare.pth -o bare.new.pth",
+    "strip-module bare.pth -o": "strip-module bare.pth -o bare.new.pth",
+    "strip-module bare.pth lightning.ckpt plain/": "strip-module bare.pth lightning.ckpt --out-dir plain/",
+    "strip-module bare.pth lightning.ckpt": "strip-module bare.pth lightning.ckpt --out-dir edited",
+    "drop lightning.ckpt optimizer_states small.pth": "drop lightning.ckpt optimizer_states -o small.pth",
+    "extract lightning.ckpt state_dict small.pth": "extract lightning.ckpt state_dict -o small.pth",
+    "strip-module bare.pth -o new.pth --overwrite": "strip-module bare.pth -o new.pth --force",
+    "remap bare.pth --device cpu --out 'my model.pth'": "remap bare.pth --to cpu --output 'my model.pth'",
+    "help strip": "strip-module --help",
+    "strip": "strip-module --help",
+    "strip --help": "strip-module --help",
+    "--vresion": "--version",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("bare.pth", "lightning.ckpt"):
+        shutil.copy(FIXTURES / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "meant"), TYPED.items(), ids=TYPED)
+def test_the_command_that_was_meant(typed: str, meant: str, folder: Path) -> None:
+    said = say(*shlex.split(typed))
+    assert said.code == 2
+    assert said.err.endswith(f"\n  -> ckptool {meant}\n")
+    assert "Did you mean" not in said.err
+    again = say(*shlex.split(meant))
+    assert again.code == 0, again.all
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "nothing",
+        "nothing bare.pth",
+        "keys bare.pth --xyzzy",
+        "inspect",
+        "keys bare.pth --sort xyzzy",
+        "-x",
+        "strip -x y",
+    ],
+)
+def test_nothing_is_made_up(typed: str, folder: Path) -> None:
+    said = say(*shlex.split(typed))
+    assert said.code == 2
+    assert "->" not in said.err
+
+
+def test_the_words_for_commands_are_no_commands_and_mean_one_each() -> None:
+    others = [word for words in corrections._COMMANDS.values() for word in words.split()]
+    assert len(others) == len(set(others))
+    assert not {*others} & {*COMMANDS}
+    assert {*corrections._COMMANDS} <= {*COMMANDS}
+
+
+def test_the_words_for_options_lead_to_options() -> None:
+    have = set()
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        have |= {option for param in command.params for option in param.opts}
+    assert {option for _, meant in corrections._OPTIONS for option in meant} <= have
