@@ -33,7 +33,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("inspect", out=""), Command("keys", out=""), Command("get", (_KEY,), out="--npy"),
-    Command("validate", out=""), Command("hash", out=""), Command("lock --content"),
+    Command("scan", out=""), Command("validate", out=""), Command("hash", out=""), Command("lock --content"),
     Command("diff", (_TWIN,), out=""), Command("match", (_TWIN,), out=""), Command("redact", out=""),
     Command("strip-module"), Command("add-module"), Command("remap --to cpu"),
     Command("rename", ("--glob", "module.*=net.*")), Command("wrap", ("state_dict",)),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .reports.get import ObjectValue, TensorValue, get
     from .reports.inspection import inspect
     from .reports.keys import keys
+    from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
     from .saving import Saved, history, load, save, save_in_place, undo
@@ -55,9 +56,9 @@ __all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "Globs", "Lost",
 __all__ += ["Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue", "Written", "__version__"]
 __all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "extract"]
 __all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
-__all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "set_entry"]
-__all__ += ["slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset", "validate", "wrap"]
-__all__ += ["write_lock"]
+__all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
+__all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset", "validate"]
+__all__ += ["wrap", "write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
 _NAMES = {
@@ -89,6 +90,7 @@ _NAMES = {
     "reports.get": ("ObjectValue", "TensorValue", "get"),
     "reports.inspection": ("inspect",),
     "reports.keys": ("keys",),
+    "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
     "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),

@@ -8,7 +8,8 @@
     │   ├── ChangedError           3    ... because it changed while it was read; 5 once an output was begun
     │   └── MalformedError         3    ... because its bytes violate the format, at a stated offset
     │       └── PickleError        3    ... inside a pickle stream
-    │           └── TruncatedPickleError  3  ... which ends too early
+    │           ├── TruncatedPickleError  3  ... which ends too early
+    │           └── PickleLimitError      3  ... which an unpickler may take, but not ckptool: too large
     ├── RefusedError               4    the request would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
     ├── OutputError                5    the output could not be written
@@ -121,6 +122,10 @@ class PickleError(MalformedError):
 
 class TruncatedPickleError(PickleError):
     """A pickle stream that ends before STOP, or declares more bytes than it has."""
+
+
+class PickleLimitError(PickleError):
+    """A pickle stream beyond a limit of ckptool, which says nothing about what follows."""
 
 
 class RefusedError(CkptoolError):

@@ -12,3 +12,5 @@ PROGRAMS: Final = (".ptl", ".pt2", ".mar")
 WEIGHTS: Final = (*TORCH, SAFETENSORS)
 CHECKPOINTS: Final = (*WEIGHTS, *PROGRAMS)
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
+#: Files that programs unpickle.
+PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")

@@ -29,6 +29,7 @@ GROUPS: Final = {
         "get": ("get", "get", "Print one entry or tensor, or save it as .npy."),
     },
     "Check": {
+        "scan": ("scan", "scan", "Show what code a file could run when it is loaded."),
         "validate": ("validate", "validate", "Check that checkpoints are whole and loadable, for CI."),
         "diff": ("compare", "diff", "Show what differs between two checkpoints."),
         "match": ("match", "match", "Show what would load into a model, and the edit that helps."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
@@ -81,6 +81,41 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
                 yield _no_checkpoint(path)
         except UnreadableError as error:
             yield error
+
+
+def find_all(paths: Iterable[str]) -> Iterator[str | SkippedFile | UnreadableError]:
+    """Yield every file that the paths lead to, whatever it is, and an error for what cannot be listed.
+
+    A folder that is one checkpoint is yielded itself, whose files are looked at with it. Links to folders are skipped,
+    and what git keeps: no loader opens that.
+    """
+    for path in paths:
+        if is_address(path) or not (os.path.isdir(path) or _is_glob(path)):
+            yield path
+        elif os.path.isdir(path):
+            yield from [path] if folder_format(path) else _all_in(path)
+        else:
+            import glob
+
+            matches = sorted(glob.glob(path, recursive=True))
+            yield from find_all(matches) if matches else [UnreadableError("no file matches this pattern", path=path)]
+
+
+def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
+    closed: list[OSError] = []
+    for root, folders, files in os.walk(folder, onerror=closed.append):
+        for name in sorted(folders):
+            path = os.path.join(root, name)
+            if os.path.islink(path) or name == ".git":
+                yield SkippedFile(path, "git folder" if name == ".git" else "linked folder")
+                folders.remove(name)
+            elif folder_format(path):
+                yield path
+                folders.remove(name)
+        folders.sort()
+        yield from (os.path.join(root, name) for name in sorted(files))
+    for error in closed:
+        yield UnreadableError(f"it cannot be listed: {error.strerror}", path=str(error.filename))
 
 
 def _is_glob(path: str) -> bool:

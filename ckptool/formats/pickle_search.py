@@ -1,28 +1,44 @@
 """Search for every pickle in a file: a scanner that reads only one of them is fooled by another.
 
 Pickles may be bare, one after the other, in any record of an archive, in a record that the directory does not list, in
-an archive within an archive, and in the bytes that another pickle hands to ``pickle.loads``.
+an archive within an archive, in compressed data, in an array of objects, and in the bytes that another pickle hands to
+``pickle.loads``. What cannot be looked at is found, too, as unchecked: nothing is passed over in silence.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
-from itertools import chain, islice
+from contextvars import ContextVar
+from itertools import chain, pairwise
 from typing import Final, NamedTuple, cast
 
-from ..base.errors import MalformedError, PickleError, TruncatedPickleError
+from ..base.errors import (
+    CkptoolError,
+    MalformedError,
+    PickleError,
+    PickleLimitError,
+    TruncatedPickleError,
+    UnreadableError,
+)
 from ..base.limits import LIMITS
-from ..checkpoint.container import FoundPickle
-from ..files.sources import BytesSource, SliceSource, Source, Span
+from ..base.text import pluralize
+from ..checkpoint.container import AMBIGUOUS, FoundPickle
+from ..checkpoint.programs import PROGRAM_CODES
+from ..files.compressed import Compression, compression_of, inflate, inflate_start
+from ..files.sources import BytesSource, SliceSource, Source
 from ..files.tars import is_header, members
 from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
+from ..pickles.lexer import CALLS, NOTHING, TOO_LONG, outcome
 from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
+from . import FORMATS, read_container
+from .inert import code_kind, inert_kind
+from .numpy_arrays import JoblibArrays, npy_data
+from .search_budget import Budget, BudgetError
 
-#: Depth to which pickles within pickles are followed; a longer chain is not a checkpoint.
+#: Depth to which files within files and pickles within pickles are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
 #: The most bytes that are decoded on the mere chance of a pickle.
 _MAX_GUESS: Final = 64 << 20
@@ -33,105 +49,185 @@ _SPARE: Final = 16 << 20
 _INFLATE_RATIO: Final = 16
 #: Bytes after the end of a tar archive that are examined: tar pads up to 10,240 with zeros.
 _TAR_REST: Final = 1 << 16
-#: The first bytes of gzip, bzip2, xz, lzma and zstd data.
-_COMPRESSED: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x5d\0\0", b"\x28\xb5\x2f\xfd")
-
-
-class _BudgetError(Exception):
-    """More bytes would have to be examined than a file of this size may cost."""
-
-
-class _Budget:
-    """The bytes that may still be examined, and the spans that were: (file, offset, size, how it was read)."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        #: The sources are kept alive, so that none of their ids is used again.
-        self.seen: dict[tuple[int, int, int, object], Source] = {}
-
-    def take(self, size: int) -> None:
-        """Raise _BudgetError where fewer bytes are left."""
-        self.left -= size
-        if self.left < 0:
-            raise _BudgetError
-
-    def is_new(self, span: Span, how: object) -> bool:
-        """Return whether a span was not yet examined in this way, under whatever name."""
-        source, offset, size = span
-        while isinstance(source, SliceSource):
-            offset += source.offset
-            source = source.source
-        key = (id(source), offset, size, how)
-        new = key not in self.seen
-        self.seen[key] = source
-        return new
+_NPY: Final = b"\x93NUMPY"
+_NO_KIND: Final = "it is of no kind that ckptool knows"
+_TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
 class _Search(NamedTuple):
-    """The depth within other files, and the budget that all of them share."""
+    """The depth within other files, and the budget that all of them share.
 
-    budget: _Budget
+    ``strict``: bytes that are of no known kind are found as unchecked. In a checkpoint, no loader reads them.
+    """
+
+    budget: Budget
     depth: int = 0
+    strict: bool = False
 
     def deeper(self) -> _Search:
         return self._replace(depth=self.depth + 1)
 
 
-def _limited(size: int, walk: Callable[[_Search], Iterator[FoundPickle]]) -> Iterator[FoundPickle]:
-    """Yield what is found within the budget of a file of ``size`` bytes."""
+#: The search that a checkpoint within another file is part of.
+_outer: ContextVar[_Search | None] = ContextVar("_outer", default=None)
+
+
+def _limited(
+    size: int, walk: Callable[[_Search], Iterator[FoundPickle]], strict: bool = False
+) -> Iterator[FoundPickle]:
+    """Yield what is found within the budget of a file of ``size`` bytes, or of the file that it is in."""
+    outer = _outer.get()
+    if outer is not None:
+        yield from walk(outer)
+        return
     try:
-        yield from walk(_Search(_Budget(size + _SPARE)))
-    except _BudgetError:
+        yield from walk(_Search(Budget(size + _SPARE), strict=strict))
+    except BudgetError:
         what = "files within files, or records that share their bytes, add up to many times the size of the file"
-        yield FoundPickle("the rest of the file", None, what, unchecked=True)
+        yield _unchecked("the rest of the file", what)
 
 
-def _decode_at(
-    source: Source, begin: int, search: _Search, *, where: str, max_bytes: int = _MAX_GUESS
-) -> tuple[Graph, int]:
-    """Decode the pickle at an offset, whose length is unknown: (graph, offset after it). Raises PickleError."""
-    size = 1 << 16
-    while True:
-        data = source.read(begin, min(size, max_bytes))
-        search.budget.take(len(data))
-        try:
-            decoded: Decoded = decode(data, where=where)
-            return decoded.graph, begin + decoded.end
-        except TruncatedPickleError:
-            if begin + len(data) >= source.size or size >= max_bytes:
-                raise
-            size *= 4
+def _in_checkpoint(content: Source, head: bytes, search: _Search) -> list[FoundPickle] | None:
+    """Return the pickles of a checkpoint within another file, and why they may not be all; None for any other bytes."""
+    if not any(known.sniff(head, content) for known in FORMATS):
+        return None
+    token = _outer.set(search.deeper()._replace(strict=False))
+    try:
+        container = read_container(content)
+        found = list(container.pickles())
+    except CkptoolError:
+        return None
+    finally:
+        _outer.reset(token)
+    codes = AMBIGUOUS | PROGRAM_CODES
+    return found + [
+        _unchecked(problem.where, problem.message) for problem in container.problems if problem.code in codes
+    ]
+
+
+def _unchecked(where: str, why: str) -> FoundPickle:
+    return FoundPickle(where, None, why, unchecked=True)
 
 
 def find_pickles(source: Source) -> Iterator[FoundPickle]:
-    """Yield every pickle in a file of any kind."""
-    return _limited(source.size, lambda search: _in_file(source, search))
+    """Yield every pickle in a file of any kind, and what in it could not be looked at.
+
+    Nothing is found in bytes that are of no known kind and that no unpickler takes, if they are the whole file.
+    """
+    return _limited(source.size, lambda search: _in_content(source, "", search), strict=True)
 
 
-def _in_file(source: Source, search: _Search) -> Iterator[FoundPickle]:
+def is_followed(source: Source) -> bool:
+    """Return whether ``find_pickles`` looks into a file, or tells why not: archives, compressed data, arrays."""
     head = source.read(0, 512)
-    # As torch does, look for the end of an archive.
-    tail_begin = end_search_start(source.size)
-    if head[:4] == _ZIP or b"PK\x05\x06" in source.read(tail_begin, source.size - tail_begin):
-        try:
-            archive = read_archive(source)
-            search.budget.take(archive.end.size)
-        except MalformedError:
-            yield from _in_unlisted_records(source, find_signatures(source, 0, source.size), "", search)
-        else:
-            yield from _in_zip(archive, None, audit(archive).hidden, (), search)
-    if is_header(head):
-        yield from _in_tar(source, (), search)
-    if head[:4] != _ZIP:
-        yield from _bare(source, _npy_header_size(head), "", search)
+    compression = compression_of(head)
+    known = head[:4] == _ZIP or head[:6] == _NPY or is_header(head)
+    return known or (compression is not None and not compression.doubtful) or _ends_like_zip(source)
 
 
-def _npy_header_size(head: bytes) -> int:
-    """Return where the pickle of an object array begins in a ``.npy`` file (numpy/lib/format.py), 0 in any other."""
-    if head[:6] != b"\x93NUMPY" or len(head) < 12:
-        return 0
-    wide = head[6] > 1
-    return 8 + (4 if wide else 2) + int.from_bytes(head[8 : 12 if wide else 10], "little")
+def _ends_like_zip(source: Source) -> bool:
+    begin = end_search_start(source.size)
+    return b"PK\x05\x06" in source.read(begin, source.size - begin)
+
+
+def _in_content(content: Source, name: str, search: _Search, *, storage: bool = False) -> Iterator[FoundPickle]:
+    """Yield the pickles in bytes of any kind, which may be of several kinds at once.
+
+    ``storage``: a tensor, which no loader unpickles, but which may be an archive of its own.
+    """
+    if search.depth > _MAX_DEPTH:
+        yield _unchecked(name, _TOO_DEEP)
+        return
+    head = content.read(0, 512)
+    zipped, arrays = head[:4] == _ZIP, head[:6] == _NPY
+    if not head or (storage and not zipped and not arrays):
+        return
+    if search.strict and name and (found := _in_checkpoint(content, content.read(0, 1024), search)) is not None:
+        yield from _within(name, iter(found))
+        return
+    compression = compression_of(head)
+    tar = is_header(head)
+    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member.
+    if zipped or (not tar and _ends_like_zip(content)):
+        zipped = True
+        yield from _within(name, _in_zip_file(content, search.deeper()))
+    if tar:
+        yield from _within(name, _in_tar(content, (), search.deeper()))
+    if compression is not None:
+        yield from _within(name, _in_compressed(content, compression, search.deeper()))
+    if head[:4] == _ZIP:
+        return
+    if _is_pickle_name(name):
+        yield from _whole_pickle(content, name, search)
+        return
+    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search)
+    first = next(pickles, None)
+    if first is not None:
+        yield first
+        yield from pickles
+    elif search.strict and name and not (zipped or tar or arrays or (compression and not compression.doubtful)):
+        code = code_kind(name, head, content)
+        if code or not inert_kind(head, content):
+            yield _unchecked(name, code or _NO_KIND)
+
+
+def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
+    for pickle in pickles:
+        yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
+
+
+def _in_zip_file(content: Source, search: _Search) -> Iterator[FoundPickle]:
+    try:
+        archive = read_archive(content)
+        search.budget.take(archive.end.size)
+    except MalformedError:
+        yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
+    else:
+        yield from _in_zip(archive, None, audit(archive).hidden, (), search)
+
+
+def _in_compressed(content: Source, compression: Compression, search: _Search) -> Iterator[FoundPickle]:
+    """Yield the pickles in compressed data, as joblib and pandas write them."""
+    why = ""
+    try:
+        data = inflate(content, compression, min(LIMITS.member_bytes, search.budget.left * _INFLATE_RATIO))
+    except MalformedError as error:
+        # A reader that inflates as it goes comes to the pickles before the damage.
+        why, data = error.what, inflate_start(content, compression)
+    except UnreadableError as error:
+        yield _unchecked("the file", error.what)
+        return
+    search.budget.take(len(data) // _INFLATE_RATIO)
+    doubtful = why and compression.doubtful
+    inner = search._replace(strict=False) if doubtful else search
+    pickles = _in_content(BytesSource(data, content.name), "inflated", inner)
+    first = next(pickles, None)
+    if why and (first is not None or not doubtful):
+        yield _unchecked("the file", why)
+    if first is not None:
+        yield first
+        yield from pickles
+
+
+def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
+    """Yield the pickles of NumPy's arrays of objects, one array after the other."""
+    at = 0
+    while (array := npy_data(content, at)) is not None:
+        search.budget.take(0)
+        if array.pickled:
+            yield from _bare(content, array.begin, name, search)
+            return
+        at = array.begin + array.nbytes
+    if at < content.size:
+        yield from _bare(content, at, name, search)
+        yield from _rest(content, at, name, search)
+
+
+def _rest(content: Source, at: int, name: str, search: _Search) -> Iterator[FoundPickle]:
+    """Yield a note on bytes that follow the last pickle or array and are not zeros."""
+    if search.strict and at < content.size and content.read(at, _MAX_GUESS).strip(b"\0"):
+        what = f"{pluralize(content.size - at, 'byte')} of no kind that ckptool knows"
+        yield _unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
 
 def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:
@@ -140,31 +236,110 @@ def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle
 
 
 def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[FoundPickle]:
+    """Yield the pickles one after the other from an offset on; nothing for bytes that run nothing and end in an error.
+
+    Text that only happens to begin like a pickle names things, but calls nothing.
+    """
+    text = bool(inert_kind(source.read(begin, 512), source))
+    trivial: list[FoundPickle] = []  # bytes such as "N." are pickles, if better ones follow
     number = 0
-    while begin < source.size and number < LIMITS.listed:
+    certain = source.read(begin, 1) == b"\x80"
+    while begin < source.size:
         number += 1
         name = f"{where}: " * bool(where) + f"pickle {number}"
+        if number > LIMITS.listed:
+            yield _unchecked(name, "more pickles follow than are followed")
+            return
+        nested: list[FoundPickle] = []
         try:
-            graph, end = _decode_at(source, begin, search, where=name)
+            graph, end = _decode_at(source, begin, search, where=name, nested=nested)
         except PickleError as error:
-            # Bytes that happen to begin like a pickle name no globals.
-            if any(type(node) is Global for node in error.seen):
-                yield from _with_nested(_broken(name, error), search)
-            return
-        if len(graph.nodes) < 2 and source.read(begin, 1) != b"\x80":
-            return
-        yield from _with_nested(FoundPickle(name, graph), search)
+            yield from nested
+            yield from _failed(source, begin, name, error, text, search)
+            break
+        calls = any(type(node) is Call for node in graph.nodes)
+        named = calls or any(type(node) in (Global, Extension) for node in graph.nodes)
+        certain = certain or (calls if text else named) or len(graph.nodes) > 1
+        if certain:
+            for pickle in (*trivial, FoundPickle(name, graph)):
+                yield from _with_nested(pickle, search)
+            trivial.clear()
+            yield from nested
+        else:
+            trivial.append(FoundPickle(name, graph))
         begin = end
+    if certain and number > 1:
+        yield from _rest(source, begin, where, search)
+
+
+def _failed(
+    source: Source, begin: int, name: str, error: PickleError, text: bool, search: _Search
+) -> Iterator[FoundPickle]:
+    """Yield a pickle that cannot be decoded, if it may run something before an unpickler fails, too."""
+    seen = cast("list[Node]", error.seen)
+    evidence = (Call,) if text else (Global, Extension) if source.read(begin, 1) == b"\x80" else (Global,)
+    if any(type(node) in evidence for node in seen):
+        yield from _with_nested(_broken(name, error), search)
+        return
+    if isinstance(error, PickleLimitError):
+        yield _unchecked(name, error.what)
+        return
+    # An unpickler may be less strict, and go on.
+    data = source.read(begin, _MAX_GUESS)
+    search.budget.take(len(data) // _INFLATE_RATIO)
+    may = outcome(data)
+    if may == TOO_LONG or (may != NOTHING and (may == CALLS or not text)):
+        yield _broken(name, error)
+
+
+def _decode_at(
+    source: Source,
+    begin: int,
+    search: _Search,
+    *,
+    where: str,
+    nested: list[FoundPickle] | None = None,
+    max_bytes: int = _MAX_GUESS,
+) -> tuple[Graph, int]:
+    """Decode the pickle at an offset, whose length is unknown: (graph, offset after it).
+
+    What the arrays of joblib in it hold is added to ``nested``. Raises PickleError.
+    """
+    size = 1 << 16
+    while True:
+        data = source.read(begin, min(size, max_bytes))
+        search.budget.take(len(data))
+        arrays = JoblibArrays(data, where)
+        try:
+            decoded: Decoded = decode(data, where=where, foreign=arrays.skip)
+            return decoded.graph, begin + decoded.end
+        except TruncatedPickleError as error:
+            if begin + len(data) >= source.size:
+                raise
+            if size >= max_bytes:
+                limit = PickleLimitError(f"it is longer than {max_bytes:,} bytes", where=where)
+                limit.seen = error.seen
+                raise limit from None
+            arrays.found.clear()
+            size *= 4
+        finally:
+            if nested is not None:
+                nested += [FoundPickle(f"{where}: array of objects", graph) for graph in arrays.found.values()]
 
 
 def zip_pickles(
-    archive: Archive, main: Record | None, hidden: Sequence[int], former: Sequence[tuple[Archive, Record]] = ()
+    archive: Archive,
+    main: Record | None,
+    hidden: Sequence[int],
+    former: Sequence[tuple[Archive, Record]] = (),
+    storages: Collection[str] | None = None,
 ) -> Iterator[FoundPickle]:
     """Yield every pickle of an archive except the record ``main``.
 
     ``hidden`` are the offsets of headers that are not listed, ``former`` records of versions before an edit in place.
+    ``storages`` are the records of tensors, by default all in the folder ``data``.
     """
-    return _limited(archive.source.size, lambda search: _in_zip(archive, main, hidden, former, search))
+    return _limited(archive.source.size, lambda search: _in_zip(archive, main, hidden, former, search, storages))
 
 
 def _in_zip(
@@ -173,60 +348,57 @@ def _in_zip(
     hidden: Sequence[int],
     former: Sequence[tuple[Archive, Record]],
     search: _Search,
+    storages: Collection[str] | None = None,
 ) -> Iterator[FoundPickle]:
     current = ((archive, record, "") for record in archive.records if record is not main)
     older = ((version, record, "former version: ") for version, record in former)
+    unknown: list[str] = []
     for version, record, prefix in chain(current, older):
-        try:
-            for pickle in _in_record(version, record, search) if record.size else ():
-                yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
-        except MalformedError as error:
-            if _is_pickle_name(record.name):
-                yield _broken(record.name, error)
+        if storages is None:
+            storage = record.name.startswith((f"{version.root}/data/", "data/")) and not search.strict
+            storage = storage and not _is_pickle_name(record.name)
+        else:
+            storage = record.name in storages
+        found = _in_record(version, record, storage, search) if record.size else iter(())
+        for pickle in _but_no_kind(found, unknown):
+            yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
+    yield from _of_no_kind(unknown)
     yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
 
 
-def _in_record(archive: Archive, record: Record, search: _Search) -> Iterator[FoundPickle]:
-    span = archive.payload(record)
-    named = _is_pickle_name(record.name)
-    storage = record.name.startswith((f"{archive.root}/data/", "data/"))
-    if not search.budget.is_new(span, (record.method, record.size, named, storage)):
-        return  # the same bytes under another name
-    if record.method == 0:
+def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:
+    """Yield all but the notes on members of no known kind, whose names are added to ``unknown``."""
+    for pickle in pickles:
+        if pickle.error == _NO_KIND:
+            unknown.append(pickle.where)
+        else:
+            yield pickle
+
+
+def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
+    """Yield one note for all members of no known kind."""
+    if names:
+        more = f" and {pluralize(len(names) - 1, 'other member')}" if len(names) > 1 else ""
+        yield _unchecked(names[0] + more, _NO_KIND)
+
+
+def _in_record(archive: Archive, record: Record, storage: bool, search: _Search) -> Iterator[FoundPickle]:
+    try:
+        span = archive.payload(record)
+        if not search.budget.is_new(span, (record.method, record.size, _is_pickle_name(record.name), storage)):
+            return  # the same bytes under another name
         content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
-    elif named or record.size <= _MAX_GUESS:
-        search.budget.take(record.size // _INFLATE_RATIO)
-        content = BytesSource(archive.read(record, LIMITS.pickle_bytes), record.name)
-    else:
+        if record.flags & 1:
+            yield _unchecked(record.name, "it is encrypted")
+            return
+        if record.method:
+            search.budget.take(record.size // _INFLATE_RATIO)
+            limit = LIMITS.pickle_bytes if _is_pickle_name(record.name) else LIMITS.member_bytes
+            content = BytesSource(archive.read(record, limit), record.name)
+    except MalformedError as error:
+        yield _broken(record.name, error) if _is_pickle_name(record.name) else _unchecked(record.name, error.what)
         return
-    yield from _in_content(content, record.name, storage, search)
-
-
-def _in_content(content: Source, name: str, storage: bool, search: _Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in the content of a record: an archive, a pickle, or tensor bytes."""
-    head = content.read(0, 4)
-    nested: Iterator[FoundPickle] = iter(())
-    if head == _ZIP and search.depth < _MAX_DEPTH:
-        nested = _in_file(content, search.deeper())
-    elif _is_pickle_name(name):
-        yield from _whole_pickle(content, name, search)
-    elif begin := _npy_header_size(content.read(0, 12)):
-        yield from _bare(content, begin, name, search)
-    elif storage:
-        return
-    elif head[:1] == b"\x80" and head[1:2] <= b"\x05":
-        yield from _bare(content, 0, name, search)
-    elif is_header(content.read(0, 512)) and search.depth < _MAX_DEPTH:
-        nested = _in_tar(content, (), search.deeper())
-    elif head.startswith(_COMPRESSED):
-        yield FoundPickle(name, None, "it is compressed, and may hold anything", unchecked=True)
-    else:
-        # Protocol 0 has no magic byte: text that only happens to begin like a pickle calls nothing.
-        for pickle in _bare(content, 0, name, search):
-            if pickle.graph and any(type(node) is Call for node in pickle.graph.nodes):
-                yield pickle
-    for pickle in nested:
-        yield pickle._replace(where=f"{name}: {pickle.where}")
+    yield from _in_content(content, record.name, search, storage=storage)
 
 
 def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
@@ -242,7 +414,9 @@ def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[Found
 
 def _broken(where: str, error: MalformedError) -> FoundPickle:
     """Return a pickle that cannot be decoded to its end: a reader that executes it has executed it up to there."""
-    seen = cast("list[Node]", error.seen) if isinstance(error, PickleError) else []
+    if not isinstance(error, PickleError):
+        return FoundPickle(where, None, error.what)
+    seen = cast("list[Node]", error.seen)
     # A view of the nodes only; there is no root.
     return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
 
@@ -265,14 +439,24 @@ def _is_pickle_name(name: str) -> bool:
 
 def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: _Search) -> Iterator[FoundPickle]:
     """Yield the pickles in records that are found by their local headers, their sizes unknown."""
-    for offset in islice(offsets, LIMITS.listed):
+    following = chain(offsets, (source.size,))
+    unknown: list[str] = []
+    for number, (offset, end) in enumerate(pairwise(following)):
+        if number == LIMITS.listed:
+            yield _unchecked("the rest of the file", f"more than {LIMITS.listed:,} records that no directory lists")
+            return
         raw = source.read(offset, LOCAL.size + 0x200)
         size = int.from_bytes(raw[26:28], "little")
         name = raw[LOCAL.size : LOCAL.size + size].decode("utf-8", "replace")
         payload = offset + LOCAL.size + size + int.from_bytes(raw[28:30], "little")
-        if len(raw) < LOCAL.size or raw[8:10] not in (b"\0\0", b"\x08\0") or not _is_pickle_name(name):
+        if len(raw) < LOCAL.size or not (search.strict or _is_pickle_name(name)):
             continue
-        content: Source = SliceSource(source, payload, source.size - payload, name)
+        if raw[8:10] not in (b"\0\0", b"\x08\0"):
+            yield _unchecked(prefix + name, "it is compressed in a way that torch cannot read")
+            continue
+        # A pickle says itself where it ends; the size of any other may be in its header.
+        size = int.from_bytes(raw[18:22], "little") or _directory_at(source, payload, end) - payload
+        content: Source = SliceSource(source, payload, source.size - payload if _is_pickle_name(name) else size, name)
         if raw[8] == 8:
             try:
                 data = zlib.decompressobj(-15).decompress(content.read(0, _MAX_GUESS), _MAX_GUESS)
@@ -280,7 +464,17 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
                 data = b""
             search.budget.take(max(len(data), content.size) // _INFLATE_RATIO)
             content = BytesSource(data, name)
-        yield from _whole_pickle(content, prefix + name, search)
+        if _is_pickle_name(name):
+            yield from _whole_pickle(content, prefix + name, search)
+        else:
+            yield from _but_no_kind(_in_content(content, prefix + name, search), unknown)
+    yield from _of_no_kind(unknown)
+
+
+def _directory_at(source: Source, begin: int, end: int) -> int:
+    """Return where a directory begins in these bytes, ``end`` where there is none."""
+    at = source.read(begin, min(end - begin, _MAX_GUESS)).find(b"PK\x01\x02")
+    return end if at < 0 else begin + at
 
 
 def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPickle]:
@@ -290,24 +484,27 @@ def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPi
 
 def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator[FoundPickle]:
     at = 0
-    with suppress(MalformedError):  # what precedes the damage is there
+    unknown: list[str] = []
+    try:
         for member in members(source):
             at = member.end
             size = min(member.size, source.size - member.begin)
             if size <= 0 or member.begin in known:
                 continue
+            search.budget.take(0)
             content = SliceSource(source, member.begin, size, member.name)
-            if content.read(0, 4) == _ZIP and search.depth < _MAX_DEPTH:
-                yield from _in_content(content, member.name, False, search)
-            else:
-                yield from _bare(content, 0, member.name, search)
+            yield from _but_no_kind(_in_content(content, member.name, search), unknown)
+    except MalformedError as error:  # what precedes the damage is there
+        if search.strict:
+            yield _unchecked("the rest of the archive", error.what)
+    yield from _of_no_kind(unknown)
     rest = source.read(at, _TAR_REST)
     blank = len(rest) - len(rest.lstrip(b"\0"))
-    if blank < len(rest) and search.depth < _MAX_DEPTH:
+    if blank < len(rest):
         header = at + blank // 512 * 512
         at = header if is_header(source.read(header, 512)) else at + blank
-        for pickle in _in_file(SliceSource(source, at, source.size - at, source.name), search.deeper()):
-            yield pickle._replace(where=f"after the archive: {pickle.where}")
+        after = SliceSource(source, at, source.size - at, source.name)
+        yield from _within("after the archive", _in_content(after, "", search.deeper()))
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
@@ -316,16 +513,16 @@ def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
 
 
 def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle]:
-    if search.depth >= _MAX_DEPTH:
-        return
     name = f"{where}: bytes in it"
     for data, is_argument in _byte_strings(graph):
+        if search.depth >= _MAX_DEPTH:
+            yield _unchecked(name, _TOO_DEEP)
+            return
         if not search.depth:
             search.budget.left += len(data)
         content = BytesSource(data, name)
         if data[:4] == _ZIP:
-            for pickle in _in_file(content, search.deeper()):
-                yield pickle._replace(where=f"{name}: {pickle.where}")
+            yield from _within(name, _in_content(content, "", search.deeper()))
             continue
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
         for pickle in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():

@@ -17,7 +17,7 @@ from ..base.limits import LIMITS, Limits
 from . import opcodes as op
 from .batches import default_batches
 from .fast_decode import read_pattern
-from .machine import Machine
+from .machine import Foreign, Machine
 from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
 from .uncommon_opcodes import HANDLERS
 
@@ -41,8 +41,10 @@ class Decoded(NamedTuple):
     memo: int
 
 
-def decode(data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits = LIMITS) -> Decoded:
-    """Decode the pickle that begins at byte ``start`` of ``data``.
+def decode(
+    data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits = LIMITS, foreign: Foreign | None = None
+) -> Decoded:
+    """Decode the pickle that begins at byte ``start`` of ``data``; ``foreign`` skips bytes of others within it.
 
     Raises PickleError, which names the offset within ``data``, for anything that CPython's unpickler would refuse
     before it calls something.
@@ -51,10 +53,10 @@ def decode(data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits
     # or handmade pickle may declare one and use the opcodes of another.
     declared = data[start + 1] if data[start : start + 1] == b"\x80" and start + 1 < len(data) else 2
     guess = min(max(declared, 2), 5)
-    machine, root = _run(data, start, where, limits, guess)
+    machine, root = _run(data, start, where, limits, guess, foreign)
     dialect = _dialect(machine, guess)
     if dialect != guess:
-        machine, root = _run(data, start, where, limits, dialect)
+        machine, root = _run(data, start, where, limits, dialect, foreign)
     return Decoded(_graph(machine, root), machine.pos, max(machine.sparse, default=len(machine.memo)))
 
 
@@ -68,8 +70,11 @@ def _dialect(machine: Machine, guess: int) -> int:
     return 4 if op.MEMOIZE in used else 2 if used.isdisjoint(_TEXTUAL | _OLD) else 1 if used.isdisjoint(_TEXTUAL) else 0
 
 
-def _run(data: bytes, start: int, where: str, limits: Limits, dialect: int) -> tuple[Machine, Ref]:
+def _run(
+    data: bytes, start: int, where: str, limits: Limits, dialect: int, foreign: Foreign | None
+) -> tuple[Machine, Ref]:
     machine = Machine(data, start, where, limits, Style(min(dialect, 1), header=False, dialect=dialect))
+    machine.foreign = foreign
     # Millions of new containers make the collector scan the arena again and again, which takes a third of the whole
     # time, and there is no garbage to find.
     collecting = gc.isenabled()

@@ -8,11 +8,11 @@ others.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any, Final, NoReturn, TypeAlias
 
-from ..base.errors import PickleError, TruncatedPickleError
+from ..base.errors import PickleError, PickleLimitError, TruncatedPickleError
 from ..base.limits import Limits
 from . import opcodes as op
 from .batches import BATCH_SIZE, Batch, default_batches
@@ -27,6 +27,9 @@ _AFTER_EVERY_CALL: Final = 1 << 62
 _NUMBERS: Final = array("Q")
 
 
+#: Called after each BUILD with the nodes, the reference of what was built, and the offset of the next opcode; returns
+#: that offset, or one after bytes that are not part of the pickle, which the object reads itself.
+Foreign: TypeAlias = Callable[[list[Node], Ref, int], int]
 #: The references that many repetitions of the pattern of ``fast_decode`` have in common: of "storage", the class, the
 #: device (-1 where each has a string of its own), size, offset, the numbers of the shape and of the strides,
 #: requires_grad, the class of the hooks and its arguments.
@@ -70,6 +73,7 @@ class Machine:
         self.global_names: dict[bytes, tuple[str, str]] = {}
         self.templates: dict[tuple[bytes | None, ...], Template] = {}
         self.frame_end = -1
+        self.foreign: Foreign | None = None
         self.hashable: set[Ref] = set()
         self.filled_at: dict[Ref, int] = {}
         self.texts = _NUMBERS[:], _NUMBERS[:]
@@ -81,6 +85,10 @@ class Machine:
     def fail(self, message: str) -> NoReturn:
         """Raise PickleError at the current opcode."""
         raise PickleError(message, where=self.where, offset=self.op_start)
+
+    def fail_limit(self, message: str) -> NoReturn:
+        """Raise PickleLimitError at the current opcode."""
+        raise PickleLimitError(message, where=self.where, offset=self.op_start)
 
     def fail_short(self, size: int) -> NoReturn:
         """Raise TruncatedPickleError, because fewer than ``size`` bytes follow."""
@@ -100,7 +108,7 @@ class Machine:
         left = self.max_nodes - len(self.nodes)
         if left < 0:
             size = len(self.data) - self.start
-            self.fail(f"more than {self.max_nodes:,} objects in {size:,} bytes, which is the limit")
+            self.fail_limit(f"more than {self.max_nodes:,} objects in {size:,} bytes, which is the limit")
         if 0 <= self.frame_end < pos:
             self.note_oddity("a FRAME ends inside an instruction")
         if self.frame_end <= pos:

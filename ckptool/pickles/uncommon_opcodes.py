@@ -51,7 +51,7 @@ def _text_number(machine: Machine, code: int) -> None:
     """Execute INT, LONG or FLOAT."""
     raw, limit = machine.line(), machine.limits.int_digits
     if len(raw) > limit + 2:
-        machine.fail(f"a number of {len(raw):,} digits; the limit is {limit:,} (limits.int_digits)")
+        machine.fail_limit(f"a number of {len(raw):,} digits; the limit is {limit:,} (limits.int_digits)")
     try:
         if code == op.FLOAT:
             value = float(raw)
@@ -167,7 +167,10 @@ def _fill(machine: Machine, code: int) -> None:
 def _build(machine: Machine, _: int) -> None:
     """Execute BUILD."""
     state = machine.stack.pop()
-    machine.build(machine.stack[-1], state)
+    built = machine.stack[-1]
+    machine.build(built, state)
+    if machine.foreign is not None:
+        machine.pos = machine.foreign(machine.nodes, built, machine.pos)
 
 
 # -- named objects and calls

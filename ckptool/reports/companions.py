@@ -17,6 +17,7 @@ from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..files.sources import FileSource, FolderSource, open_source
+from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
 from ..formats.pickle_search import find_pickles
 from ..safety.named_globals import NamedGlobal, named_globals
@@ -29,18 +30,12 @@ _DATA: Final = (
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf", ".mp4", ".wav", ".mp3", ".flac", ".parquet", ".arrow"),
     *(".model", ".tiktoken", ".bpe", ".vocab", ".log", ".lock", ".html", ".xml", ".distcp.index"),
 )
-#: Suffixes of code, which a program may run.
-_CODE: Final = {
-    ".py": "Python code, which transformers runs with trust_remote_code",
-    ".pyc": "compiled Python code",
-    ".ipynb": "a notebook: code",
-    ".sh": "a shell script",
-    **dict.fromkeys((".so", ".dll", ".dylib", ".jar"), "a compiled library"),
-}
 #: Kinds of files, as ``identify.explain`` calls them, in which nothing is loaded.
 _NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
 #: Kinds of files that replace weights which were not downloaded.
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
+#: First bytes that are looked at for code.
+_HEAD: Final = 512
 _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
@@ -124,15 +119,13 @@ def _linked_folders(top: str) -> list[Companion]:
 
 def check_companion(path: str, name: str, torch: str) -> Companion:
     """Check one file as ``validate`` does, without its checksums."""
-    code = next((words for suffix, words in _CODE.items() if name.lower().endswith(suffix)), "")
-    if code:
-        return Companion(name, code, reason=code)
     try:
         source = open_source(path)
     except UnreadableError as error:
         return Companion(name, "a file that cannot be opened", reason=error.what)
     try:
-        return _checked(source, name, torch)
+        code = code_kind(name, source.read(0, _HEAD), source)
+        return Companion(name, code, reason=code) if code else _checked(source, name, torch)
     except CkptoolError as error:  # it changed, or shrank, while it was read
         return Companion(name, "a file that cannot be read", reason=error.what)
     finally:

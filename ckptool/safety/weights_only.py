@@ -31,6 +31,8 @@ NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeErr
 #: The rule that stops torch.load at a pickle that is named like a safetensors file.
 WRONG_SUFFIX: Final = "the name ends in .safetensors, so torch.load reads it as that"
 
+#: The rule that a persistent id breaks which torch.load does not know: it raises, and runs nothing.
+NOT_A_STORAGE: Final = "persistent id of something other than a storage"
 _APPENDS: Final = "APPENDS to something other than a list"
 _SETITEMS: Final = "SETITEMS on something other than a dict"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
@@ -108,7 +110,7 @@ def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
-    broken.update(_broken_rules(graph, torch))
+    broken.update(broken_rules(graph, torch))
     broken.update(NOT_UTF8 for _ in non_utf8_strings(graph))
     return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
@@ -135,7 +137,7 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     return [Blocker(name, "", count, name in called) for name, count in counts.most_common()]
 
 
-def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
+def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     """Count the objects of the pickle that break a structural rule of the restricted unpickler."""
     broken: Counter[str] = Counter()
     nodes = graph.nodes
@@ -158,7 +160,7 @@ def _broken_rules(graph: Graph, torch: str) -> Counter[str]:
             if first == "module" or first == b"module":
                 broken["persistent id 'module': a class with its source"] += 1
             elif first != "storage" and first != b"storage":
-                broken["persistent id of something other than a storage"] += 1
+                broken[NOT_A_STORAGE] += 1
             if node.filling is not None and (node.items or node.pairs or node.states):
                 broken["change to a storage"] += 1
         elif type(node) is Global and (node.items or node.pairs or node.states):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,6 +285,11 @@ PLACES = {
     "pickle in pickle in pickle": plain({"x": Code(deep(3)[2:-1])}),
     "bytes in a broken pickle": plain(pickled=dumped({"x": call(name("pickle", "loads"), EVIL)})[:-1]),
     "bytes in another .pkl": with_record(Entry(f"{ROOT}/more.pkl", deep(1))),
+    "gzip in another record": with_record(Entry(f"{ROOT}/more.bin", gzip.compress(EVIL))),
+    "bzip2 in another record": with_record(Entry(f"{ROOT}/more.bin", bz2.compress(EVIL))),
+    "xz in another record": with_record(Entry(f"{ROOT}/more.bin", lzma.compress(EVIL))),
+    "lzma in another record": with_record(Entry(f"{ROOT}/more.bin", lzma.compress(EVIL, lzma.FORMAT_ALONE))),
+    "zlib in another record": with_record(Entry(f"{ROOT}/more.bin", zlib.compress(EVIL))),
 }
 
 
@@ -299,10 +304,28 @@ def test_a_pickle_is_found_wherever_it_hides(data: bytes, tmp_path: Path) -> Non
     assert "posix.system" in said.out
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=lambda pack: pack.__module__)
-def test_what_is_compressed_once_more_is_not_looked_at(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    report = report_of(tmp_path / "seed.pth", with_record(Entry(f"{ROOT}/more.bin", pack(EVIL))))
+COMPRESSED = {"zstd": b"\x28\xb5\x2f\xfd", "lz4": b"\x04\x22\x4d\x18", "7z": b"7z\xbc\xaf\x27\x1c"}
+
+
+@pytest.mark.parametrize("magic", by_key(COMPRESSED))
+def test_what_cannot_be_unpacked_is_not_looked_at(magic: bytes, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "seed.pth", with_record(Entry(f"{ROOT}/more.bin", magic + bytes(40))))
     assert (report["status"], report["coverage"]) == ("valid", "partial")
+
+
+def test_what_an_unpickler_takes_is_not_passed_over(tmp_path: Path) -> None:
+    """The decoder refuses BUILD on a dict; CPython passes over one without a state, and goes on."""
+    lenient = b"}Nb0" + dumped(call(name("posix", "system"), "true"))[2:]
+    called = []
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return lambda *args: called.append((module, name, args))
+
+    Recorder(io.BytesIO(lenient)).load()
+    assert called
+    report = report_of(tmp_path / "seed.pth", with_record(Entry(f"{ROOT}/more.bin", lenient)))
+    assert report["status"] == "invalid"
 
 
 def test_bytes_that_only_look_like_a_pickle_name_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from shlex import quote
 from typing import Final, cast
@@ -20,6 +19,7 @@ from ...files.tars import is_header
 from ...files.zips.reader import Archive
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Node
+from ..inert import is_text
 from ..rescue import measure_cut_zip
 from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
@@ -80,7 +80,7 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
         titled = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
         what = f"it is a web page{titled}, not a checkpoint: the download went wrong"
         return _error("html", what, source, _DOWNLOAD)
-    if not _is_text(head):
+    if not is_text(head):
         return None
     if re.match(_JSON, start):
         return _json(head, source)
@@ -108,17 +108,6 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
         return _error("index", what, source, "name its folder, or one of the shards")
     what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
     return _error("json", what, source, "look into it, then download the checkpoint itself")
-
-
-def _is_text(head: bytes) -> bool:
-    if any(byte < 32 and byte not in b"\t\n\r\f" for byte in head):
-        return False
-    try:
-        # A character may be cut at the end of the head.
-        getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -234,7 +223,7 @@ _DECODED: Final = 1 << 20
 
 def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
     """Name a protocol 0 pickle, which is text."""
-    return _pickle(head, source) if head[:1] in (b"(", b"c") and _is_text(head) else None
+    return _pickle(head, source) if head[:1] in (b"(", b"c") and is_text(head) else None
 
 
 def _pickle(head: bytes, source: Source) -> UnreadableError | None:

@@ -148,7 +148,9 @@ class TorchZip(Container):
             data = BytesSource(self.pickle, self.archive.source.name)
             yield from bare_pickles(data, self.end, "data.pkl, after its end")
         found = self._audit()
-        yield from zip_pickles(self.archive, self.record, found.hidden, found.former)
+        records = map(self.storage_record, TensorReader(self.graph).storages)
+        storages = {record.name for record in records if record is not None}
+        yield from zip_pickles(self.archive, self.record, found.hidden, found.former, storages)
 
     def _audit(self) -> Audit:
         if self._audited is None:

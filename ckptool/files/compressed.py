@@ -1,0 +1,117 @@
+"""Compressed data: what it is by its first bytes, and its content, inflated to memory within a bound."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import MalformedError, UnreadableError
+from ..base.text import human_bytes
+from .sources import Source
+
+#: Bytes of memory that the dictionary of xz data may take.
+_MAX_DICTIONARY: Final = 256 << 20
+#: Bytes of damaged data that are inflated, and those taken at a time.
+_START: Final = 1 << 20
+_STEP: Final = 512
+#: Streams one after the other: each copies what follows it.
+_MAX_STREAMS: Final = 100
+
+
+class Compression(NamedTuple):
+    """A way to compress: its ``name``, whether Python inflates it, and whether other data may begin like it."""
+
+    name: str
+    inflates: bool = True
+    doubtful: bool = False
+
+
+#: (magic, compression). ``lzma`` has a byte of parameters and a power of two, the size of its dictionary.
+_MAGIC: Final = (
+    (b"\x1f\x8b", Compression("gzip")),
+    (b"BZh", Compression("bzip2")),
+    (b"\xfd7zXZ\0", Compression("xz")),
+    (b"\x28\xb5\x2f\xfd", Compression("zstd", False)),
+    (b"\x04\x22\x4d\x18", Compression("lz4", False)),
+    (b"7z\xbc\xaf\x27\x1c", Compression("7z", False)),
+    (b"Rar!", Compression("rar", False)),
+    (b"\x1f\x9d", Compression("compress", False)),
+    (b"ZF0x", Compression("joblib's old zlib", False)),
+)
+
+
+def compression_of(head: bytes) -> Compression | None:
+    """Return how data is compressed that begins with these bytes, 16 or more; None for any other."""
+    for magic, compression in _MAGIC:
+        if head.startswith(magic):
+            return compression
+    # RFC 1950: method 8, a window of up to 32 KiB, and a check sum of the two bytes.
+    if len(head) > 2 and head[0] & 0x8F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
+        return Compression("zlib", doubtful=True)
+    size = int.from_bytes(head[1:5], "little")
+    known = head[5:13] == b"\xff" * 8 or head[10:13] == b"\0\0\0"
+    if len(head) > 13 and head[0] < 9 * 5 * 5 and size >= 4096 and size & (size - 1) == 0 and known and head[13] == 0:
+        return Compression("lzma", doubtful=True)
+    return None
+
+
+def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """Return what makes a decompressor with ``decompress(data, max_length)``, ``eof`` and ``unused_data``, and what
+    that raises for damage."""
+    if name == "bzip2":
+        from bz2 import BZ2Decompressor
+
+        return BZ2Decompressor, OSError
+    if name in ("xz", "lzma"):
+        import lzma
+
+        form = lzma.FORMAT_XZ if name == "xz" else lzma.FORMAT_ALONE
+        return partial(lzma.LZMADecompressor, form, _MAX_DICTIONARY), lzma.LZMAError
+    return partial(zlib.decompressobj, 31 if name == "gzip" else 15), zlib.error
+
+
+def inflate(source: Source, compression: Compression, limit: int) -> bytes:
+    """Return the content of compressed data, of all its streams one after the other.
+
+    Raises UnreadableError for a compression that Python lacks and for more than ``limit`` bytes, MalformedError for
+    damage and for what follows the last stream, unless it is zeros.
+    """
+    if not compression.inflates:
+        raise UnreadableError(f"it is compressed ({compression.name}): unpack it first", path=source.name)
+    data = source.read(0, min(source.size, limit + 1))
+    parts: list[bytes] = []
+    where = f"{compression.name} data"
+    make, failure = _inflaters(compression.name)
+    while data.strip(b"\0"):
+        if len(parts) == _MAX_STREAMS:
+            raise UnreadableError(f"it is more than {_MAX_STREAMS} compressed parts: unpack it first", path=source.name)
+        inflater = make()
+        try:
+            parts.append(inflater.decompress(data, limit + 1))
+        except (failure, EOFError, MemoryError) as error:
+            raise MalformedError(f"damaged: {error}", where=where) from error
+        if max(sum(map(len, parts)), len(data)) > limit:
+            what = f"it is compressed ({compression.name}), and larger than {human_bytes(limit)}: unpack it first"
+            raise UnreadableError(what, path=source.name)
+        if not inflater.eof:
+            raise MalformedError("it is cut: it ends too early", where=where)
+        data = inflater.unused_data
+    return b"".join(parts)
+
+
+def inflate_start(source: Source, compression: Compression) -> bytes:
+    """Return what damaged data begins with: about a megabyte, or as much as inflates."""
+    make, failure = _inflaters(compression.name)
+    inflater = make()
+    data = source.read(0, _START)
+    parts: list[bytes] = []
+    try:
+        for at in range(0, len(data), _STEP):
+            parts.append(inflater.decompress(data[at : at + _STEP], _START))
+            if inflater.eof or sum(map(len, parts)) >= _START:
+                break
+    except (failure, EOFError, MemoryError):
+        pass
+    return b"".join(parts)

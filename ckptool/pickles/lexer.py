@@ -1,0 +1,104 @@
+"""The opcodes of bytes one after the other, whatever they mean.
+
+A pickle has no jumps: an unpickler comes to the opcodes in their order, up to the first that it refuses. So bytes in
+which no opcode names a global before one is invalid run nothing, even where a decoder is stricter than an unpickler.
+"""
+
+from __future__ import annotations
+
+import re
+from struct import Struct
+from typing import Final
+
+from . import opcodes as op
+
+#: Runs of opcodes without a variable size: (opcodes, bytes of their argument). PROTO and FRAME change nothing here.
+_FIXED: Final = (
+    (b"(012N)t]lae}dsuQbRo\x81\x92" + bytes((*range(0x85, 0x8A), 0x8F, 0x90, 0x91, 0x94, 0x97, 0x98)), 0),
+    (b"Kqh", 1),
+    (b"M", 2),
+    (b"Jrj", 4),
+    (b"G\x95", 8),
+)
+_fixed = re.compile(
+    rb"(?s)(?:\x80[\0-\5]|" + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED) + b")+"
+).match
+#: Opcodes followed by a count of that many bytes, and the bytes counted.
+_COUNTED: Final = {
+    **dict.fromkeys((op.SHORT_BINSTRING, op.SHORT_BINBYTES, op.LONG1, op.SHORT_BINUNICODE), Struct("<B")),
+    **dict.fromkeys((op.BINSTRING, op.BINUNICODE, op.BINBYTES, op.LONG4), Struct("<I")),
+    **dict.fromkeys((op.BINUNICODE8, op.BINBYTES8, op.BYTEARRAY8), Struct("<Q")),
+}
+#: Opcodes followed by a line.
+_LINES: Final = b"ILFSVpgP"
+_TEXTS: Final = frozenset(
+    (op.STRING, op.UNICODE, *op.PYTHON2_STRINGS, op.BINUNICODE, op.SHORT_BINUNICODE, op.BINUNICODE8)
+)
+_EXTENSIONS: Final = {op.EXT1: 1, op.EXT2: 2, op.EXT4: 4}
+_CALLS: Final = re.compile(rb"[Ro\x81\x92b]").search
+_MAX_NAME: Final = 1 << 16
+#: Steps after which the search gives up: a second of work.
+_MAX_STEPS: Final = 500_000
+
+NOTHING, NAMES, CALLS, TOO_LONG = "nothing", "names a global", "calls a global", "too long to tell"
+
+
+def outcome(data: bytes, at: int = 0) -> str:
+    """Return what an unpickler may come to from byte ``at`` on, before it refuses an opcode or stops.
+
+    NOTHING, NAMES (it may import a module), CALLS (or calls what it imported), or TOO_LONG.
+    """
+    named = ""
+    begin, modules = at, False
+    for _ in range(_MAX_STEPS):
+        run = _fixed(data, at)
+        if run is not None:
+            if named and _CALLS(data, at, run.end()):
+                return CALLS
+            at = run.end()
+        code = data[at] if at < len(data) else op.STOP
+        at += 1
+        counted = _COUNTED.get(code)
+        if counted is not None:
+            if at + counted.size > len(data):
+                break
+            size = counted.unpack_from(data, at)[0]
+            at += counted.size + size
+            if at > len(data):
+                break
+            modules = modules or (code in _TEXTS and size < _MAX_NAME and _is_module(data[at - size : at]))
+        elif code in _LINES:
+            end = data.find(b"\n", at)
+            if end < 0:
+                break
+            line = data[at:end]
+            # The line of STRING is in quotes, and what escapes stand for is not worked out.
+            modules = modules or (code in _TEXTS and (b"\\" in line or _is_module(line.strip(b"\"'\r"))))
+            at = end + 1
+        elif code in (op.GLOBAL, op.INST):
+            middle = data.find(b"\n", at)
+            end = data.find(b"\n", middle + 1)
+            if middle < 0 or end < 0 or not _is_module(data[at:middle]):
+                break
+            if code == op.INST:
+                if data.find(b"(", begin, at) < 0:
+                    break
+                return CALLS
+            named, at = NAMES, end + 1
+        elif code in _EXTENSIONS and data[begin] == op.PROTO:  # no code is registered but by a program of one's own
+            named, at = NAMES, at + _EXTENSIONS[code]
+        elif code == op.STACK_GLOBAL and modules:
+            named = NAMES
+        else:
+            break
+    else:
+        return TOO_LONG
+    return named or NOTHING
+
+
+def _is_module(name: bytes) -> bool:
+    """Return whether a name may be that of a module: an import of any other fails."""
+    try:
+        return all(part.isidentifier() for part in name.decode("utf-8").split("."))
+    except UnicodeDecodeError:
+        return False

@@ -1,0 +1,193 @@
+"""The report of ``scan``: what loading each file may do. It reads pickles of every kind, not those of torch alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Final, TypedDict
+
+from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, UnreadableError
+from ..base.suffixes import CHECKPOINTS, PICKLES
+from ..base.text import pluralize
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import AMBIGUOUS
+from ..checkpoint.programs import program_of
+from ..files.archives import file_name, open_any
+from ..files.sources import FilePath, FolderSource
+from ..formats.checkpoint_search import SkippedFile, find_all
+from ..formats.foreign.identification import PLACEHOLDERS
+from ..formats.inert import code_kind, inert_kind
+from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
+from ..formats.pickle_search import find_pickles, is_followed
+from ..safety.named_globals import named_globals
+from ..safety.torch_lists import NEWEST
+from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, verdict_of, worst_verdict
+from .companions import check_companions
+
+#: First bytes that ``inert_kind`` and ``code_kind`` look at.
+_HEAD: Final = 512
+
+
+class FileScan(TypedDict):
+    """One file, or folder that is one checkpoint.
+
+    ``verdict`` is None for a file that was passed over, as ``passed_over`` says in a word, and for one that cannot be
+    read, as ``error`` says. ``reasons`` are those of any verdict but weights-only. ``bytes`` is None where the file
+    cannot be opened.
+    """
+
+    path: str
+    bytes: int | None
+    kind: str
+    verdict: str | None
+    reasons: list[str]
+    passed_over: str
+    error: str | None
+    next: str
+
+
+class ScanReport(TypedDict):
+    """``ckptool.scan/1``: ``verdict`` is the worst of all, None where there is none; ``passed_over`` counts by kind."""
+
+    schema: str
+    torch: str
+    verdict: str | None
+    files: list[FileScan]
+    passed_over: dict[str, int]
+
+
+def scan(*paths: FilePath, torch: str = NEWEST) -> ScanReport:
+    """Return the report of ``ckptool scan`` on files and folders, schema ``ckptool.scan/1``.
+
+    ``torch`` is the version whose list for weights_only applies. What is wrong with a file is in the report; nothing
+    is raised for that.
+    """
+    return scan_report(scan_files([os.fspath(path) for path in paths], torch), torch)
+
+
+def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:
+    """Sum up the files."""
+    every = list(files)
+    words = [item["verdict"] for item in every if item["verdict"] is not None]
+    over = Counter(item["passed_over"] for item in every if item["passed_over"])
+    verdict = worst_verdict(words) if words else None
+    return {
+        "schema": "ckptool.scan/1",
+        "torch": torch,
+        "verdict": verdict,
+        "files": every,
+        "passed_over": dict(over.most_common()),
+    }
+
+
+def passed_over_words(counts: dict[str, int]) -> str:
+    """Return "passed over: 3 (2 images, 1 text)", "" where nothing was."""
+    if not counts:
+        return ""
+    kinds = ", ".join(pluralize(count, kind) for kind, count in counts.items())
+    return f"passed over: {sum(counts.values()):,} ({kinds})"
+
+
+def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
+    """Yield the scan of every file that the paths lead to: in folders, all files."""
+    for item in find_all(paths):
+        if isinstance(item, SkippedFile):
+            yield skipped(item)
+        else:
+            yield unread(item.path, item) if isinstance(item, UnreadableError) else scan_file(item, torch)
+
+
+def skipped(item: SkippedFile) -> FileScan:
+    """Return the scan of what is not entered."""
+    return _scan(item.path, None, "", passed_over=item.why)
+
+
+def unread(path: str, error: CkptoolError) -> FileScan:
+    """Return the scan of a path that cannot be read."""
+    kind = error.kind if isinstance(error, NotACheckpointError) else ""
+    return _scan(path, None, kind, error=error.what, next=error.next)
+
+
+def _scan(
+    path: str,
+    size: int | None,
+    kind: str,
+    verdict: Verdict | None = None,
+    *,
+    passed_over: str = "",
+    error: str | None = None,
+    next: str = "",
+) -> FileScan:
+    return {
+        "path": path,
+        "bytes": size,
+        "kind": kind,
+        "verdict": None if verdict is None else verdict.word,
+        "reasons": [] if verdict is None else list(verdict.reasons),
+        "passed_over": passed_over,
+        "error": error,
+        "next": next,
+    }
+
+
+def scan_file(path: str, torch: str = NEWEST) -> FileScan:
+    """Scan one file, one folder that is one checkpoint, or one member of an archive."""
+    try:
+        opened = open_checkpoint(path) if in_several_files(path) else checkpoint_of(open_any(path))
+        with opened as checkpoint:
+            verdict = checkpoint_verdict(checkpoint, torch)
+            return _scan(path, checkpoint.source.size, checkpoint.format, verdict)
+    except (MalformedError, NotACheckpointError) as error:
+        return _other_scan(path, error, torch)
+    except CkptoolError as error:
+        return unread(path, error)
+
+
+def checkpoint_verdict(checkpoint: Checkpoint, torch: str = NEWEST) -> Verdict:
+    """Return the verdict on a checkpoint and, if that is a folder, on all the files in it."""
+    program = program_of(checkpoint)
+    container = checkpoint.container
+    problems = (*container.problems, *container.audit(checkpoint.survey.reader.storages))
+    unclear = [problem.message for problem in problems if problem.code in AMBIGUOUS]
+    pickles = list(container.pickles()) if checkpoint.pickled else []
+    names = named_globals(pickles, torch)
+    if program is not None:
+        names = [item for item in names if not item.mapped.startswith(program.own_names)]
+    if isinstance(checkpoint.source, FolderSource):
+        beside = check_companions(checkpoint.source, torch)
+        pickles += beside.pickles
+        names += beside.globals
+        unclear += [f"{item['name']}: {item['why']}" for item in beside.files if not item["looked_at"]]
+    kind = f"{program.kind}, read by {program.loader}" if program is not None else ""
+    return verdict_of(pickles, names, torch, program=kind, unclear=unclear)
+
+
+def _other_scan(path: str, error: UnreadableError, torch: str) -> FileScan:
+    """Scan a file that is not a whole checkpoint."""
+    kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
+    if os.path.isdir(path):
+        return unread(path, error)
+    try:
+        with closing(open_any(path)) as source:
+            head = source.read(0, _HEAD)
+            pickles = list(find_pickles(source))
+            verdict = verdict_of(
+                pickles,
+                named_globals(pickles, torch),
+                torch,
+                program=code_kind(path, head, source),
+                unclear=[] if kind != "damaged" else [error.what],
+            )
+            if pickles or verdict.word != WEIGHTS_ONLY or is_followed(source):
+                return _scan(path, source.size, kind, verdict)
+            claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
+            if kind in PLACEHOLDERS and claims:
+                return unread(path, error)
+            inert = inert_kind(head, source)
+            if inert and not claims:
+                return _scan(path, source.size, kind, passed_over=inert)
+            return _scan(path, source.size, kind, Verdict(UNKNOWN, (error.what,)))
+    except CkptoolError as problem:
+        return unread(path, problem)

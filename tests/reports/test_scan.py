@@ -1,0 +1,315 @@
+"""``scan`` finds what is run in any file, whatever its name and archive, and names what it did not look into."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import say
+from conftest import MANIFEST, corpus_files, needs_corpus
+from crafted_files import SYSTEM, TENSOR, by_key, call, dumped, legacy, name, plain
+
+import ckptool
+from ckptool.reports.scan import scan_file
+
+SHELL = b"cposix\nsystem\n(S'true'\ntR."
+EVIL = {
+    "zip": plain(SYSTEM),
+    "legacy": legacy(SYSTEM),
+    "bare": dumped(SYSTEM),
+    "protocol 0": SHELL,
+    "protocol 4": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
+    "broken behind the call": dumped(SYSTEM)[:-1] + b"\xff",
+    "after a pickle": dumped({"lr": 1}) + dumped(SYSTEM),
+    "after a small pickle": b"N." + dumped(SYSTEM),
+    "in another": dumped({"x": call(name("pickle", "loads"), dumped(SYSTEM))}),
+}
+
+
+class Recorded:
+    """Makes an unpickler record what it would call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def zipped(data: bytes, member: str = "policy.dat", method: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr("readme.txt", "hello")
+        archive.writestr(member, data)
+    return out.getvalue()
+
+
+def tarred(data: bytes, member: str = "x/policy.dat", mode: str = "w") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
+        info = tarfile.TarInfo(member)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def objects(data: bytes) -> bytes:
+    """An .npy file of objects, in which the pickle of the array is another one."""
+    out = io.BytesIO()
+    np.save(out, np.array([None], dtype=object), allow_pickle=True)
+    size = int.from_bytes(out.getvalue()[8:10], "little")
+    return out.getvalue()[: 10 + size] + data
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "zip": zipped,
+    "deflated zip": lambda data: zipped(data, method=zipfile.ZIP_DEFLATED),
+    "zip behind other bytes": lambda data: b"junk" * 30 + zipped(data),
+    "zip in a zip": lambda data: zipped(zipped(data), "inner.bin"),
+    "zip behind other bytes in a zip": lambda data: zipped(b"junk" + zipped(data), "inner.bin"),
+    "tar": tarred,
+    "tar.gz": lambda data: tarred(data, mode="w:gz"),
+    "tar in a tar": lambda data: tarred(tarred(data)),
+    "tar in a zip": lambda data: zipped(tarred(data)),
+    "gzip": gzip.compress,
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+    "zlib": zlib.compress,
+    "gzip in a tar": lambda data: tarred(gzip.compress(data)),
+    "cut gzip": lambda data: gzip.compress(data + os.urandom(4000))[:-100],
+    "npy of objects": objects,
+    "npy of objects in a zip": lambda data: zipped(objects(data), "x.npy"),
+    "npy of objects in a tar": lambda data: tarred(objects(data), "x.npy"),
+    "after an array": lambda data: array() + data,
+}
+SUFFIXES = (".pkl", ".bin", ".joblib", ".dat", ".pt", ".pth.tar", ".ckpt", ".zip", ".png", ".txt", ".md", "", ".gguf")
+
+
+def array() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.arange(5.0))
+    return out.getvalue()
+
+
+def verdict(path: Path) -> str | None:
+    return scan_file(str(path))["verdict"]
+
+
+# -- unsafe --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", by_key(EVIL))
+def test_a_hostile_file_is_unsafe_under_every_name(data: bytes, tmp_path: Path) -> None:
+    for number, suffix in enumerate(SUFFIXES):
+        path = tmp_path / f"file{number}{suffix}"
+        path.write_bytes(data)
+        report = scan_file(str(path))
+        assert report["verdict"] == "unsafe", (suffix, report)
+        assert report["reasons"][-1].startswith("posix.system('true')")
+
+
+@pytest.mark.parametrize("pack", by_key(PACKED))
+@pytest.mark.parametrize("data", by_key(EVIL))
+def test_a_hostile_file_is_found_in_whatever_it_is_packed(
+    data: bytes, pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "download"
+    path.write_bytes(pack(data))
+    assert verdict(path) == "unsafe"
+
+
+def test_what_an_unpickler_runs_is_unsafe_or_unknown(tmp_path: Path) -> None:
+    """Where the decoder gives up before it comes to the call, it says so."""
+    rest = dumped(SYSTEM)[2:]
+    cases = {
+        "BUILD without a state": b"}Nb0" + rest,
+        "too many objects": b"\x80\x02" + b"N0" * 400_000 + b"N" * 700_000 + rest,
+        "a number of many digits": b"I" + b"1" * 5000 + b"\n0" + rest,
+        "long text before it": b"\x80\x02X" + (65 << 20).to_bytes(4, "little") + bytes(65 << 20) + b"0" + rest,
+        "bytes between pickles": dumped({"a": 1}) + b"\1\2\3" + dumped(SYSTEM),
+        "blocks of dbm.dumb": (dumped({"a": 1}).ljust(512, b" ")) + dumped(SYSTEM),
+    }
+    for what, data in cases.items():
+        path = tmp_path / "file.pkl"
+        path.write_bytes(data)
+        assert verdict(path) in ("unsafe", "unknown"), what
+        path.write_bytes(zipped(data))
+        assert verdict(path) in ("unsafe", "unknown"), what
+
+
+# -- unknown -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_member_that_is_not_inflated_is_unknown(method: int, tmp_path: Path) -> None:
+    path = tmp_path / "file.zip"
+    path.write_bytes(zipped(b"words", "a.txt", method))
+    assert verdict(path) == "unknown"
+
+
+UNKNOWN = {
+    "noise": bytes(range(128, 256)) * 3,
+    "zstd": b"\x28\xb5\x2f\xfd" + bytes(50),
+    "noise in a zip": zipped(bytes(range(128, 256))),
+    "noise in a tar": tarred(bytes(range(128, 256))),
+    "sqlite": b"SQLite format 3\0" + bytes(200),
+    "a class outside the list": dumped({"x": call(name("research.lib", "Thing"))}),
+    "a change to a class of the list": dumped({"x": name("collections", "OrderedDict")})[:-1] + b"}b.",
+    "thirty archives": __import__("functools").reduce(lambda data, _: zipped(data, "a.zip"), range(30), SHELL),
+    "yaml in a zip": zipped(b"a: !!python/object/apply:os.system [x]", "a.yaml"),
+    "keras in a zip": zipped(b'{"class_name": "Lambda", "config": {}}', "config.json"),
+    "code in a zip": zipped(b"import os", "modeling.py"),
+}
+
+
+@pytest.mark.parametrize("data", by_key(UNKNOWN))
+def test_what_is_not_followed_is_unknown_and_the_reason_is_given(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(data)
+    report = scan_file(str(path))
+    assert report["verdict"] == "unknown"
+    assert report["reasons"]
+
+
+CODE = {
+    "run.py": b"import os",
+    "run": b"#!/bin/sh\nls",
+    "a.yaml": b"a: !!python/object/apply:os.system [x]",
+    "model.json": b'{"class_name": "Lambda"}',
+    "lib.so": b"\x7fELF" + bytes(100),
+    "setup.exe": b"MZ" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("file_name", CODE)
+def test_code_is_a_program(file_name: str, tmp_path: Path) -> None:
+    (tmp_path / file_name).write_bytes(CODE[file_name])
+    assert verdict(tmp_path / file_name) == "program"
+
+
+# -- weights-only --------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "plain values": pickle.dumps({"a": [1, 2.0, "x", None]}),
+    "a zip of good files": zipped(plain(TENSOR), "model.pth"),
+    "a zip of a legacy file": zipped(legacy(), "model.pth"),
+    "a tar of good files": tarred(plain(TENSOR)),
+    "an array": array(),
+    "arrays one after the other": array() * 3,
+    "an array in a zip": zipped(array(), "a.npy"),
+    "gzipped": gzip.compress(plain(TENSOR)),
+}
+
+
+@pytest.mark.parametrize("data", by_key(GOOD))
+def test_nothing_can_run_in_these(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(data)
+    assert scan_file(str(path)) | {"kind": "", "bytes": 0} == {
+        **{"path": str(path), "bytes": 0, "kind": "", "verdict": "weights-only", "reasons": []},
+        **{"passed_over": "", "error": None, "next": ""},
+    }
+
+
+#: But for one in which readers see different things.
+CLEAN = [item for item in MANIFEST if item.loads and item.path.name != "zip_two_pickles.pth"]
+
+
+@pytest.mark.parametrize("item", CLEAN, ids=lambda item: item.path.name)
+def test_what_torch_loads_with_weights_only_is_not_unknown(item: Any) -> None:
+    try:
+        torch.load(item.path, weights_only=True, map_location="cpu")
+    except Exception:
+        assert not item.path.name.startswith("hostile") or verdict(item.path) == "unsafe"
+        return
+    assert verdict(item.path) == "weights-only"
+
+
+@needs_corpus
+def test_no_real_checkpoint_is_unsafe_and_none_that_loads_is_unknown() -> None:
+    for path in corpus_files():
+        word = verdict(path)
+        assert word != "unsafe", path
+        try:
+            torch.load(path, weights_only=True, map_location="cpu")
+        except Exception:
+            continue
+        assert word == "weights-only", path
+
+
+# -- folders, words and codes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    folder = tmp_path / "dl"
+    folder.mkdir()
+    torch.save({"w": torch.ones(3)}, folder / "just.pt")
+    evil = pickle.dumps(Recorded())
+    (folder / "evil.pkl").write_bytes(evil)
+    (folder / "model.bin").write_bytes(evil)
+    (folder / "agent.zip").write_bytes(zipped(evil))
+    (folder / "m.tar.gz").write_bytes(tarred(evil, mode="w:gz"))
+    (folder / "notes.md").write_text("hello\n")
+    for letter in "ab":
+        (folder / f"{letter}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    (folder / ".git").mkdir()
+    (folder / ".git" / "hook").write_text("#!/bin/sh\n")
+    return folder
+
+
+def test_every_file_of_a_folder_is_looked_at(downloads: Path) -> None:
+    report = ckptool.scan(downloads)
+    verdicts = {Path(item["path"]).name: item["verdict"] for item in report["files"] if item["verdict"]}
+    evil = dict.fromkeys(("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"), "unsafe")
+    assert verdicts == {"just.pt": "weights-only"} | evil
+    assert report["passed_over"] == {"image": 2, "text file": 1, "git folder": 1}
+    assert report["verdict"] == "unsafe"
+    said = say("scan", downloads)
+    assert said.code == 1
+    assert "5 files: 4 unsafe, 1 weights-only" in said.out
+    assert "passed over: 4 (2 images, 1 git folder, 1 text file): .git, a.png, b.png and notes.md" in said.out
+
+
+def test_the_formats_agree(downloads: Path) -> None:
+    whole = json.loads(say("scan", downloads, "--format", "json").out)
+    lines = [json.loads(line) for line in say("scan", downloads, "--format", "jsonl", "--jobs", "2").out.splitlines()]
+    assert whole["files"] == lines == ckptool.scan(downloads)["files"]
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    good, text, missing = tmp_path / "good.pt", tmp_path / "notes.txt", tmp_path / "missing.pt"
+    torch.save({"w": torch.ones(3)}, good)
+    text.write_text("hello")
+    assert say("scan", good).code == 0
+    assert say("scan", good, text).code == 0
+    assert say("scan", text).code == 3
+    assert say("scan", good, missing).code == 3
+    (tmp_path / "weights.pth").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert say("scan", tmp_path / "weights.pth").code == 3
+    assert say("scan", good, "--torch", "0.1").code == 2
+
+
+def test_arrays_of_joblib_are_followed(tmp_path: Path) -> None:
+    joblib = pytest.importorskip("joblib")
+    arrays = {"a": np.ones(1000), "b": np.arange(5), "c": np.ones((2, 3), order="F"), "d": np.array(["x", 1], object)}
+    for protocol in range(2, 6):
+        joblib.dump(arrays, tmp_path / "good.joblib", protocol=protocol)
+        report = scan_file(str(tmp_path / "good.joblib"))
+        assert report["verdict"] == "unknown"
+        assert all(reason.startswith("not on torch") for reason in report["reasons"])
+        for inner in (np.array([Recorded()], object), Recorded()):
+            joblib.dump(arrays | {"e": inner}, tmp_path / "evil.joblib", protocol=protocol)
+            assert verdict(tmp_path / "evil.joblib") == "unsafe"
