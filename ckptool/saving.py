@@ -208,8 +208,8 @@ def history(path: FilePath) -> dict[str, Any]:
     return {"schema": "ckptool.history/1", "path": source.name, "bytes": source.size, "versions": listed}
 
 
-def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> dict[str, Any]:
-    """Undo the last edit in place, or with ``everything`` all of them: the file has its exact former bytes again.
+def undo(path: FilePath, *, original: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Undo the last edit in place, or with ``original`` all of them: the file has its exact former bytes again.
 
     ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
     if the former version cannot be read, OutputError if the file cannot be written.
@@ -225,7 +225,7 @@ def undo(path: FilePath, *, everything: bool = False, dry_run: bool = False) -> 
             what = f"{pluralize(source.size - end, 'byte')} follow the last edit in place, and would be cut off"
             step = f"if they are not needed: truncate -s {end} {argument(name)}, then undo"
             raise RefusedError(what, path=name, next=step)
-        target = newest_first[-1] if everything else newest_first[min(1, len(newest_first) - 1)]
+        target = newest_first[-1] if original else newest_first[min(1, len(newest_first) - 1)]
         undone = newest_first[: newest_first.index(target)]
         if undone:
             _check_version(source, target)

@@ -10,6 +10,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
+import click
 from tabulate import tabulate
 
 from ckptool import __version__
@@ -70,6 +71,23 @@ def commands() -> str:
         for number, (name, (_, _, text)) in enumerate(group.items())
     ]
     return tabulate(rows, headers=("", "command", "what it does"), tablefmt="github")
+
+
+def options() -> str:
+    """The table of options: what each means, and the commands that have it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in main.COMMANDS:
+        command = main.cli.get_command(click.Context(main.cli), name)
+        assert command is not None
+        for option in command.params:
+            if isinstance(option, click.Option):
+                rows.setdefault((", ".join((*option.opts, *option.secondary_opts)), option.help or ""), []).append(name)
+    by_name = sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2])
+    return tabulate(
+        [(f"`{names}`", text, ", ".join(commands)) for (names, text), commands in by_name],
+        headers=("option", "what it means", "commands"),
+        tablefmt="github",
+    )
 
 
 def exit_codes() -> str:

@@ -15,7 +15,7 @@ import ckptool
 from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize, shape_text
 from .next_steps import retyped
-from .options import REPORT_FORMATS, format_option, progress_option
+from .options import REPORT_FORMATS, format_option, key_option, other_key_option, quiet_options
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .streams import progress_bar
 
@@ -57,12 +57,11 @@ Words for --ignore:
 @click.option(
     "--ignore", multiple=True, metavar="WORDS", help="What to ignore; see below. Repeatable, or separated by commas."
 )
-@click.option("--key", metavar="PATH", help="Compare one state dict only: its path in A, '.' for the root.")
-@click.option("--other-key", metavar="PATH", help="Its path in B.  [default: that of --key]")
+@key_option
+@other_key_option
 @click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only; the exit code is the answer.")
-@progress_option
+@quiet_options
 def diff(
     a: str,
     b: str,
@@ -79,8 +78,9 @@ def diff(
     """Show what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
 
     Values are compared bit for bit, across containers, byte orders and strides. With --rtol or --atol they may differ
-    by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN; this needs torch if bits differ. Exit 0: the
-    same; 1: they differ; 3: one cannot be read.
+    by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN; this needs torch if bits differ. With --key
+    one state dict is compared, with that of --other-key (default: the same path). Exit 0: the same; 1: they differ; 3:
+    one cannot be read.
     """
     from ..reports.comparing.diff import diff_report
 

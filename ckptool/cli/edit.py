@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import click
 
 import ckptool
@@ -11,6 +9,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
+from ..edits.keys import parse_repeat
 from .editing import Job, edit_all
 from .options import Writing, choosing_keys, device, paths, repeatable, writing_in_place
 
@@ -30,12 +29,9 @@ Examples:
 @click.command("strip-module", epilog=STRIP_EPILOG)
 @paths
 @_prefix
-@click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often to remove it.")
+@click.option("--repeat", default="1", metavar="N|all", show_default=True, help="How often to remove the prefix.")
 @click.option(
-    "--wrappers",
-    is_flag=True,
-    help="Remove the segments of all known wrappers anywhere in the name: _orig_mod, _fsdp_wrapped_module, ...; module"
-    " only at the start and next to another wrapper.",
+    "--wrappers", is_flag=True, help="Remove the segments of all known wrappers: _orig_mod, _fsdp_wrapped_module, ..."
 )
 @choosing_keys
 @writing_in_place
@@ -44,13 +40,12 @@ def strip_module(
 ) -> int:
     """Remove the prefix 'module.' from the keys of every state dict in the file.
 
-    Keys without it, and everything else in the file, stay as they are, byte for byte.
+    Keys without it, and everything else in the file, stay as they are, byte for byte. With --wrappers the segments of
+    wrappers are removed anywhere in the name, module only at the start and next to another wrapper.
     """
-    if repeat != "all" and not (repeat.isdigit() and int(repeat)):
-        raise click.BadParameter("it must be a number of 1 or more, or 'all'", param_hint="--repeat")
     if wrappers and (prefix, repeat) != ("module.", "1"):
         raise click.UsageError("--wrappers removes all known wrappers: --prefix and --repeat cannot be used with it.")
-    times: int | Literal["all"] = "all" if repeat == "all" else int(repeat)
+    times = parse_repeat(repeat)
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
@@ -96,7 +91,7 @@ Examples:
 @click.option("--to", metavar="DEVICE", default="", callback=device, help="Move what is not on cpu or meta.")
 @repeatable("--map", "pairs", metavar="FROM=TO", help="Move one device to another, as in cuda:*=cpu")
 @click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
-@click.option("--all", "include_cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
+@click.option("--include-cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
 @click.option("--strings", is_flag=True, help="Also change plain strings that name a device.")
 @choosing_keys
 @writing_in_place
@@ -113,7 +108,7 @@ def remap(
 ) -> int:
     """Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
 
-    Tensors on cpu stay there unless --all or --map moves them: optimizer steps and random states belong there.
+    Tensors on cpu stay there unless --include-cpu or --map moves them: optimizer steps and random states belong there.
     """
     devices = ckptool.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()

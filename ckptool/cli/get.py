@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 import ckptool
@@ -13,7 +15,7 @@ from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
 from ..reports.get import find_value
 from ..values.npy import array_of, npy_plan
-from .options import force_option, one_path
+from .options import force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
 GET_EPILOG = """\b
@@ -37,17 +39,17 @@ widened to float32, which has all their values.
 @click.command(epilog=GET_EPILOG)
 @one_path
 @click.argument("key")
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("--npy", metavar="OUT", type=click.Path(), help="Write the tensor to a file that numpy.load reads.")
 @force_option
-def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int:
+@format_option()
+def get(path: str, key: str, npy: str | None, force: bool, style: str) -> int:
     """Print one entry or tensor: a scalar as it is, a dict as a tree, a tensor with its numbers.
 
     A tensor of more than 1,000 elements is shown by its edges; --json and --npy give all of it. This needs neither
     torch nor NumPy, and runs nothing in the file.
     """
-    if as_json and npy is not None:
-        raise click.UsageError("--json and --npy exclude each other.")
+    if style != "table" and npy is not None:
+        raise click.UsageError("--format and --npy exclude each other.")
     if force and npy is None:
         raise click.UsageError("--force is for --npy.")
     with ckptool.open(path) as opened:
@@ -62,8 +64,10 @@ def get(path: str, key: str, as_json: bool, npy: str | None, force: bool) -> int
             written = write_file(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
-        elif as_json:
-            emit_pieces(json_pieces(checkpoint, place.ref, place.path))
+        elif style != "table":
+            pieces = json_pieces(checkpoint, place.ref, place.path)
+            # Strings in JSON have no line breaks: the others are between its values.
+            emit_pieces(pieces if style == "json" else (re.sub("\n *", "", piece) for piece in pieces))
         else:
             for line in entry_lines(checkpoint, place.ref, place.path):
                 emit(clean(line))

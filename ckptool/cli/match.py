@@ -16,7 +16,16 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
-from .options import Writing, as_writing, force_option, format_option, one_path, quiet_options
+from .options import (
+    Writing,
+    as_writing,
+    force_option,
+    format_option,
+    key_option,
+    one_path,
+    other_key_option,
+    quiet_options,
+)
 from .render import clean, emit, emit_json, say, say_problems, table
 
 #: What happens to keys, and the headers of the columns.
@@ -45,18 +54,11 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
     help="Use the model that this callable makes, on the meta device, as TARGET. This imports and runs your code; no"
     " other option does.",
 )
-@click.option(
-    "--key",
-    metavar="PATH",
-    help="The state dict of PATH, as inspect prints it ('.' for the root). Default: the one that fits best.",
-)
-@click.option("--target-key", metavar="PATH", help="The state dict of TARGET. Default: the one with the most keys.")
+@key_option
+@other_key_option
 @click.option("--anywhere", is_flag=True, help="Ignore where in the file the state dict is: your code extracts it.")
 @click.option(
-    "--strict/--no-strict",
-    default=True,
-    show_default=True,
-    help="Count missing and unexpected keys as failures, like load_state_dict(strict=True).",
+    "--no-strict", is_flag=True, help="Accept missing and unexpected keys, like load_state_dict(strict=False)."
 )
 @click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
@@ -69,15 +71,16 @@ def match(
     target: str | None,
     model: str | None,
     key: str | None,
-    target_key: str | None,
+    other_key: str | None,
     anywhere: bool,
-    strict: bool,
+    no_strict: bool,
     applied: bool,
     how: Writing,
 ) -> int:
     """Show what would load into a model and what would not, and find the shortest edit that makes it fit.
 
-    TARGET gives the expected names and shapes: another checkpoint, or a lock file. Only names and shapes are read, so
+    TARGET gives the expected names and shapes: another checkpoint, or a lock file. Without --key the state dict that
+    fits best counts, without --other-key the one of TARGET with the most keys. Only names and shapes are read, so
     "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
     """
     if (target is None) == (model is None):
@@ -88,10 +91,10 @@ def match(
         raise click.UsageError("-o and --force need --apply.")
     if model is not None:
         say(f"--model imports and runs {model}")
-    wanted = match_target(target, model, target_key)
+    wanted = match_target(target, model, other_key)
 
     def matched(checkpoint: Checkpoint) -> Match:
-        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict)
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not no_strict)
 
     if applied:
         return edit_all(_job(matched, wanted, target), (path,), how)

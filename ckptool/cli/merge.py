@@ -11,7 +11,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, one_path, paths, writing
+from .options import Writing, choosing_keys, one_path, other_key_option, paths, writing
 
 MERGE_EPILOG = """\b
 Examples:
@@ -26,7 +26,7 @@ Examples:
 @click.option(
     "--entry", "entries", multiple=True, metavar="FROM[=TO]", help="Copy a whole entry of OTHER, by its path."
 )
-@click.option("--from", "other_key", metavar="PATH", help="Which state dict of OTHER, if it has several.")
+@other_key_option
 @click.option("--no-new", is_flag=True, help="Replace existing keys only; add none.")
 @choosing_keys
 @writing
@@ -52,7 +52,7 @@ def merge(
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
             return ckptool.merge(
-                checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, add=not no_new
+                checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, no_new=no_new
             )
 
         return edit_all(Job("merge", run), (path,), how)
@@ -68,11 +68,13 @@ Examples:
 @click.command(epilog=AVERAGE_EPILOG)
 @paths
 @click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
-@click.option("--in", "dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
+@click.option("--sum-dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
               help="The dtype to sum in.")  # fmt: skip
 @choosing_keys
 @writing
-def average(paths: tuple[str, ...], weights: str | None, dtype: Any, key: str | None, only: Globs, how: Writing) -> int:
+def average(
+    paths: tuple[str, ...], weights: str | None, sum_dtype: Any, key: str | None, only: Globs, how: Writing
+) -> int:
     """Average the weights of several checkpoints of one model.
 
     The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
@@ -82,7 +84,7 @@ def average(paths: tuple[str, ...], weights: str | None, dtype: Any, key: str | 
     others = [ckptool.open(path) for path in paths[1:]]
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.average([checkpoint, *others], weights=factors, dtype=dtype, key=key, only=only)
+        return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=key, only=only)
 
     return edit_all(Job("average", run), paths[:1], how)
 

@@ -43,9 +43,16 @@ def one_path(command: Command) -> Command:
     return click.argument("path", metavar="PATH", type=click.Path())(command)
 
 
+KEY = "One state dict, by its path as inspect prints it ('.' for the root)."
+
+
 def key_option(command: Command) -> Command:
-    text = "One state dict, by its path as inspect prints it ('.' for the root). Default: all that are found."
-    return click.option("--key", metavar="PATH", help=text, multiple=True, callback=_only_one)(command)
+    return click.option("--key", metavar="PATH", help=KEY, multiple=True, callback=_only_one)(command)
+
+
+def other_key_option(command: Command) -> Command:
+    text = "The state dict of the second file, by its path there."
+    return click.option("--other-key", metavar="PATH", help=text, multiple=True, callback=_only_one)(command)
 
 
 def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
@@ -54,25 +61,26 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     return values[0] if values else None
 
 
-def _globs(command: Command, exclude_help: str) -> Command:
-    """Take --include and --exclude, and pass them on as ``only``."""
+def include_option(command: Command) -> Command:
+    return repeatable("--include", metavar="GLOB", help="Only matching keys")(command)
+
+
+def exclude_option(command: Command) -> Command:
+    return repeatable("--exclude", metavar="GLOB", help="No matching keys")(command)
+
+
+def choosing(command: Command) -> Command:
+    """Take the options that choose keys or tensors, as ``only``."""
 
     @wraps(command)
     def with_globs(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
         return command(*args, only=Globs(include, exclude), **how)
 
-    without = repeatable("--exclude", metavar="GLOB", help=exclude_help)
-    include = repeatable("--include", metavar="GLOB", help="Only matching keys")
-    return cast(Command, include(without(with_globs)))
-
-
-def choosing(command: Command) -> Command:
-    """Take the options that choose the keys or tensors to edit, as ``only``."""
-    return _globs(command, "Leave matching keys alone")
+    return cast(Command, include_option(exclude_option(with_globs)))
 
 
 def choosing_keys(command: Command) -> Command:
-    """Take the options that choose a state dict and its keys to edit, as ``key`` and ``only``."""
+    """Take the options that choose a state dict and its keys, as ``key`` and ``only``."""
     return key_option(choosing(command))
 
 
@@ -80,7 +88,7 @@ def listing(command: Command) -> Command:
     """Take the options that choose the tensors to list, as ``everything`` and ``only``."""
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
-    return option(_globs(command, "No matching keys"))
+    return option(choosing(command))
 
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -96,13 +104,27 @@ def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Comm
     return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
 
 
-def sort_option(orders: Sequence[str], help: str) -> Callable[[Command], Command]:
+def sort_option(orders: Sequence[str]) -> Callable[[Command], Command]:
+    help = "Order of the rows: as in the file, by name, or by a number, largest first."
     return click.option("--sort", type=click.Choice(orders), default="file", show_default=True, help=help)
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
-    style = click.Choice(formats)
-    return click.option("--format", "style", type=style, default="table", show_default=True, help="Output format.")
+    """Take --format as ``style``, and --json for --format json."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_format(*args: Any, as_json: bool, style: str, **how: Any) -> Any:
+            return command(*args, style="json" if as_json else style, **how)
+
+        text = "Output format."
+        style = click.option(
+            "--format", "style", type=click.Choice(formats), default="table", show_default=True, help=text
+        )
+        short = click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
+        return cast(Command, style(short(with_format)))
+
+    return decorate
 
 
 def progress_option(command: Command) -> Command:
@@ -119,6 +141,10 @@ def quiet_options(command: Command) -> Command:
 
 def force_option(command: Command) -> Command:
     return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
+
+
+def dry_run_option(command: Command) -> Command:
+    return click.option("--dry-run", is_flag=True, help="Write nothing: show what would be done.")(command)
 
 
 class Writing(NamedTuple):
@@ -138,12 +164,11 @@ class Writing(NamedTuple):
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
 _OUT_DIR = "The folder to write the outputs of several inputs to."
 _LINKS = "Also write the targets of links that lead out of a folder."
-_DRY_RUN = "Only show what would change, and the size of the output."
 #: The options of ``writing``, the last one first.
 _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
     format_option(),
-    click.option("--dry-run", is_flag=True, help=_DRY_RUN),
+    dry_run_option,
     click.option("--follow-links", is_flag=True, help=_LINKS),
     force_option,
     click.option("--out-dir", type=click.Path(), metavar="DIR", help=_OUT_DIR),

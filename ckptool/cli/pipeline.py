@@ -13,7 +13,18 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import MODIFIERS, STEPS
 from .editing import Job, edit_all
-from .options import Writing, choosing, choosing_keys, device, paths, writing, writing_in_place
+from .options import (
+    KEY,
+    Writing,
+    choosing,
+    choosing_keys,
+    device,
+    exclude_option,
+    include_option,
+    paths,
+    writing,
+    writing_in_place,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -50,12 +61,12 @@ RENAME_EPILOG = """\b
 Examples:
   ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
   ckptool rename model.pth --regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
-  ckptool rename model.pth --map names.json -o renamed.pth
+  ckptool rename model.pth --table names.json -o renamed.pth
   ckptool rename model.pth --like other.pth --by-order -o renamed.pth
 """
 
 #: Options of rename, and their steps.
-_RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "like": "like", "by-order": "by-order"}
+_RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", "like": "like", "by-order": "by-order"}
 
 
 @click.command(cls=Ordered, epilog=RENAME_EPILOG)
@@ -64,7 +75,7 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "map": "rename-map", "lik
     "--glob", multiple=True, metavar="OLD=NEW", help="By pattern; each wildcard of NEW takes what that of OLD matched."
 )
 @click.option("--regex", multiple=True, metavar="s/OLD/NEW/", help="By regular expression, as in sed; flags g and i.")
-@click.option("--map", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
+@click.option("--table", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
 @click.option("--like", metavar="OTHER", help="By the names of another checkpoint.")
 @click.option("--by-order", is_flag=True, help="With --like: pair the names in order; shapes must agree.")
 @choosing_keys
@@ -78,7 +89,7 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
     """
     given = steps_of(ctx, _RENAMES)
     if not any(name != "by-order" for name, _ in given):
-        raise click.UsageError("Say how to rename: --glob, --regex, --map or --like.")
+        raise click.UsageError("Say how to rename: --glob, --regex, --table or --like.")
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
     job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps), of_keys=True)
@@ -92,7 +103,7 @@ def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
 
 def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
     """Return the other files that the steps read."""
-    return tuple(str(value) for name, value in steps if name in ("like", "rename-map"))
+    return tuple(str(value) for name, value in steps if name in ("like", "rename-table"))
 
 
 SLIM_EPILOG = """\b
@@ -121,7 +132,7 @@ def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: W
 CAST_EPILOG = """\b
 Examples:
   ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
-  ckptool cast model.pth --dtype float16 --exclude '*norm*' --strict -o model.fp16.pth
+  ckptool cast model.pth --dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
   ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth
 """
 
@@ -129,12 +140,12 @@ Examples:
 @click.command(epilog=CAST_EPILOG)
 @paths
 @click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
-@click.option("--strict", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
-@click.option("--all", "everything", is_flag=True, help="Also convert optimizer state.")
+@click.option("--no-overflow", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
+@click.option("--optimizer", is_flag=True, help="Also convert optimizer state.")
 @choosing_keys
 @writing
 def cast(
-    paths: tuple[str, ...], dtype: str, strict: bool, everything: bool, key: str | None, only: Globs, how: Writing
+    paths: tuple[str, ...], dtype: str, no_overflow: bool, optimizer: bool, key: str | None, only: Globs, how: Writing
 ) -> int:
     """Convert floating-point tensors to another dtype, exactly like torch's own .to(dtype).
 
@@ -146,7 +157,7 @@ def cast(
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.cast(checkpoint, dtype, key=key, only=only, strict=strict, everything=everything)
+        return ckptool.cast(checkpoint, dtype, key=key, only=only, no_overflow=no_overflow, optimizer=optimizer)
 
     return edit_all(Job("cast", run), paths, how)
 
@@ -161,16 +172,13 @@ Examples:
 
 def _steps(command: Command) -> Command:
     """Take every step as an option, in the order of the table."""
-    for name, text in reversed(list(MODIFIERS.items())):
-        command = click.option(f"--{name}", is_flag=True, help=text)(command)
-    for option, metavar, text in (
-        ("--exclude", "GLOB", "Later steps leave matching keys alone."),
-        ("--include", "GLOB", "Later steps apply to matching keys only."),
-        ("--key", "PATH", "Later steps apply to this state dict; '*': all."),
-    ):
-        command = click.option(option, multiple=True, metavar=metavar, help=text)(command)
+    for name, (metavar, text) in reversed(list(MODIFIERS.items())):
+        values: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
+        command = click.option(f"--{name}", help=text, **values)(command)
+    command = include_option(exclude_option(command))
+    command = click.option("--key", multiple=True, metavar="PATH", help=KEY)(command)
     for name, step in reversed(list(STEPS.items())):
-        values: dict[str, Any] = {"multiple": True, "metavar": step.metavar} if step.metavar else {"is_flag": True}
+        values = {"multiple": True, "metavar": step.metavar} if step.metavar else {"is_flag": True}
         values |= {"callback": device} if step.metavar == "DEVICE" else {}
         command = click.option(f"--{name}", help=step.help, **values)(command)
     return command
@@ -184,8 +192,8 @@ def _steps(command: Command) -> Command:
 def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) -> int:
     """Apply several edits in one pass over the file, in the order given.
 
-    --key, --include and --exclude apply to the edits after them, until given again. The file is written once, at the
-    end.
+    --key, --include and --exclude apply to the edits after them, until given again; --key '*' is all. The file
+    is written once, at the end.
     """
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):

@@ -63,7 +63,7 @@ REDACT_EPILOG = """\b
 Examples:
   ckptool redact training.pth
   ckptool redact training.pth --paths --users -o published.pth
-  ckptool redact training.pth --all --exclude model_args -o published.pth
+  ckptool redact training.pth --everything --exclude model_args -o published.pth
 """
 
 
@@ -73,7 +73,7 @@ Examples:
 @click.option("--users", is_flag=True, help="Replace names of users and hosts by 'user' and 'host'.")
 @click.option("--sources", is_flag=True, help="Empty the module sources that old files carry.")
 @click.option("--args", "arguments", is_flag=True, help="Remove entries with training arguments.")
-@click.option("--all", "everything", is_flag=True, help="All of these.")
+@click.option("--everything", is_flag=True, help="All of these.")
 @choosing
 @writing
 def redact(
@@ -88,14 +88,14 @@ def redact(
 ) -> int:
     """Find what a published file should not reveal, and remove what the options name.
 
-    Without --paths, --users, --sources, --args or --all it only lists. --include and --exclude select by path. Read
-    the list: no program can recognise everything that is private.
+    Without --paths, --users, --sources, --args or --everything it only lists. --include and --exclude select by path.
+    Read the list: no program can recognise everything that is private.
     """
     flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
     kinds = [kind for kind in KINDS if flags[kind] or everything]
     if not kinds:
         if how.output is not None or how.out_dir is not None:
-            raise click.UsageError("Say what to remove: --all, or --paths, --users, --sources, --args.")
+            raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
         return _list(paths, only, how)
     return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, only=only)), paths, how)
 

@@ -71,7 +71,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
 @click.option(
     "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
-@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True).")
+@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
 @jobs_option
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
@@ -232,7 +232,7 @@ Examples:
 @paths
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
 @listing
-@sort_option(("file", "name", "bytes"), "Order of the keys.")
+@sort_option(("file", "name", "bytes"))
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)

@@ -43,7 +43,7 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 @click.command(epilog=STATS_EPILOG)
 @paths
 @listing
-@sort_option(SORTS, "Order of the rows: by name, or by a number, largest first.")
+@sort_option(SORTS)
 @key_option
 @format_option(ALL_FORMATS)
 @progress_option

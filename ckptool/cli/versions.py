@@ -12,25 +12,25 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from .editing import Job, edit_all
-from .options import Writing, format_option, paths, quiet_option, writing
+from .options import Writing, dry_run_option, format_option, paths, quiet_option, writing
 from .render import clean, emit, table
 from .streams import Outcomes
 
 UNDO_EPILOG = """\b
 Examples:
   ckptool undo model.pth
-  ckptool undo model.pth --all
+  ckptool undo model.pth --original
   ckptool undo *.pth --dry-run
 """
 
 
 @click.command(epilog=UNDO_EPILOG)
 @paths
-@click.option("--all", "everything", is_flag=True, help="Undo all edits in place, back to the original file.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be undone.")
+@click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
+@dry_run_option
 @format_option()
 @quiet_option
-def undo(paths: tuple[str, ...], everything: bool, dry_run: bool, style: str, quiet: bool) -> int:
+def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quiet: bool) -> int:
     """Undo the last edit in place: the file has its exact former bytes again.
 
     Repeat it as often as there were edits; an interrupted edit counts as one. Exit 1: there is nothing to undo.
@@ -38,7 +38,7 @@ def undo(paths: tuple[str, ...], everything: bool, dry_run: bool, style: str, qu
     outcomes = Outcomes("undo", paths, style, quiet)
     for path in paths:
         with outcomes.input(path):
-            report = ckptool.undo(path, everything=everything, dry_run=dry_run)
+            report = ckptool.undo(path, original=original, dry_run=dry_run)
             outcomes.add(report, 0 if report["undone"] else 1)
             if style == "table" and not quiet:
                 emit("\n".join(_undone(report)))

@@ -57,15 +57,15 @@ def cast(
     *,
     key: str | None = None,
     only: Globs = MATCH_ALL,
-    strict: bool = False,
-    everything: bool = False,
+    no_overflow: bool = False,
+    optimizer: bool = False,
 ) -> Checkpoint:
     """Give tensors another dtype: the floating ones, or with patterns in ``only`` just those that match.
 
     ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
-    survive a narrower dtype: second moments become 0; ``everything`` casts them as well. Storages that tensors share
+    survive a narrower dtype: second moments become 0; ``optimizer`` casts them as well. Storages that tensors share
     stay shared, so whatever shares one with a chosen tensor is cast too. Quantized tensors stay. The values are
-    computed while the output is written; ``strict`` refuses finite values that would become infinite or
+    computed while the output is written; ``no_overflow`` refuses finite values that would become infinite or
     NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
     """
     target = check_dtype(dtype)
@@ -75,14 +75,14 @@ def cast(
     if not (target.floating or _is_complex(target) or only.include):
         message = f"{target.name} would cut off the fraction: a cast is not a quantization"
         raise TargetError(message, path=checkpoint.path, next="name the tensors with --include where that is meant")
-    all_kinds = everything or only.include or key is not None
+    all_kinds = optimizer or only.include or key is not None
     spared = [] if all_kinds else [item.path for item in optimizers(checkpoint.graph)]
     chosen = [entry for entry in chosen_tensors(checkpoint, key, only) if not _is_in(entry, spared)]
     wanted, left = _storages_to_cast(checkpoint, chosen, target, only)
     leaves = {part.storage for e in survey.tensors if e.tensor.requires_grad for part in reader.parts(e.tensor)}
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, StorageData] = {}
-    overflows = _OverflowCounts(checkpoint, strict)
+    overflows = _OverflowCounts(checkpoint, no_overflow)
     width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
     before = after = tensors = tied = 0
     for name, users in uses.tensors.items():
@@ -131,7 +131,7 @@ def cast(
     kept = sum(_is_in(entry, spared) and _is_cast(entry.tensor, target, only) for entry in survey.tensors)
     if kept:
         summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in spared])} stay"
-        changes.append(Change("cast", "", 0, kept, summary, ("--all casts the states of optimizers, too",)))
+        changes.append(Change("cast", "", 0, kept, summary, ("--optimizer casts the states of optimizers, too",)))
     if left:
         changes.append(Change("cast", "", 0, len(left), f"not cast: {join_limited(left, most=3)}"))
     if not tensors:
@@ -186,10 +186,10 @@ class _OverflowCounts:
     ``users`` are the tensors of ``checkpoint``: their paths and storages.
     """
 
-    def __init__(self, checkpoint: Checkpoint, strict: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, refused: bool) -> None:
         survey = checkpoint.survey
         self.path = checkpoint.path
-        self.strict = strict
+        self.refused = refused
         self.users = [
             (entry.path, {part.storage for part in survey.reader.parts(entry.tensor)}) for entry in survey.tensors
         ]
@@ -198,9 +198,9 @@ class _OverflowCounts:
     def add(self, key: str, target: Dtype, count: int) -> None:
         """Count the overflows in one piece of a storage; raise RefusedError if they are not allowed."""
         self.counts[key] = self.counts.get(key, 0) + count
-        if self.strict and count:
+        if self.refused and count:
             values = f"{pluralize(count, 'finite value')} would be infinite or NaN in {target.name}"
-            step = "leave it out with --exclude, or leave out --strict"
+            step = "leave it out with --exclude, or leave out --no-overflow"
             raise RefusedError(f"{self._paths({key})[0]}: {values}", path=self.path, next=step)
 
     def _paths(self, keys: set[str]) -> list[str]:

@@ -350,6 +350,13 @@ def _segments(prefix: str) -> str:
     return head
 
 
+def parse_repeat(text: str) -> int | Literal["all"]:
+    """Return how often a prefix is removed: a number or "all"; raise TargetError for anything else."""
+    if text == "all" or (text.isdecimal() and int(text)):
+        return "all" if text == "all" else int(text)
+    raise TargetError(f"--repeat takes a number of 1 or more, or 'all', not {text!r}")
+
+
 def parse_glob(text: str) -> tuple[str, str]:
     """Parse ``OLD=NEW`` with wildcards; raise TargetError for anything else."""
     old, equals, new = text.partition("=")

@@ -34,7 +34,7 @@ def merge(
     key: str | None = None,
     other_key: str | None = None,
     only: Globs = MATCH_ALL,
-    add: bool = True,
+    no_new: bool = False,
 ) -> Checkpoint:
     """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
 
@@ -42,7 +42,7 @@ def merge(
     result is saved.
 
     ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
-    or the only one of each. ``only`` chooses keys of the other. Without ``add`` no new keys are added.
+    or the only one of each. ``only`` chooses keys of the other. With ``no_new`` no keys are added.
     Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
     meant.
     """
@@ -50,7 +50,7 @@ def merge(
         return _merge_entries(original, other, entries)
     pairs = _pairs(original, other, key, other_key)
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
-    changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, add)) is not None]
+    changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, no_new)) is not None]
     if not changes:
         step = "find names that fit: " + command("match", other.path, original.path)
         raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
@@ -66,7 +66,7 @@ def _pairs(
         both = [(item, there[item.path]) for item in ours if item.path in there]
         if both:
             return both
-    for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--from")):
+    for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--other-key")):
         if len(chosen) != 1:
             paths = join_limited([repr(item.path or ".") for item in chosen])
             message = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
@@ -74,7 +74,7 @@ def _pairs(
     return [(ours[0], theirs[0])]
 
 
-def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, add: bool) -> Change | None:
+def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, no_new: bool) -> Change | None:
     """Merge one state dict into another; return None if none of its keys is chosen."""
     here, there = graft.checkpoint, graft.foreign
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(ours.items)}
@@ -83,7 +83,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     replaced = recast = 0
     for name, value in theirs.items:
         text = str(there.graph.nodes[name])
-        if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and not add):
+        if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and no_new):
             continue
         if text not in places:
             new.append(text)

@@ -6,7 +6,7 @@ The single commands are the same steps, one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import MATCH_ALL, Globs
@@ -23,6 +23,7 @@ from .keys import (
     by_table,
     parse_glob,
     parse_regex,
+    parse_repeat,
     parse_table,
     strip_prefix,
     strip_wrappers,
@@ -49,6 +50,7 @@ class Scope(NamedTuple):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     flags: frozenset[str] = frozenset()
+    repeat: int | Literal["all"] = 1
 
     @property
     def only(self) -> Globs:
@@ -89,6 +91,8 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
                 scope = scope._replace(include=(*scope.include, text))
             else:
                 scope = scope._replace(exclude=(*scope.exclude, text))
+        elif name == "repeat":
+            scope = scope._replace(repeat=parse_repeat(text))
         elif name in MODIFIERS:
             scope = scope._replace(flags=scope.flags | {name})
         elif name in STEPS:
@@ -147,7 +151,7 @@ def apply_fix(
 
 
 def _strip(checkpoint: Checkpoint, prefix: str, scope: Scope) -> Checkpoint:
-    return strip_prefix(checkpoint, prefix or "module.", repeat="all" if "repeat" in scope.flags else 1, **scope.names)
+    return strip_prefix(checkpoint, prefix or "module.", repeat=scope.repeat, **scope.names)
 
 
 def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
@@ -155,7 +159,7 @@ def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint
     return by_regex(checkpoint, pattern, new, count=count, **scope.names)
 
 
-def _rename_map(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
+def _rename_table(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     return by_table(checkpoint, read_table(path), label=f"renamed by {path}", **scope.names)
 
 
@@ -181,8 +185,8 @@ def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
 
 
 def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
-    strict, everything = "strict" in scope.flags, "all" in scope.flags
-    return cast(checkpoint, dtype, strict=strict, everything=everything, **scope.names)
+    no_overflow, optimizer = "no-overflow" in scope.flags, "optimizer" in scope.flags
+    return cast(checkpoint, dtype, no_overflow=no_overflow, optimizer=optimizer, **scope.names)
 
 
 def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
@@ -190,7 +194,7 @@ def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     return merge(checkpoint, open_checkpoint(path), **scope.names)
 
 
-def _take(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
+def _merge_entry(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
     path, _, entry = text.rpartition(":")
     if not path or not entry:
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
@@ -212,7 +216,11 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "unset": StepKind("KEY", "Remove an entry.", lambda c, v, _: unset(c, v)),
     "strip-module": StepKind("", "Remove 'module.' from keys.", _strip),
     "strip-prefix": StepKind("TEXT", "Remove another prefix from keys.", _strip),
-    "wrappers": StepKind("", "Remove the names of wrappers from keys.", lambda c, _, s: strip_wrappers(c, **s.names)),
+    "wrappers": StepKind(
+        "",
+        "Remove the segments of all known wrappers: _orig_mod, _fsdp_wrapped_module, ...",
+        lambda c, _, s: strip_wrappers(c, **s.names),
+    ),
     "add-module": StepKind("", "Add 'module.' to keys.", lambda c, _, s: add_prefix(c, **s.names)),
     "add-prefix": StepKind("TEXT", "Add another prefix to keys.", lambda c, v, s: add_prefix(c, v, **s.names)),
     "rename": StepKind(
@@ -221,29 +229,33 @@ STEPS: Final[Mapping[str, StepKind]] = {
         lambda c, v, s: by_glob(c, *parse_glob(v), **s.names),
     ),
     "rename-regex": StepKind("s/OLD/NEW/", "Rename keys by a regular expression.", _rename_regex),
-    "rename-map": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_map),
-    "like": StepKind("OTHER", "Rename keys to those of another checkpoint.", _like),
-    "to": StepKind("DEVICE", "Retarget everything that is not on cpu.", lambda c, v, s: remap_devices(c, v, **s.names)),
+    "rename-table": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_table),
+    "like": StepKind("OTHER", "By the names of another checkpoint.", _like),
+    "to": StepKind("DEVICE", "Move what is not on cpu or meta.", lambda c, v, s: remap_devices(c, v, **s.names)),
     "map": StepKind(
-        "FROM=TO", "Retarget one device: cuda:1=cuda:0.", lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names)
+        "FROM=TO",
+        "Move one device to another, as in cuda:*=cpu; repeatable.",
+        lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names),
     ),
     "cast": StepKind("DTYPE", "Cast floating-point tensors.", _cast),
     "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", lambda c, v, _: drop_for(c, v)),
     "slim": StepKind("", "Drop bytes that no tensor uses.", lambda c, _, s: slim(c, only=s.only)),
-    "dedupe": StepKind("", "Merge storages with the same bytes.", lambda c, _, s: merged_doubles(c, s.only)),
+    "dedupe": StepKind(
+        "", "Merge storages with the same bytes into one: tied tensors.", lambda c, _, s: merged_doubles(c, s.only)
+    ),
     "merge": StepKind("OTHER", "Copy tensors from another checkpoint.", _merge),
-    "take": StepKind("OTHER:ENTRY", "Copy an entry from another checkpoint; ENTRY=HERE renames it.", _take),
+    "merge-entry": StepKind("OTHER:FROM[=TO]", "Copy a whole entry from another checkpoint.", _merge_entry),
     "redact": StepKind("KINDS", f"Remove what is private: all, or {', '.join(KINDS)}.", _redact),
     "sanitize": StepKind("", "Replace what torch.load refuses by plain values.", lambda c, _v, _: sanitize(c)),
 }
 
-#: Options that say how the steps after them are done.
-MODIFIERS: Final[Mapping[str, str]] = {
-    "repeat": "Remove prefixes as often as they repeat.",
-    "by-order": "With --like: one by one, in their order.",
-    "prune-optimizer": "With --drop and --keep: the optimizer loses the states of dropped parameters.",
-    "strict": "With --cast: refuse finite values that would become infinite.",
-    "all": "With --cast: also the states of optimizers.",
+#: Options that say how the steps after them are done: metavar of the value ("" for a flag), line of help.
+MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
+    "repeat": ("N|all", "How often to remove the prefix."),
+    "by-order": ("", "With --like: pair the names in order; shapes must agree."),
+    "prune-optimizer": ("", "Also remove the optimizer state of removed parameters."),
+    "no-overflow": ("", "Refuse finite values that would become infinite or NaN."),
+    "optimizer": ("", "Also convert optimizer state."),
 }
 
 

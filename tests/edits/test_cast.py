@@ -37,7 +37,7 @@ def floating(_name: str, tensor: torch.Tensor) -> bool:
 
 def everywhere(checkpoint: ckptool.Checkpoint, dtype: str, **how: Any) -> ckptool.Checkpoint:
     """The cast of every tensor, those of optimizers, too."""
-    return ckptool.cast(checkpoint, dtype, everything=True, **how)
+    return ckptool.cast(checkpoint, dtype, optimizer=True, **how)
 
 
 class Naive:
@@ -235,7 +235,7 @@ def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> Non
         assert [change.what.split()[0] for change in told] == ([str(expected)] if expected else [])
         if expected:
             with pytest.raises(RefusedError, match=r"a\.w"):
-                ckptool.save(everywhere(checkpoint, dtype, strict=True), out, force=True)
+                ckptool.save(everywhere(checkpoint, dtype, no_overflow=True), out, force=True)
 
 
 def test_large_tensors_are_cast_in_pieces(tmp_path: Path, out: Path) -> None:
@@ -325,7 +325,7 @@ def test_overflow_of_any_dtype_is_refused_with_strict(tensor: torch.Tensor, dtyp
     path, out = tmp_path / "a.pth", tmp_path / "b.pth"
     torch.save({"a.w": tensor}, path)
     with ckptool.open(path) as checkpoint, pytest.raises(RefusedError):
-        ckptool.save(ckptool.cast(checkpoint, dtype, only=ckptool.Globs(["*"]), strict=True), out)
+        ckptool.save(ckptool.cast(checkpoint, dtype, only=ckptool.Globs(["*"]), no_overflow=True), out)
     assert not out.exists()
 
 

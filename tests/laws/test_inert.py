@@ -56,7 +56,7 @@ WATCHED = """
             ["strip-module", "--repeat", "all", *writing],
             ["strip-module", "--wrappers", "--format", "json", *writing],
             ["add-module", *writing],
-            ["remap", "--to", "cpu", "--all", "--strings", *writing],
+            ["remap", "--to", "cpu", "--include-cpu", "--strings", *writing],
             ["remap", "--visible", "1", *writing],
         ):
             sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
@@ -190,7 +190,7 @@ CALLS = {
     "strip": ["strip-module", "--dry-run"],
     "strip-json": ["strip-module", "--dry-run", "--wrappers", "--format", "json"],
     "add": ["add-module", "--dry-run"],
-    "remap": ["remap", "--to", "cuda:3", "--all", "--dry-run"],
+    "remap": ["remap", "--to", "cuda:3", "--include-cpu", "--dry-run"],
     "remap-json": ["remap", "--to", "cpu", "--strings", "--dry-run", "--format", "json"],
     "remap-visible": ["remap", "--visible", "7", "--dry-run"],
 }

@@ -47,7 +47,7 @@ CALLS: list[list[str]] = [
     ["strip-module", DEMO, "-o", "OUT", "--wrappers", "--format", "json"],
     ["add-module", DEMO, "-o", "OUT"],
     ["remap", DEMO, "--to", "cpu", "-o", "OUT"],
-    ["remap", str(FIXTURES / "numpy_objects.pth"), "--to", "cuda:0", "--all", "--strings", "-o", "OUT"],
+    ["remap", str(FIXTURES / "numpy_objects.pth"), "--to", "cuda:0", "--include-cpu", "--strings", "-o", "OUT"],
     ["match", DEMO, DEMO],
     ["match", str(FIXTURES / "bare_module.pth"), str(FIXTURES / "bare.pth"), "--apply", "-o", "OUT"],
     ["inspect", str(FIXTURES / "legacy_cuda.pth")],

@@ -55,7 +55,7 @@ COMMANDS: dict[str, list[str]] = {
     "cast": ["cast", "IN", "--dtype", "bfloat16"],
     "merge": ["merge", "IN", "OTHER"],
     "average": ["average", "IN", "OTHER"],
-    "redact": ["redact", "IN", "--all"],
+    "redact": ["redact", "IN", "--everything"],
     "drop": ["drop", "IN", "a.*"],
     "keep": ["keep", "IN", "state_dict"],
     "extract": ["extract", "IN", "state_dict"],
@@ -140,10 +140,10 @@ def test_a_refusal_halfway_leaves_nothing(large: bool, tmp_path: Path, folder: P
     """With many bytes to compute another thread does it ahead."""
     state = {f"w{n}": torch.ones(900_000 if large else 9) for n in range(4)} | {"last.w": torch.tensor([1e30])}
     path = saved(state, tmp_path / "in.pth")
-    error = failing(path, folder / "out.pth", lambda c: ckptool.cast(c, "float16", strict=True))
+    error = failing(path, folder / "out.pth", lambda c: ckptool.cast(c, "float16", no_overflow=True))
     assert isinstance(error, RefusedError) and "last.w" in str(error) and error.exit_code == 4
     assert litter(folder) == []
-    assert run(["cast", str(path), "--dtype", "float16", "--strict", "-o", str(folder / "out.pth")]) == 4
+    assert run(["cast", str(path), "--dtype", "float16", "--no-overflow", "-o", str(folder / "out.pth")]) == 4
     assert litter(folder) == []
 
 

@@ -120,7 +120,7 @@ OUTPUTS = {
     "sanitize": ["sanitize"],
     "slim": ["slim"],
     "cast": ["cast", "--dtype", "float16"],
-    "redact": ["redact", "--all"],
+    "redact": ["redact", "--everything"],
     "merge": ["merge"],
     "edit": ["edit", "--wrap", "a", "--slim"],
 }
@@ -246,7 +246,7 @@ def test_fifty_edits_in_a_row(tmp_path: Path) -> None:
     for state in states[-2:25:-1]:
         ckptool.undo(path)
         assert path.read_bytes() == state
-    ckptool.undo(path, everything=True)
+    ckptool.undo(path, original=True)
     assert path.read_bytes() == states[0]
 
 

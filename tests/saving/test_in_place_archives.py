@@ -74,7 +74,7 @@ def test_archives_by_other_writers(how: dict[str, Any], tmp_path: Path) -> None:
             assert archive.testzip() is None
         codes = {note["code"] for check in ckptool.validate(path)["checks"] for note in check["notes"]}
         assert codes <= told | {"edited-in-place", "earlier-version"}
-    assert ckptool.undo(path, everything=True)["left"] == 0
+    assert ckptool.undo(path, original=True)["left"] == 0
     assert path.read_bytes() == whole
 
 
@@ -85,7 +85,7 @@ def test_no_room_for_a_note(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="a note does not fit in"):
         for _ in range(9):
             in_place(path, wrapped)
-    assert ckptool.undo(path, everything=True) and path.read_bytes() == whole
+    assert ckptool.undo(path, original=True) and path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("more", ["comment", "trailing"])
@@ -146,7 +146,7 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
             assert record and tensor.untyped_storage()._checkpoint_offset == archive.local(record).payload
     assert path.stat().st_blocks * 512 < 1 << 20, "holes stay holes"
     assert len(ckptool.history(path)["versions"]) == 3
-    assert ckptool.undo(path, everything=True)["output_bytes"] == end == path.stat().st_size
+    assert ckptool.undo(path, original=True)["output_bytes"] == end == path.stat().st_size
     with path.open("rb") as file:
         file.seek(end - 65536)
         assert file.read() == tail
@@ -238,7 +238,7 @@ def test_nonsense_in_a_note(
     path.write_bytes(forged)
     assert len(ckptool.history(path)["versions"]) == 1
     assert ckptool.undo(path)["undone"] == []
-    for command in (["history"], ["undo"], ["undo", "--all"], ["inspect"], ["validate"], ["keys"]):
+    for command in (["history"], ["undo"], ["undo", "--original"], ["inspect"], ["validate"], ["keys"]):
         assert run([*command, str(path)]) in (0, 1, 3)
         said = capsys.readouterr()
         assert "Traceback" not in said.err and "a bug" not in said.err
@@ -250,7 +250,7 @@ def test_nonsense_lengths(length: int, tmp_path: Path) -> None:
     path = copied(FIXTURES / "bare.pth", tmp_path)
     in_place(path, wrapped)
     path.write_bytes(with_note(path, b"[]", length=length))
-    assert ckptool.undo(path, everything=True)["undone"] == []
+    assert ckptool.undo(path, original=True)["undone"] == []
 
 
 @pytest.mark.parametrize("was", [99, 500, 3000, 3739])

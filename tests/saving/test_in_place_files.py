@@ -104,7 +104,7 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = copied(FIXTURES / "bare.pth", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert in_place(Path("bare.pth"), wrapped) and in_place(Path("./bare.pth"), wrapped)
-    assert ckptool.undo("bare.pth", everything=True)["left"] == 0
+    assert ckptool.undo("bare.pth", original=True)["left"] == 0
     assert sha(path) == sha(FIXTURES / "bare.pth")
 
 
@@ -167,7 +167,7 @@ def test_eight_processes_at_once(tmp_path: Path) -> None:
     assert {key for key in oracle.load(path) if key.startswith("n")} >= done
     assert {key for key in oracle.load(path) if key[1:].isdigit()} == done
     assert len(ckptool.history(path)["versions"]) == len(done) + 1
-    ckptool.undo(path, everything=True)
+    ckptool.undo(path, original=True)
     assert sha(path) == sha(FIXTURES / "plain_dict.pth")
 
 
@@ -228,7 +228,7 @@ JSON = (
     (["drop", "optimizer", "--in-place"], 0),
     (["undo", "--dry-run"], 0),
     (["undo"], 0),
-    (["undo", "--all"], 0),
+    (["undo", "--original"], 0),
     (["undo"], 1),
     (["history"], 0),
 )
@@ -254,7 +254,7 @@ MAKERS = (
     ["strip-module"], ["add-module"], ["remap", "--to", "cpu"], ["rename", "--glob", "module.*=x.*"],
     ["extract", "state_dict"], ["wrap", "w"], ["drop", "optimizer"], ["keep", "state_dict", "epoch"],
     ["set", "n=1"], ["unset", "epoch"], ["slim", "--dedupe"], ["cast", "--dtype", "bfloat16"], ["repack"],
-    ["redact", "--all"],
+    ["redact", "--everything"],
     ["edit", "--strip-module", "--wrap", "net"], ["sanitize"],
 )  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_outputs_of_every_command_are_edited_in_place(words: list[str], tmp_path
     assert ckptool.validate(out)["warnings"] == 0
     in_place(out, lambda c: ckptool.extract(c, "w"))
     assert oracle.difference(oracle.load(out), loaded) == ""
-    ckptool.undo(out, everything=True)
+    ckptool.undo(out, original=True)
     assert out.read_bytes() == whole
 
 

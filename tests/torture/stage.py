@@ -64,7 +64,7 @@ _WRITING = (
     Writing("cast", ("--dtype", "bfloat16"), "bare.pth", computes=True),
     Writing("merge", (), "bare.pth", ("plain_dict.pth",)),
     Writing("average", (), "bare.pth", ("plain_dict.pth",), computes=True),
-    Writing("redact", ("--all",), "lightning.ckpt"),
+    Writing("redact", ("--everything",), "lightning.ckpt"),
     Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
     Writing("convert", ("--to-format", "safetensors"), "plain_dict.pth"),
     Writing("convert", ("--to-format", "torch", "--max-shard-size", "300"), "bare.pth", folder=True),

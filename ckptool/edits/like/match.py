@@ -267,7 +267,7 @@ def _command(
     paths = [checkpoint.path, *([] if target.kind == "model" else [target.source])]
     options = ["--model", target.source] if target.kind == "model" else []
     options += ["--key", key] if key is not None else []
-    options += ["--target-key", target.path or "."] if target.others else []
+    options += ["--other-key", target.path or "."] if target.others else []
     return str(command("match", *paths, options=[*options, "--apply"], output=output))
 
 
@@ -364,7 +364,7 @@ def _notes(
         notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {others}")
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
-        notes.append(f"of the target {target.path or '.'!r} is taken; --target-key takes another: {others}")
+        notes.append(f"of the target {target.path or '.'!r} is taken; --other-key takes another: {others}")
     survey = checkpoint.survey
     ours = survey.tensors_in([path])
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
@@ -386,17 +386,17 @@ def match(
     *,
     model: str | None = None,
     key: str | None = None,
-    target_key: str | None = None,
+    other_key: str | None = None,
     anywhere: bool = False,
     strict: bool = True,
 ) -> dict[str, Any]:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
-    callable, "package.module:callable", that is imported and run. ``key`` and ``target_key`` choose among several
+    callable, "package.module:callable", that is imported and run. ``key`` and ``other_key`` choose among several
     state dicts. With ``anywhere`` the place of the state dict in the file does not matter, without ``strict``
     neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
     """
-    wanted = match_target(target, model, target_key)
+    wanted = match_target(target, model, other_key)
     with open_checkpoint(path) as checkpoint:
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report

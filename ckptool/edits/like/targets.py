@@ -70,7 +70,7 @@ def match_target(
         with open_checkpoint(name) as checkpoint:
             return target_in_checkpoint(checkpoint, key, preferred=preferred)
     if key is not None:
-        raise TargetError("--target-key goes with a file: a model has one state dict")
+        raise TargetError("--other-key goes with a file: a model has one state dict")
     if model is not None:
         return _target_of_names(model_state(model), model, "model")
     state = target.state_dict() if hasattr(target, "state_dict") else target

@@ -183,8 +183,8 @@ def test_of_several_state_dicts_the_best_is_meant_or_the_named(tmp_path: Path) -
     report = matched(made, Net(), tmp_path, key="model", anywhere=True)
     assert report["fits"] and report["fix"] is None
     report = matched(Net(), made, tmp_path)
-    assert report["target_state_dict"] == "model" and "--target-key" in report["notes"][0]
-    report = matched(Block(3), made, tmp_path, target_key="other")
+    assert report["target_state_dict"] == "model" and "--other-key" in report["notes"][0]
+    report = matched(Block(3), made, tmp_path, other_key="other")
     assert report["fix"]["steps"] == [{"option": "wrap", "value": "other"}]
 
 
@@ -279,7 +279,7 @@ def test_models_and_mappings_as_targets(tmp_path: Path) -> None:
     with pytest.raises(TargetError):
         ckptool.match(source)
     with pytest.raises(TargetError):
-        ckptool.match(source, Net(), target_key="x")
+        ckptool.match(source, Net(), other_key="x")
     with pytest.raises(TargetError, match="pickled module"):
         ckptool.match(source, FIXTURES / "whole_model.pth")
     with pytest.raises(TargetError, match="no state dict"):
@@ -312,9 +312,9 @@ def test_a_lock_file_is_a_target(tmp_path: Path) -> None:
     Net().load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
     lock = locked(tmp_path / "y.lock", model=lock_of(Net()), small=lock_of(Block(3)))
     assert ckptool.match(source, lock)["target_state_dict"] == "model"
-    assert ckptool.match(source, lock, target_key="small")["target_state_dict"] == "small"
+    assert ckptool.match(source, lock, other_key="small")["target_state_dict"] == "small"
     with pytest.raises(TargetError, match="there is 'model' and 'small'"):
-        ckptool.match(source, lock, target_key="nowhere")
+        ckptool.match(source, lock, other_key="nowhere")
     lock = locked(tmp_path / "z.lock", **{".": {"_extra_state": {"type": "dict"}}})
     assert ckptool.match(source, lock)["missing"] == ["_extra_state"]
 
@@ -443,7 +443,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # It fits already: the output is the input.
     assert run(["match", plain, plain, "--apply", "-o", again]) == 0
     assert Path(again).read_bytes() == Path(plain).read_bytes()
-    for wrong in (["--apply"], ["-o", out], ["--force"], ["--model", "a:b"], ["--target-key", "nowhere"]):
+    for wrong in (["--apply"], ["-o", out], ["--force"], ["--model", "a:b"], ["--other-key", "nowhere"]):
         assert run(["match", plain, parallel, *wrong]) == 2
     assert run(["match", plain]) == 2
     assert run(["match", plain, str(tmp_path)]) == 3
