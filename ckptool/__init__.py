@@ -42,18 +42,21 @@ if TYPE_CHECKING:
     from .reports.comparing.fingerprint import hash
     from .reports.comparing.lock import lock, write_lock
     from .reports.expectations import Policy
-    from .reports.get import ObjectValue, TensorValue, get
+    from .reports.get import get
     from .reports.inspection import inspect
     from .reports.keys import keys
     from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
     from .saving import Saved, history, load, save, save_in_place, undo
+    from .values.lazy_tensor import TensorValue
+    from .values.objects import ListView, MappingView, ObjectValue
 
 __version__ = "0.1.0"
 
-__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "Globs", "Lost", "ObjectValue", "Policy", "Salvaged"]
-__all__ += ["Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue", "Written", "__version__"]
+__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "Globs", "ListView", "Lost", "MappingView"]
+__all__ += ["ObjectValue", "Policy", "Salvaged", "Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue"]
+__all__ += ["Written", "__version__"]
 __all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "extract"]
 __all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
 __all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
@@ -87,13 +90,15 @@ _NAMES = {
     "reports.comparing.fingerprint": ("hash",),
     "reports.comparing.lock": ("lock", "write_lock"),
     "reports.expectations": ("Policy",),
-    "reports.get": ("ObjectValue", "TensorValue", "get"),
+    "reports.get": ("get",),
     "reports.inspection": ("inspect",),
     "reports.keys": ("keys",),
     "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
     "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
+    "values.lazy_tensor": ("TensorValue",),
+    "values.objects": ("ListView", "MappingView", "ObjectValue"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names} | {"open": "formats.opening"}
 
@@ -107,4 +112,4 @@ if not TYPE_CHECKING:
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted(__all__)

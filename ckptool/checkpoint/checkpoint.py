@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..base.errors import RefusedError, UnreadableError, adding_path
+from ..base import lazy
+from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.steps import command
+from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
 from .changes import Change
@@ -48,8 +50,12 @@ class InflatedBytes:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Checkpoint:
+class Checkpoint(Mapping[Any, Any]):
     """One checkpoint, metadata only. An edit returns another record over the same bytes.
+
+    It is a read-only mapping of what is at its root: the entries of a dict, the elements of a list by their indices,
+    the attributes of an object. Values are plain Python values; tensors are ``TensorValue``, read on demand; the
+    mappings and lists in it are read-only, too, and ``ckptool.get`` makes a dict or list of one.
 
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it; ``changes`` what the
     edits have done since it was opened, in order. ``added`` are the storages that an edit made, by their keys: they
@@ -81,7 +87,46 @@ class Checkpoint:
         return cls(path, source, container, container.graph, root=container.root)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r} {self.container.format}{', edited' if self.edited else ''}>"
+        words = f"<Checkpoint {self.path!r} {self.format}{', edited' if self.edited else ''}"
+        try:
+            keys = join_limited([repr(key) for key, _ in zip(self, range(6))], len(self), 6)
+            return f"{words}: {pluralize(len(self.survey.tensors), 'tensor')}{'; ' if keys else ''}{keys}>"
+        except CkptoolError:
+            return words + ">"  # it cannot be followed
+
+    def _repr_html_(self) -> str:
+        html: str = lazy.module("cli.notebook").summary_html(self)
+        return html
+
+    # What it holds is read by a room above this one, when it is asked for. The view has a record of its own: this one
+    # in a cycle would keep its file open.
+    @cached_property
+    def _contents(self) -> Mapping[Any, Any]:
+        contents: Mapping[Any, Any] = lazy.module("reports.get").contents(self.replace())
+        return contents
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return self._contents[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._contents
+
+    def __bool__(self) -> bool:
+        return True  # an empty checkpoint is one, too
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        return list(self)
 
     @property
     def format(self) -> str:

@@ -14,22 +14,27 @@ if TYPE_CHECKING:
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
+#: The columns of the table of top-level entries.
+ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
 #: Findings that columns of the overview show already.
 _SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 
 def summary(report: InspectReport) -> str:
     """Return the report of ``inspect`` as text."""
-    head = f"{clean(report['path'])}: {human_bytes(report['bytes'])}, {report['format']}"
-    head += f", written by {clean(report['writer'])}"
-    parts = [head, pairs([(label, clean(text)) for label, text in _facts(report)])]
+    parts = [clean(headline(report)), pairs([(label, clean(text)) for label, text in facts(report)])]
     if report["entries"]:
-        parts.append(_entries(report))
+        parts.append(table(ENTRY_COLUMNS, entry_rows(report), right=(3,)))
     if "tree" in report:
         parts.append("\n".join(_tree_line(line) for line in report["tree"]))
     if report["findings"]:
         parts.append("\n".join(_finding(finding) for finding in report["findings"]))
     return "\n\n".join(parts)
+
+
+def headline(report: InspectReport) -> str:
+    """Return the first line of the summary: path, size, format and writer."""
+    return f"{report['path']}: {human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
 
 
 def overview_row(report: InspectReport) -> tuple[str, ...]:
@@ -98,38 +103,39 @@ def _state_dict_words(item: StateDictReport) -> str:
     return f"{pluralize(item['tensors'], 'tensor')}, {words}"
 
 
-def _facts(report: InspectReport) -> list[tuple[str, str]]:
-    facts = [("layout", layout_words(report))]
+def facts(report: InspectReport) -> list[tuple[str, str]]:
+    """Return the lines of the summary as (label, text)."""
+    lines = [("layout", layout_words(report))]
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"
-        facts.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
+        lines.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
         stored = f"{human_bytes(report['storage_bytes'])} in {pluralize(report['storages'], 'storage')}"
         if report["unused_bytes"]:
             stored += f", {human_bytes(report['unused_bytes'])} of it unused"
         if report["shared_storages"]:
             stored += f", {report['shared_storages']:,} shared"
-        facts.append(("bytes", stored))
+        lines.append(("bytes", stored))
         if "sharding" in report:
-            facts.append(("shards", report["sharding"]["words"]))
-        facts.append(("devices", ", ".join(map(_device, report["devices"]))))
+            lines.append(("shards", report["sharding"]["words"]))
+        lines.append(("devices", ", ".join(map(_device, report["devices"]))))
         dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
-        facts.append(("dtypes", ", ".join(dtypes)))
+        lines.append(("dtypes", ", ".join(dtypes)))
     if report["metadata"]:
         texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
-        facts.append(("metadata", join_limited(texts, most=6)))
+        lines.append(("metadata", join_limited(texts, most=6)))
     verdict = report["weights_only"]
     if report["protocol"] is None and report["loads"] == "converted":
-        facts.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
+        lines.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
     elif report["protocol"] is None and verdict["loads"]:
         by_torch = f"torch.load of torch {verdict['torch']} by its name"
-        facts.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
+        lines.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
     else:
         # torch.load does not load a DCP folder: the verdict is about the file that convert makes of it.
-        facts.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
+        lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
     if "load" in report:
-        facts.append(("loaded", _loaded(report["load"])))
-    return facts
+        lines.append(("loaded", _loaded(report["load"])))
+    return lines
 
 
 def _device(item: DeviceReport) -> str:
@@ -162,12 +168,13 @@ def _loaded(load: LoadReport) -> str:
     return f"no: {load['error']}"
 
 
-def _entries(report: InspectReport) -> str:
+def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:
+    """Return the rows of ``ENTRY_COLUMNS``, one for each top-level entry."""
     rows = []
     for entry in report["entries"]:
         size = human_bytes(entry["bytes"]) if entry["bytes"] else ""
         rows.append((cut(entry["key"], 40), cut(entry["type"], 48), cut(_value(entry, report), 60), size))
-    return table(("entry", "type", "value", "bytes"), rows, right=(3,))
+    return rows
 
 
 def _value(entry: EntryReport, report: InspectReport) -> str:

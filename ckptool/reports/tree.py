@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import Final, TypedDict
 
-from ..base.text import pluralize
+from ..base.text import pluralize, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, extra_children, sequence
 from ..checkpoint.sharding import sharding
 from ..pickles.nodes import Global, Graph, Ref
-from ..values.tensor_text import shape_text
 from .json_values import is_huge
 
 #: Children of one container that are shown; the rest is counted.

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from ..base.errors import RefusedError
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed, Plan
 from ..pickles.nodes import Ref
 from .interpretation import Reading, excessive_repeats, interpret, resolved_bytes
@@ -24,8 +25,8 @@ _DESCRIPTIONS: Final = {
     **{"int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1"},
     **{"uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1"},
 }
-#: dtype that NumPy does not have -> a wider one that holds each of its values.
-_WIDENED: Final = {"bfloat16": "float32", "complex32": "complex64"} | {
+#: dtype of torch that NumPy does not have -> a wider one that holds each of its values, "" for two numbers in a byte.
+WIDENED: Final = {"bfloat16": "float32", "complex32": "complex64", "float4_e2m1fn_x2": ""} | {
     f"float8_{kind}": "float32" for kind in ("e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu")
 }
 _BOOLS: Final = bytes([0, *[1] * 255])
@@ -47,8 +48,8 @@ class Array(NamedTuple):
     widened: str
 
 
-def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
-    """Return the tensor ``ref`` as an array; ``name`` is its path as the user gave it.
+def array_of(checkpoint: Checkpoint, ref: Ref, name: str, view: Tensor | None = None) -> Array:
+    """Return the tensor ``ref`` as an array; ``name`` is its path as the user gave it, ``view`` a slice of it.
 
     Raises RefusedError for anything but a dense tensor of numbers.
     """
@@ -61,8 +62,10 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str) -> Array:
         raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=as_json)
     if isinstance(reading, str):
         raise RefusedError(f"{label}: {reading}", path=checkpoint.path, next="see it with " + command("get", *place))
+    if view is not None and reading.of == "elements":
+        reading = reading._replace(tensor=view)
     dtype, shape = reading.tensor.dtype, reading.tensor.shape
-    widened = _WIDENED.get(dtype, "")
+    widened = WIDENED.get(dtype, "")
     if reading.of not in ("elements", "part") or (widened or dtype) not in _DESCRIPTIONS:
         kind = tensor.kind if tensor.kind != "dense" else tensor.dtype
         message = f"{label} is a tensor of the kind {kind}, which NumPy does not have"

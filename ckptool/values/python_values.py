@@ -159,3 +159,24 @@ def python_key(graph: Graph, ref: Ref) -> Hashable:
         raise ValueError
     parts = [python_key(graph, part) for part in inside]
     return frozenset(parts) if identity[0] == "frozenset" else tuple(parts)
+
+
+def members_by_key(graph: Graph, container: ContainerValue) -> dict[Hashable, ValueMember]:
+    """Return the members of a mapping by their keys as Python values; those that need a module are strings."""
+    keys: list[Hashable] = []
+    texts: list[int] = []
+    for number, member in enumerate(container.members):
+        try:
+            keys.append(python_key(graph, member.key))
+        except ValueError:
+            keys.append(member.name)
+            texts.append(number)
+    as_text = set(texts)
+    taken = {key for number, key in enumerate(keys) if number not in as_text} if texts else set()
+    for number in texts:
+        name = str(keys[number])
+        while name in taken:
+            name += "'"
+        keys[number] = name
+        taken.add(name)
+    return dict(zip(keys, container.members))

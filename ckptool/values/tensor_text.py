@@ -11,7 +11,7 @@ from math import isfinite, prod
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
-from ..base.text import cut
+from ..base.text import cut, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import Sharding, sharding
 from ..checkpoint.tensors import Tensor, TensorReader
@@ -38,11 +38,6 @@ _PARTS: Final = {
 }
 
 Nested: TypeAlias = "list[Nested] | Number | None"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as ``4x3x1x1``, or ``scalar``."""
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def tensor_summary(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.steps import argument, command
-from ...base.text import pluralize
+from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
@@ -25,7 +25,6 @@ from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
 from ...formats.opening import open_checkpoint
-from ...values.tensor_text import shape_text
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 

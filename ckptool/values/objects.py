@@ -1,0 +1,259 @@
+"""The values of a checkpoint as Python has them: made at once, or views of mappings and lists, read on access."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from reprlib import Repr
+from typing import Any, Final, overload
+
+from ..base.text import pluralize, shape_text
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.paths import joined
+from ..checkpoint.tensors import Tensor
+from ..pickles.nodes import Ref
+from .lazy_tensor import TensorValue
+from .python_values import ContainerValue, ScalarValue, ValueMember, members_by_key, python_value
+
+#: Members that the ``repr`` of a view shows.
+_SHOWN: Final = 8
+_REPR: Final = Repr()
+_REPR.maxstring = 80
+
+
+class MappingView(Mapping[Any, Any]):
+    """A mapping of a checkpoint, read-only. Its values are made when they are read: see ``value_of``.
+
+    The keys have the types of the file: 0 and "0" are two keys.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, members: Mapping[Any, ValueMember], path: str) -> None:
+        self._checkpoint = checkpoint
+        self._members = members
+        self._values: dict[Hashable, Any] = {}
+        #: Where it is in the file, as ``inspect`` spells it.
+        self.path = path
+
+    def __getitem__(self, key: Hashable) -> Any:
+        if key not in self._values:
+            member = self._members[key]
+            where = joined(self.path, member.step)
+            self._values[key] = value_of(self._checkpoint, member.ref, where, lazily=True)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._members  # that of Mapping would make the value
+
+    def __repr__(self) -> str:
+        shown = [key for key, _ in zip(self, range(_SHOWN))]
+        return _enclosed("{}", [f"{_REPR.repr(key)}: {_short(self[key])}" for key in shown], len(self))
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        return list(self)
+
+
+class ListView(Sequence[Any]):
+    """A list of a checkpoint, read-only. Its elements are made when they are read: see ``value_of``."""
+
+    def __init__(self, checkpoint: Checkpoint, members: Sequence[ValueMember], path: str) -> None:
+        self._checkpoint = checkpoint
+        self._members = members
+        self._values: dict[int, Any] = {}
+        #: Where it is in the file, as ``inspect`` spells it.
+        self.path = path
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place not in self._values:
+            member = self._members[place]
+            where = joined(self.path, member.step)
+            self._values[place] = value_of(self._checkpoint, member.ref, where, lazily=True)
+        return self._values[place]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list | ListView) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return _enclosed("[]", [_short(value) for value in self[:_SHOWN]], len(self))
+
+
+class ObjectValue(Mapping[str, Any]):
+    """An object of a class that is not built in: ``cls`` is the name of the class, the mapping its attributes.
+
+    Its members as a mapping or list have names such as "[key]", the arguments of its constructor such as "(0)".
+    """
+
+    def __init__(self, cls: str, attributes: Mapping[str, Any]) -> None:
+        self.cls = cls
+        self.attributes = attributes
+
+    def __getitem__(self, name: str) -> Any:
+        return self.attributes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.attributes)
+
+    def __len__(self) -> int:
+        return len(self.attributes)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"<ObjectValue {self.cls}, {pluralize(len(self), 'attribute')}>"
+
+
+def _enclosed(brackets: str, shown: Iterable[str], total: int) -> str:
+    texts = [*shown, *([f"... {total - _SHOWN:,} more"] if total > _SHOWN else [])]
+    return brackets[0] + ", ".join(texts) + brackets[1]
+
+
+def _short(value: Any) -> str:
+    """Return the ``repr`` of a member of a view, without its own members."""
+    if isinstance(value, TensorValue):
+        return f"<{value.dtype} {shape_text(value.shape)} {value.device}>"
+    if isinstance(value, MappingView | ListView):
+        return f"<{pluralize(len(value), 'entry' if isinstance(value, MappingView) else 'element')}>"
+    return repr(value) if isinstance(value, ObjectValue) else _REPR.repr(value)
+
+
+def contents(checkpoint: Checkpoint) -> MappingView:
+    """Return what is at the root by its keys; by its indices for a list, by its attributes for an object.
+
+    Empty where the root is a single value.
+    """
+    root = python_value(checkpoint, checkpoint.graph.root)
+    return MappingView(checkpoint, _by_key(checkpoint, root) if isinstance(root, ContainerValue) else {}, "")
+
+
+def _by_key(checkpoint: Checkpoint, container: ContainerValue) -> dict[Any, ValueMember]:
+    if container.kind == "mapping":
+        return members_by_key(checkpoint.graph, container)
+    if container.kind == "object":
+        return {member.name: member for member in container.members}
+    return {place: container.members[place] for place in range(len(container.members))}
+
+
+def view_of(checkpoint: Checkpoint, container: ContainerValue, path: str) -> MappingView | ListView | ObjectValue:
+    """Return a mapping, list or object as a view."""
+    if container.kind == "sequence":
+        return ListView(checkpoint, container.members, path)
+    view = MappingView(checkpoint, _by_key(checkpoint, container), path)
+    return ObjectValue(container.cls, view) if container.kind == "object" else view
+
+
+def value_of(checkpoint: Checkpoint, ref: Ref, path: str, *, lazily: bool = False) -> Any:
+    """Return the value at ``ref``: dicts, lists, tuples, sets and scalars as they are, a tensor as a TensorValue.
+
+    Another object is an ObjectValue, a class or function its name. Shared objects stay shared; keys that need a
+    module, such as dtypes, become distinct strings. With ``lazily`` mappings are MappingViews, lists ListViews and
+    sets frozensets.
+    """
+    return _Values(checkpoint, lazily).value(ref, path)
+
+
+_PENDING: Final = object()
+
+
+class _Values:
+    """Values made from the innermost, without recursion. With ``lazily`` mappings, lists and objects are views."""
+
+    def __init__(self, checkpoint: Checkpoint, lazily: bool) -> None:
+        self.checkpoint = checkpoint
+        self.lazily = lazily
+        #: Containers that are made with their members: they cannot be filled later.
+        self.fixed = frozenset(("tuple", "frozenset", *(("set",) if lazily else ())))
+        self.values: dict[Ref, Any] = {}
+        #: Containers that are still empty.
+        self.empty: list[tuple[Any, ContainerValue, str]] = []
+
+    def value(self, ref: Ref, path: str) -> Any:
+        value = self._ready(ref, path)
+        while self.empty:
+            self._fill(*self.empty.pop())
+        return value
+
+    def _ready(self, ref: Ref, path: str) -> Any:
+        """Return the value, or a container still to be filled; tuples are built from the innermost."""
+        work = [(ref, path)]
+        while work:
+            here, where = work[-1]
+            if here in self.values and self.values[here] is not _PENDING:
+                work.pop()
+                continue
+            inside = python_value(self.checkpoint, here)
+            if not isinstance(inside, ContainerValue) or inside.cls not in self.fixed:
+                self.values[here] = self._convert(here, inside, where)
+                work.pop()
+                continue
+            missing = [
+                (member.ref, joined(where, member.step)) for member in inside.members if member.ref not in self.values
+            ]
+            if missing and self.values.get(here) is not _PENDING:
+                self.values[here] = _PENDING
+                work += missing
+                continue
+            # A tuple cannot be among its own elements: a hostile pickle gets None there.
+            values = [
+                None if self.values.get(member.ref) is _PENDING else self.values[member.ref]
+                for member in inside.members
+            ]
+            self.values[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
+            work.pop()
+        return self.values[ref]
+
+    def _convert(self, ref: Ref, value: ScalarValue | ContainerValue | Tensor, path: str) -> Any:
+        if isinstance(value, ScalarValue):
+            return value.value
+        if isinstance(value, Tensor):
+            return TensorValue(self.checkpoint, ref, value, path)
+        if self.lazily:
+            return view_of(self.checkpoint, value, path)
+        target: Any = [] if value.kind == "sequence" else {}
+        if value.cls == "set":
+            target = set()
+        self.empty.append((target, value, path))
+        return ObjectValue(value.cls, target) if value.kind == "object" else target
+
+    def _fill(self, target: Any, container: ContainerValue, path: str) -> None:
+        if isinstance(target, dict):
+            members = _by_key(self.checkpoint, container)
+            target.update((key, self._ready(item.ref, joined(path, item.step))) for key, item in members.items())
+            return
+        for member in container.members:
+            value = self._ready(member.ref, joined(path, member.step))
+            if isinstance(target, set):
+                target.update(_hashed([value], set))
+            else:
+                target.append(value)
+
+
+def _hashed(values: list[Any], cls: type[set[Any]] | type[frozenset[Any]]) -> Any:
+    """Return a set of the values; those that cannot be in member as their ``repr``."""
+    kept = []
+    for value in values:
+        try:
+            hash(value)
+        except TypeError:
+            kept.append(repr(value))
+        else:
+            kept.append(value)
+    return cls(kept)

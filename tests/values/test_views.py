@@ -1,0 +1,267 @@
+"""A checkpoint as a mapping: what torch loads, by the same keys, read-only and read on access."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+#: Torch reads another pickle of it than the one that counts.
+WHOLE = [item for item in LOADABLE if item.path.name != "zip_two_pickles.pth"]
+every = pytest.mark.parametrize("item", WHOLE, ids=by_name)
+
+
+def difference(mine: Any, theirs: Any, path: str = "") -> str:
+    """Where a view and what torch loads differ; objects are not compared, tensors by dtype, shape and device."""
+    if isinstance(theirs, torch.Tensor):
+        if not isinstance(mine, ckptool.TensorValue):
+            return f"{path}: {mine!r} is not a tensor"
+        ours = (mine.dtype, None if theirs.is_nested else mine.shape)
+        return "" if ours == (str(theirs.dtype)[6:], None if theirs.is_nested else theirs.shape) else f"{path}: {mine}"
+    if isinstance(theirs, dict):
+        if not isinstance(mine, Mapping) or isinstance(mine, ckptool.ObjectValue):
+            return f"{path}: {mine!r} is not a mapping"
+        if list(map(typed, mine)) != list(map(typed, theirs)) or len(mine) != len(theirs):
+            return f"{path}: keys {list(mine)[:5]} against {list(theirs)[:5]}"
+        pairs = zip(mine.items(), theirs.values())
+        return next(filter(None, (difference(value, other, f"{path}.{key}") for (key, value), other in pairs)), "")
+    if type(theirs) in (list, tuple, torch.Size):
+        expected = ckptool.ListView if type(theirs) is list else tuple
+        if not isinstance(mine, expected) or len(mine) != len(theirs):
+            return f"{path}: {mine!r} against {theirs!r}"
+        return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(mine, theirs)))), "")
+    if isinstance(theirs, set):
+        return "" if mine == theirs else f"{path}: {mine!r} against {theirs!r}"
+    if theirs is None or type(theirs) in (bool, int, float, str, bytes, complex):
+        same = type(mine) is type(theirs) and (mine == theirs or mine != mine)
+        return "" if same else f"{path}: {mine!r} against {theirs!r}"
+    return ""
+
+
+def typed(key: Any) -> Any:
+    """A key and its type; NaN by its name, others that need a module not at all."""
+    if isinstance(key, tuple):
+        return tuple(map(typed, key))
+    plain = key is None or isinstance(key, bool | int | float | str | bytes | complex | frozenset)
+    return (type(key), repr(key)) if plain and not isinstance(key, str) else key if plain else "other"
+
+
+def compare(path: Path) -> None:
+    loaded = oracle.load(path)
+    with ckptool.open(path) as checkpoint:
+        if isinstance(loaded, list | tuple):
+            loaded = dict(enumerate(loaded))
+        if isinstance(loaded, dict):
+            assert difference(checkpoint, loaded) == ""
+        elif isinstance(loaded, torch.Tensor):
+            assert (len(checkpoint), list(checkpoint)) == (0, [])
+
+
+@every
+def test_every_fixture_is_the_mapping_that_torch_loads(item: Fixture) -> None:
+    compare(item.path)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_every_real_checkpoint_is(path: Path) -> None:
+    try:
+        oracle.load(path)
+        ckptool.keys(path)
+    except Exception:
+        pytest.skip("torch or ckptool does not read it")
+    compare(path)
+
+
+KEYS = st.one_of(
+    st.text(max_size=4),
+    st.integers(-3, 3),
+    st.booleans(),
+    st.none(),
+    st.binary(max_size=3),
+    st.floats(allow_nan=False),
+    st.sampled_from(("0", "1", "True", "None", "[0]", "#0", "a.b", b"a", "b'a'")),
+    st.tuples(st.integers(0, 2), st.text(max_size=2)),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.sets(st.one_of(st.integers(0, 3), st.text(max_size=2)), max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=st.dictionaries(KEYS, VALUES, max_size=5), protocol=st.integers(2, 5))
+def test_any_dict_is_itself(value: dict[Any, Any], protocol: int, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "a.pth", pickle_protocol=protocol)
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        assert difference(checkpoint, value) == ""
+        for key in value:
+            assert key in checkpoint and key in list(checkpoint.keys())
+            assert difference(checkpoint.get(key), value[key]) == ""
+        assert "no such key" not in checkpoint and checkpoint.get("no such key", 7) == 7
+        assert repr(checkpoint) and all(repr(item) for item in checkpoint.values())
+
+
+def test_keys_keep_their_types(tmp_path: Path) -> None:
+    value = {0: "int", "0": "text", b"0": "bytes", (0,): "tuple", None: "none", 0.5: "float"}
+    torch.save({"in": value, **value}, tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        for key, text in value.items():
+            assert checkpoint[key] == checkpoint["in"][key] == text
+        assert checkpoint["in"] == value
+        with pytest.raises(KeyError):
+            checkpoint["absent"]
+        with pytest.raises(TypeError):
+            checkpoint[[]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "dcp4", "real/accelerate_state", "big_endian.pth"])
+def test_formats_behave_alike(name: str) -> None:
+    with ckptool.open(FIXTURES / name) as checkpoint:
+        report = ckptool.keys(FIXTURES / name, everything=True)["tensors"]
+        found: dict[str, ckptool.TensorValue] = {}
+        work: list[Any] = list(checkpoint.values())
+        for value in work:
+            if isinstance(value, ckptool.TensorValue):
+                found[value.path] = value
+            elif isinstance(value, Mapping):
+                work += value.values()
+            elif isinstance(value, ckptool.ListView | tuple):
+                work += value
+        assert found
+        for item in report:
+            tensor = found[item["path"]]
+            assert (tensor.dtype, list(tensor.shape), tensor.device) == (item["dtype"], item["shape"], item["location"])
+        assert len(found) == len(report)
+
+
+def test_it_is_read_only() -> None:
+    with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
+        for place in (checkpoint, checkpoint["state_dict"], checkpoint["optimizer"]["param_groups"]):
+            with pytest.raises(TypeError):
+                place[0] = 1
+        assert checkpoint["state_dict"] is checkpoint["state_dict"]
+
+
+def test_what_get_gives_is_equal_and_plain() -> None:
+    with ckptool.open(FIXTURES / "optimizer.pt") as checkpoint:
+        groups = ckptool.get(checkpoint, "param_groups")
+        assert type(groups) is list and type(groups[0]) is dict
+        assert checkpoint["param_groups"] == groups and groups == checkpoint["param_groups"]
+        assert checkpoint["param_groups"][-1]["params"][1:3] == groups[-1]["params"][1:3]
+        assert checkpoint["param_groups"] != groups[0]
+
+
+def test_objects_are_mappings_of_their_attributes(tmp_path: Path) -> None:
+    torch.save({"args": argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=[1]))}, tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        args = checkpoint["args"]
+        assert (args.cls, list(args), args["lr"]) == ("argparse.Namespace", ["lr", "nested"], 0.1)
+        assert args["nested"]["x"] == [1] and args["nested"].attributes["x"][0] == 1
+        assert "Namespace, 2 attributes" in repr(args)
+
+
+def test_a_pickled_module_shows_its_attributes() -> None:
+    with ckptool.open(FIXTURES / "whole_model.pth") as checkpoint:
+        assert checkpoint["training"] is True
+        assert checkpoint["_buffers"]["scale"].shape == (2,)
+
+
+def test_numpy_values_are_plain() -> None:
+    with ckptool.open(FIXTURES / "numpy_objects.pth") as checkpoint:
+        assert checkpoint["best"] == 0.75
+        assert checkpoint["history"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_an_edited_checkpoint_shows_the_edit() -> None:
+    with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
+        assert "epoch" in checkpoint
+        plain = ckptool.set_entry(ckptool.strip_prefix(checkpoint), "epoch", 0)
+        assert plain["epoch"] == 0 and checkpoint["epoch"] == 41
+        assert list(plain["state_dict"]) == [key.removeprefix("module.") for key in checkpoint["state_dict"]]
+
+
+def test_what_is_in_itself_ends(tmp_path: Path) -> None:
+    loop: dict[str, Any] = {"a": [1, {}]}
+    loop["a"].append(loop["a"])
+    loop["self"] = loop
+    torch.save(loop, tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        assert checkpoint["self"]["self"]["a"][2][2][0] == 1
+        assert len(repr(checkpoint["self"])) < 200
+
+
+def test_depth_is_no_recursion(tmp_path: Path) -> None:
+    depth = 50_000
+    body = b"\x80\x02}U\x01a" + b"(" * depth + b"K\x01" + b"t" * depth + b"s."
+    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001}))
+    (tmp_path / "a.pth").write_bytes(head + body + pickle.dumps([], 2))
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        value, levels = checkpoint["a"], 0
+        while isinstance(value, tuple):
+            value, levels = value[0], levels + 1
+        assert (value, levels) == (1, depth)
+
+
+def test_what_is_not_followed_raises_and_still_has_a_repr() -> None:
+    with ckptool.open(FIXTURES / "legacy_protocol0.pth") as checkpoint:
+        assert repr(checkpoint)
+    for item in sorted(FIXTURES.iterdir()):
+        try:
+            opened = ckptool.open(item)
+        except ckptool.CkptoolError:
+            continue
+        with opened as checkpoint:
+            assert repr(checkpoint).startswith("<Checkpoint ")
+
+
+def test_a_checkpoint_is_true_and_itself() -> None:
+    with ckptool.open(FIXTURES / "empty_dict.pth") as checkpoint, ckptool.open(FIXTURES / "empty_dict.pth") as other:
+        assert checkpoint and len(checkpoint) == 0
+        assert checkpoint != other and len({checkpoint, other, checkpoint}) == 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there is no list of open files")
+def test_a_file_that_is_no_longer_used_is_closed_at_once() -> None:
+    gc.disable()
+    try:
+        checkpoint = ckptool.open(FIXTURES / "ddp4_training.pth")
+        assert checkpoint["epoch"] == 41 and checkpoint["state_dict"]["module.head.bias"].numel
+        source = weakref.ref(checkpoint.source)
+        del checkpoint
+        assert source() is None
+    finally:
+        gc.enable()
+
+
+def test_nan_is_a_key_like_any_other(tmp_path: Path) -> None:
+    torch.save({math.nan: 1, "b": 2}, tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        (key, value), _ = checkpoint.items()
+        assert key != key and value == 1
