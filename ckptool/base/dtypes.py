@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 #: Common abbreviations of dtypes.
-SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Dtype(NamedTuple):
@@ -80,6 +80,12 @@ BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
 BY_NAME.update({alias: BY_NAME[name] for alias, name in _ALIASES.items()})
 BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
 BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
+
+
+def dtype_named(name: str) -> Dtype | None:
+    """Return the dtype that is called so: by torch, or in short (``bf16``); None if there is none."""
+    return BY_NAME.get(_SHORT_NAMES.get(name, name))
+
 
 _UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")
 _UNKNOWN: Final = Dtype("unknown", 1, "", "")

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -60,6 +62,24 @@ def answers(
     for number, file in enumerate(chain(first, rest), 1):
         _tidy(number)
         yield work(file) if isinstance(file, str) else lost(file.path, file)
+
+
+def each_input(
+    work: Callable[[str], Answer], paths: Sequence[str], jobs: int
+) -> Generator[tuple[str, Answer | CkptoolError], None, None]:
+    """Yield the answer of ``work``, or its error, for every checkpoint of the files, folders and globs."""
+    from ..formats.checkpoint_search import find_checkpoints
+
+    files = (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
+    with closing(answers(partial(_attempt, work), files, jobs, lambda path, error: (path, error))) as every:
+        yield from every
+
+
+def _attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | CkptoolError]:
+    try:
+        return path, work(path)
+    except CkptoolError as error:
+        return path, error
 
 
 def _tidy(number: int) -> None:

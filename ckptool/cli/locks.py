@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 import ckptool
 
+from ..base.errors import CkptoolError
+from ..base.globs import Globs
 from ..base.text import shape_text
+from ..formats.checkpoint_search import names_one_file
 from .compare import label
+from .jobs import each_input, jobs_option
 from .options import (
     REPORT_FORMATS,
+    choosing_keys,
     force_option,
     format_option,
-    key_option,
     one_path,
     paths,
     progress_option,
     quiet_options,
 )
-from .render import clean, emit, emit_lines, say_problems
+from .render import clean, emit, emit_lines, problem_lines, tell
 from .streams import BarUpdate, Outcomes, progress_bar
 
 if TYPE_CHECKING:
-    from ..reports.comparing.fingerprint import TensorHash
+    from ..reports.comparing.fingerprint import HashReport, TensorHash
 
 LOCK_EPILOG = """\b
 Examples:
@@ -80,34 +85,56 @@ devices, compression, strides, sharing and what is not a tensor do not count.
 
 @click.command("hash", epilog=HASH_EPILOG)
 @paths
-@key_option
+@choosing_keys
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
+@jobs_option
 @format_option(REPORT_FORMATS)
 @progress_option
 def hash_command(
-    paths: tuple[str, ...], key: str | None, structure: bool, each: bool, style: str, no_progress: bool
+    paths: tuple[str, ...],
+    key: str | None,
+    only: Globs,
+    structure: bool,
+    each: bool,
+    jobs: int,
+    style: str,
+    no_progress: bool,
 ) -> int:
     """Print a fingerprint of the content: names, shapes, dtypes and values, whatever the container.
 
     Two files with the same tensors under the same names have the same fingerprint, even if one is legacy, deflated, on
     another device, or in another order. With --key, names are relative to that state dict: a bare state dict (--key .)
-    and the same one in a training checkpoint (--key state_dict) agree.
+    and the same one in a training checkpoint (--key state_dict) agree. --include and --exclude choose the tensors.
+    Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
+    otherwise a list.
     """
-    from ..reports.comparing.fingerprint import hash_report
-
-    outcomes = Outcomes("hash", paths, style)
-    for path in paths:
+    bar = not (structure or no_progress) and jobs == 1
+    work = partial(_hashed, key=key, only=only, structure=structure, each=each, bar=bar)
+    outcomes = Outcomes("hash", paths, style, several=not names_one_file(paths))
+    for path, answer in each_input(work, paths, jobs):
         with outcomes.input(path):
-            with ckptool.open(path) as checkpoint, _bar(path, not (structure or no_progress)) as progress:
-                say_problems(checkpoint)
-                report = hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+            if isinstance(answer, CkptoolError):
+                raise answer
+            report, remarks = answer
+            for line in remarks:
+                tell(line)
             outcomes.add(report)
             if style == "table" and each:
                 emit_lines([clean(_each(item)) for item in report["each"]])
             elif style == "table":
                 emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
     return outcomes.finish()
+
+
+def _hashed(
+    path: str, *, key: str | None, only: Globs, structure: bool, each: bool, bar: bool
+) -> tuple[HashReport, list[str]]:
+    from ..reports.comparing.fingerprint import hash_report
+
+    with ckptool.open(path) as checkpoint, _bar(path, bar) as progress:
+        report = hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)
+        return report, problem_lines(checkpoint)
 
 
 def _each(item: TensorHash) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 import ckptool
@@ -68,12 +66,12 @@ Examples:
 @click.command(epilog=AVERAGE_EPILOG)
 @paths
 @click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
-@click.option("--sum-dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
-              help="The dtype to sum in.")  # fmt: skip
+@click.option("--sum-dtype", metavar="DTYPE", default="float64", show_default=True,
+              help="The dtype to sum in: float64 or float32.")  # fmt: skip
 @choosing_keys
 @writing
 def average(
-    paths: tuple[str, ...], weights: str | None, sum_dtype: Any, key: str | None, only: Globs, how: Writing
+    paths: tuple[str, ...], weights: str | None, sum_dtype: str, key: str | None, only: Globs, how: Writing
 ) -> int:
     """Average the weights of several checkpoints of one model.
 

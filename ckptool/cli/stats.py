@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import click
 
 import ckptool
 
-from ..base.errors import UnreadableError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
+from ..formats.checkpoint_search import names_one_file
 from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
+from .jobs import each_input, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
-from .render import clean, draws, emit, say, say_problems, table, tell
+from .render import clean, draws, emit, problem_lines, say, table, tell
 from .streams import Outcomes, progress_bar, watched
 
 STATS_EPILOG = """\b
@@ -45,19 +48,27 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 @listing
 @sort_option(SORTS)
 @key_option
+@jobs_option
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> int:
+def stats(paths: tuple[str, ...], jobs: int, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
 
-    Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
+    Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load. Takes
+    files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file, otherwise a
+    list.
     """
-    several = len(paths) > 1
+    several = not names_one_file(paths)
     rows: list[tuple[str, ...]] = []
-    outcomes = Outcomes("stats", paths, style)
-    for number, path in enumerate(paths):
+    outcomes = Outcomes("stats", paths, style, several=several)
+    work = partial(_report, bar=not no_progress and jobs == 1 and watched(), **how)
+    for number, (path, answer) in enumerate(each_input(work, paths, jobs)):
         with outcomes.input(path):
-            report = _report(path, bar=not no_progress and watched(), **how)
+            if isinstance(answer, CkptoolError):
+                raise answer
+            report, remarks = answer
+            for line in remarks:
+                tell(line)
             outcomes.add(report, _code(path, report))
             if how["only"] and not report["tensors"]:
                 say(f"{path}: no key matches")
@@ -73,12 +84,14 @@ def stats(paths: tuple[str, ...], style: str, no_progress: bool, **how: Any) -> 
     return outcomes.finish()
 
 
-def _report(path: str, *, bar: bool, key: str | None, everything: bool, only: Globs, sort: str) -> StatsReport:
+def _report(
+    path: str, *, bar: bool, key: str | None, everything: bool, only: Globs, sort: str
+) -> tuple[StatsReport, list[str]]:
     with ckptool.open(path) as checkpoint:
-        say_problems(checkpoint)
         total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if bar else 0
         with progress_bar(total, "measuring", bar) as progress:
-            return statistics_of(checkpoint, key=key, everything=everything, globs=only, sort=sort, progress=progress)
+            report = statistics_of(checkpoint, key=key, everything=everything, globs=only, sort=sort, progress=progress)
+        return report, problem_lines(checkpoint)
 
 
 def _code(path: str, report: StatsReport) -> int:

@@ -99,13 +99,23 @@ class Reports:
 class Outcomes:
     """The reports and exit codes of a command on several inputs.
 
-    ``typed`` is the command line to correct in next steps (see ``retype``), None to leave them as they are.
+    ``typed`` is the command line to correct in next steps (see ``retype``), None to leave them as they are. ``several``
+    says whether JSON is a list, by default if there are several paths.
     """
 
-    def __init__(self, command: str, paths: Sequence[str], style: str, quiet: bool = False, typed: object = None):
+    def __init__(
+        self,
+        command: str,
+        paths: Sequence[str],
+        style: str,
+        quiet: bool = False,
+        typed: object = None,
+        several: bool | None = None,
+    ) -> None:
         self.reports: list[Mapping[str, Any]] = []
         self.codes: list[int] = []
-        self._command, self._several, self._typed = command, len(paths) > 1, typed
+        self._command, self._typed = command, typed
+        self._several = len(paths) > 1 if several is None else several
         self._style = "" if quiet else style
 
     @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from shlex import quote
-from typing import Literal
 
-from ..base.dtypes import BY_NAME, DTYPES, Dtype
+from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
 from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
 from ..base.steps import AnyStep, command
@@ -37,19 +36,22 @@ def average(
     originals: Sequence[Checkpoint],
     *,
     weights: Sequence[float] | None = None,
-    sum_dtype: Literal["float64", "float32"] = "float64",
+    sum_dtype: str = "float64",
     key: str | None = None,
     only: Globs = MATCH_ALL,
 ) -> Checkpoint:
     """Return the first checkpoint with the mean of all in place of its floating tensors in state dicts.
 
     The others must have the same state dicts with the same keys, shapes and dtypes. Sums are computed in
-    ``sum_dtype``, with ``weights`` one for each checkpoint (default: equal). Integer tensors are those of the first,
-    and so is everything else. Raise TargetError for invalid weights, RefusedError if the checkpoints do not go
-    together.
+    ``sum_dtype``, float64 or float32, with ``weights`` one for each checkpoint (default: equal). Integer tensors are
+    those of the first, and so is everything else. Raise TargetError for invalid weights and
+    dtypes, RefusedError if the checkpoints do not go together.
     """
     need_torch("averaging values", originals[0].path if originals else "")
     factors = _factors(originals, weights)
+    sums = dtype_named(sum_dtype)
+    if sums is None or sums.name not in ("float64", "float32"):
+        raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next="--sum-dtype float64 or float32")
     checkpoints = [with_plain_ids(checkpoint) for checkpoint in originals]
     first, *others = checkpoints
     reader = first.survey.reader
@@ -100,14 +102,14 @@ def average(
             raise refusal(f"the storages {keys} differ in size", command("slim") + " each of them")
         readers = tuple(map(storage_reader, checkpoints, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        means = Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), sum_dtype))
+        means = Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), sums.name))
         added[name] = StorageData(means, nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         plain = command("sanitize", first.path, options=("--local-parts",))
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
-    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {sum_dtype}"
+    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {sums.name}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
     sources = [source for other in others for source in other.sources]

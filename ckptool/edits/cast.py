@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..base.dtypes import BY_NAME, DTYPES, SHORT_NAMES, Dtype
+from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.text import human_bytes, join_limited, pluralize
@@ -35,7 +35,7 @@ _FLOAT4: Final = "float4_e2m1fn_x2"
 
 def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError for one that is unknown, or that values cannot be cast to."""
-    dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
+    dtype = dtype_named(name)
     if dtype is not None and dtype.name == _FLOAT4:
         raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next="--dtype float8_e4m3fn")
     if dtype is None or not _has_values(dtype):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..base.dtypes import BY_NAME, SHORT_NAMES
+from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
 from ..base.globs import Globs
 from ..base.map_location import is_device
@@ -66,11 +66,12 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
     policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
     if policy.layout not in ("", "bare", "wrapped"):
         raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
-    policy = policy._replace(dtype=tuple(SHORT_NAMES.get(dtype, dtype) for dtype in policy.dtype))
-    for dtype in policy.dtype:
-        if dtype not in BY_NAME:
+    dtypes = {name: dtype_named(name) for name in policy.dtype}
+    for name, dtype in dtypes.items():
+        if dtype is None:
             step = "write float32, bfloat16, float8_e4m3fn ..."
-            raise TargetError(f"{dtype!r} is not a dtype", path=path, next=step)
+            raise TargetError(f"{name!r} is not a dtype", path=path, next=step)
+    policy = policy._replace(dtype=tuple(dtype.name for dtype in dtypes.values() if dtype is not None))
     for device in policy.device:
         no_colon = re.fullmatch(r"([a-z]+)(\d+)", device)
         if no_colon and is_device(no_colon[1]):
@@ -171,7 +172,7 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
 
 
 def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
-    names = {BY_NAME[name].name for name in wanted}
+    names = set(wanted)
     entries = [entry for entry in checkpoint.survey.tensors if entry.state_dict >= 0] or checkpoint.survey.tensors
     floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
     # Counters and indices are integers in every model: only a policy of integer dtypes alone is about them.

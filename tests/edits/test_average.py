@@ -101,7 +101,7 @@ def test_every_dtype(dtype: str, wide: Any, tmp_path: Path, out: Path) -> None:
     states = [{"a.w": torch.randn(300, 7).to(getattr(torch, dtype)), "a.n": torch.tensor(n)} for n in range(3)]
     paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
     expected = {"a.w": mean([s["a.w"] for s in states], [1.0] * 3, getattr(torch, wide)), "a.n": torch.tensor(0)}
-    assert oracle.difference(expected, averaged(paths, out, dtype=wide)) == ""
+    assert oracle.difference(expected, averaged(paths, out, sum_dtype=wide)) == ""
 
 
 def test_large_tensors_are_averaged_in_pieces(tmp_path: Path, out: Path) -> None:

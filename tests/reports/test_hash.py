@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
+from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -208,3 +209,32 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["hash", bare, str(tmp_path / "nothing")]) == 3
     assert run(["hash", bare, "--key", "nowhere"]) == 2
     assert run(["hash", str(FIXTURES / "zip_missing_storage.pth")]) == 3
+
+
+@pytest.mark.parametrize("name", ["bare.pth", "ddp4_training.pth", "tied.pth", "gan.pth"])
+def test_the_chosen_tensors_count_as_if_they_were_all(name: str, tmp_path: Path) -> None:
+    path, out = FIXTURES / name, tmp_path / "kept.pth"
+    for item in ckptool.inspect(path)["state_dicts"]:
+        key = item["key"] or "."
+        keys = [row["key"] for row in ckptool.keys(path, key=key)["tensors"]]
+        glob = keys[-1]
+        with ckptool.open(path) as checkpoint:
+            ckptool.save(ckptool.keep(checkpoint, [glob], key=key), out, force=True)
+        chosen = ckptool.hash(path, key=key, include=[glob])
+        assert 0 < chosen["tensors"] < len(keys)
+        assert chosen["content"] == ckptool.hash(out, key=key)["content"]
+        assert ckptool.hash(path, key=key, exclude=[glob])["tensors"] == len(keys) - chosen["tensors"]
+
+
+@pytest.mark.parametrize("command", [["hash"], ["hash", "--json"], ["stats", "--all"], ["stats", "--format", "csv"]])
+def test_a_folder_and_several_processes_say_the_same(command: list[str], tmp_path: Path) -> None:
+    names = ("bare.pth", "gan.pth", "model.safetensors")
+    for name in names:
+        (tmp_path / name).write_bytes((FIXTURES / name).read_bytes())
+    one = say(*command, *(tmp_path / name for name in names))
+    assert one.code == 0 and all(name in one.out for name in names)
+    assert say(*command, tmp_path) == one
+    assert say(*command, tmp_path, "--jobs", "2") == one
+    (tmp_path / "bare.pth").write_bytes(b"")
+    broken = say(*command, *(tmp_path / name for name in names), "--jobs", "2")
+    assert broken.code == 3 and "the file is empty" in broken.err and "gan.pth" in broken.out

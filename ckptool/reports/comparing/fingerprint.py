@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, TypedDict
 
-from ...base.errors import RefusedError
-from ...base.steps import argument
+from ...base.errors import RefusedError, TargetError
+from ...base.globs import MATCH_ALL, Globs
+from ...base.steps import argument, command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
@@ -76,17 +77,25 @@ def hash_report(
     checkpoint: Checkpoint,
     *,
     key: str | None = None,
+    only: Globs = MATCH_ALL,
     structure: bool = False,
     each: bool = False,
     progress: Progress | None = None,
 ) -> HashReport:
-    """Return the report of ``hash``. With ``structure`` no values are read; ``each`` adds the digest of every tensor.
+    """Return the report of ``hash``. With ``structure`` no values are read; ``each`` adds the digest of every tensor;
+    ``only`` chooses tensors by their names and paths.
 
     Raises TargetError for an unknown key, MalformedError where bytes are missing, RefusedError for a program without
     weights.
     """
     side = side_of(checkpoint, key)
     places = list(side.tensors())
+    if only:
+        keys = {entry.path: entry.key for entry in checkpoint.survey.tensors}
+        paths = [side.path_in_file(place.path) for place in places]
+        places = [place for place, path in zip(places, paths) if only.match(keys.get(path, path), path)]
+        if not places:
+            raise TargetError("no key matches", path=checkpoint.path, next=command("keys", checkpoint.path))
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
         raise RefusedError(message, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
@@ -211,6 +220,8 @@ def hash(
     path: FilePath,
     *,
     key: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     structure: bool = False,
     each: bool = False,
     progress: Progress | None = None,
@@ -219,7 +230,8 @@ def hash(
 
     ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
     ``comparing.fingerprint`` says what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
-    tensor.
+    tensor. ``include`` and ``exclude`` are patterns of the keys that count.
     """
+    only = Globs(include, exclude)
     with open_checkpoint(path) as checkpoint:
-        return hash_report(checkpoint, key=key, structure=structure, each=each, progress=progress)
+        return hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)

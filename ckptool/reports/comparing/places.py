@@ -58,6 +58,11 @@ class Side:
         self.base = "" if chosen is None else chosen.path
         self._storages: dict[Ref, Tensor] = {}
 
+    def path_in_file(self, path: str) -> str:
+        """Return the path in the file of what has this path from the root on."""
+        joint = "." if self.base and path and not path.startswith("[") else ""
+        return self.base + joint + path
+
     def tensor(self, ref: Ref) -> Tensor | None:
         """Return the tensor at ``ref``. A bare storage is a one-dimensional tensor of the kind "storage"."""
         tensor = self.reader.tensor(ref)
