@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..reports.inspection import DeviceReport, EntryReport, FindingReport, InspectReport, StateDictReport
     from ..reports.loading import LoadReport
     from ..reports.tree import BranchReport
+    from ..reports.verdicts import VerdictReport
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
@@ -103,9 +104,16 @@ def _state_dict_words(item: StateDictReport) -> str:
     return f"{pluralize(item['tensors'], 'tensor')}, {words}"
 
 
+def safety_words(safety: VerdictReport) -> str:
+    """Return the verdict and the first reason: ``unsafe: posix.system('id') when unpickled, and 2 more``."""
+    first, *rest = safety["reasons"] or [""]
+    reason = f": {cut(first, 100)}" if first else ""
+    return f"{safety['verdict']}{reason}" + (f", and {len(rest):,} more" if rest else "")
+
+
 def facts(report: InspectReport) -> list[tuple[str, str]]:
     """Return the lines of the summary as (label, text)."""
-    lines = [("layout", layout_words(report))]
+    lines = [("safety", safety_words(report["safety"])), ("layout", layout_words(report))]
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"

@@ -20,6 +20,7 @@ from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
 from .findings import findings
 from .json_values import json_value
+from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -171,6 +172,7 @@ class InspectReport(_Optional):
     shared_storages: int
     device_names: list[DeviceName]
     weights_only: WeightsOnly
+    safety: VerdictReport
     findings: list[FindingReport]
 
 
@@ -218,6 +220,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
             for name in survey.devices
         ],
         "weights_only": _weights_only(verdict),
+        "safety": verdict_report(checkpoint_verdict(checkpoint)),
         "findings": [
             cast("FindingReport", finding._asdict() | {"next": str(finding.next)})
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)

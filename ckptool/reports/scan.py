@@ -11,11 +11,8 @@ from typing import Final, TypedDict
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS
-from ..checkpoint.programs import program_of
 from ..files.archives import file_name, open_any
-from ..files.sources import FilePath, FolderSource
+from ..files.sources import FilePath
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.inert import code_kind, inert_kind
@@ -24,7 +21,7 @@ from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.named_globals import named_globals
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, verdict_of, worst_verdict
-from .companions import check_companions
+from .verdicts import checkpoint_verdict
 
 #: First bytes that ``inert_kind`` and ``code_kind`` look at.
 _HEAD: Final = 512
@@ -143,25 +140,6 @@ def scan_file(path: str, torch: str = NEWEST) -> FileScan:
         return _other_scan(path, error, torch)
     except CkptoolError as error:
         return unread(path, error)
-
-
-def checkpoint_verdict(checkpoint: Checkpoint, torch: str = NEWEST) -> Verdict:
-    """Return the verdict on a checkpoint and, if that is a folder, on all the files in it."""
-    program = program_of(checkpoint)
-    container = checkpoint.container
-    problems = (*container.problems, *container.audit(checkpoint.survey.reader.storages))
-    unclear = [problem.message for problem in problems if problem.code in AMBIGUOUS]
-    pickles = list(container.pickles()) if checkpoint.pickled else []
-    names = named_globals(pickles, torch)
-    if program is not None:
-        names = [item for item in names if not item.mapped.startswith(program.own_names)]
-    if isinstance(checkpoint.source, FolderSource):
-        beside = check_companions(checkpoint.source, torch)
-        pickles += beside.pickles
-        names += beside.globals
-        unclear += [f"{item['name']}: {item['why']}" for item in beside.files if not item["looked_at"]]
-    kind = f"{program.kind}, read by {program.loader}" if program is not None else ""
-    return verdict_of(pickles, names, torch, program=kind, unclear=unclear)
 
 
 def _other_scan(path: str, error: UnreadableError, torch: str) -> FileScan:

@@ -20,7 +20,6 @@ from ...files.tars import is_header
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent
 from ...pickles.opcodes import NEXT_BUFFER
-from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
 
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
@@ -80,6 +79,8 @@ class TorchLegacy(Container):
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
 
     def pickles(self) -> Iterator[FoundPickle]:
+        from ..pickle_search import bare_pickles, nested_pickles, tar_pickles  # not needed to read or edit
+
         for number in (3, 0, 1, 2, 4):
             graph = self._parts[number].graph
             yield FoundPickle(_PARTS[number], graph)

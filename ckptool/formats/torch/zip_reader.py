@@ -34,7 +34,6 @@ from ...files.zips.reader import Archive, Oddity, Record, fold_case, read_archiv
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
-from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
 from ..zip_kinds import kind_of
 
 #: The records that torch.save writes beside the storages.
@@ -142,6 +141,8 @@ class TorchZip(Container):
         return found
 
     def pickles(self) -> Iterator[FoundPickle]:
+        from ..pickle_search import bare_pickles, nested_pickles, zip_pickles  # not needed to read or edit
+
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
         yield from nested_pickles(self.graph, "data.pkl")
         if self.end < self.record.size:
