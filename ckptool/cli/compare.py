@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from shlex import split
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,13 +14,15 @@ import ckptool
 
 from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize, shape_text
+from ..reports.comparing.values import SORTS
 from .next_steps import retyped
-from .options import REPORT_FORMATS, format_option, key_option, other_key_option, quiet_options
+from .options import REPORT_FORMATS, format_option, key_option, other_key_option, quiet_options, sort_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .streams import progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
+    from ..reports.comparing.values import Figures, ValueDifference
 
 #: Lines of a list for people; the rest is counted.
 _SHOWN = 20
@@ -43,6 +45,7 @@ Words for --ignore:
   container      format, byte order, protocol, compression, dict or OrderedDict; and
                  if each file has one state dict, everything around it
   dtype          dtypes: values are compared as numbers
+  values         values of tensors: they are not read
   stride         strides
   sharing        which tensors share memory
   requires-grad  requires_grad, and whether a tensor is a Parameter
@@ -59,6 +62,9 @@ Words for --ignore:
 )
 @key_option
 @other_key_option
+@click.option("--no-values", is_flag=True, help="Read no values: compare names, shapes, dtypes and the like.")
+@sort_option(SORTS, "max")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Lines of each list; JSON has all.  [default: 20]")
 @click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
 @quiet_options
@@ -70,6 +76,9 @@ def diff(
     ignore: tuple[str, ...],
     key: str | None,
     other_key: str | None,
+    no_values: bool,
+    sort: str,
+    top: int | None,
     stat: bool,
     style: str,
     quiet: bool,
@@ -77,14 +86,16 @@ def diff(
 ) -> int:
     """Show what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
 
-    Values are compared bit for bit, across containers, byte orders and strides. With --rtol or --atol they may differ
-    by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN; this needs torch if bits differ. With --key
-    one state dict is compared, with that of --other-key (default: the same path). Exit 0: the same; 1: they differ; 3:
-    one cannot be read.
+    Values are compared bit for bit, across containers, byte orders and strides. Of those that differ it is measured
+    how far they are apart, by tensor, layer and in total, if torch is installed; --sort is the order of these, worst
+    first. With --rtol or --atol they may differ by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN;
+    this needs torch if bits differ. With --key one state dict is compared, with that of --other-key (default: the same
+    path). Exit 0: the same; 1: they differ; 3: one cannot be read.
     """
     from ..reports.comparing.diff import diff_report
 
     words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
+    words += ["values"] if no_values else []
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     try:
         with ckptool.open(a) as left, ckptool.open(b) as right:
@@ -94,7 +105,7 @@ def diff(
                 scope = {"key": key, "other_key": other_key}
                 count = not (quiet or stat)
                 report = diff_report(
-                    left, right, rtol=rtol, atol=atol, ignore=words, count=count, progress=progress, **scope
+                    left, right, rtol=rtol, atol=atol, ignore=words, count=count, sort=sort, progress=progress, **scope
                 )
     except UnreadableError as error:
         say_error(error)
@@ -102,38 +113,40 @@ def diff(
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
     if style == "table" and not quiet:
-        emit(clean(report["stat"]) if stat else "\n".join([*_lines(report), *_next_step(report)]))
+        emit(clean(report["stat"]) if stat else "\n".join([*_lines(report, sort, top or _SHOWN), *_next_step(report)]))
     elif not quiet:
         emit_json([report], style, False)
     return 0 if report["same"] else 1
 
 
-def _lines(report: DiffReport) -> list[str]:
-    """Return the verdict, then what differs, by kind."""
+def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
+    """Return the verdict, then what differs, by kind, ``top`` lines of each."""
     lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
         lines.append(clean(f"-> names agree: {_again(*split(report['hint']))}"))
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
-        lines += _listed(f"only in {side}", [f"  {label(item['path'])}  {_content(item)}" for item in items])
-    lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]])
-    lines += _listed("program", [clean(f"  {item['what']}: {_change(item)}") for item in report["program"]])
-    lines += _listed("changed", list(_changes(report["changed"])))
-    lines += _values("values", report["values"])
-    lines += _values("values within the tolerance", report["within_tolerance"])
+        lines += _listed(f"only in {side}", [f"  {label(item['path'])}  {_content(item)}" for item in items], top)
+    lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]], top)
+    lines += _listed("program", [clean(f"  {item['what']}: {_change(item)}") for item in report["program"]], top)
+    lines += _listed("changed", list(_changes(report["changed"])), top)
+    near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
+    lines += _values(f"values{order}", report["values"], near, top)
+    lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
+    lines += _distances(report, top)
     rows = [
         f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only"
         for item in report["sharing"]
     ]
-    lines += _listed("sharing", rows)
+    lines += _listed("sharing", rows, top)
     rows = [f"  {label(item['path'])}: {_entry(item['a'])} -> {_entry(item['b'])}" for item in report["entries"]]
-    lines += _listed("entries", rows)
+    lines += _listed("entries", rows, top)
     rows = [
         f"  {label(item['path'])}: from key {item['place']:,} on, {label(item['a'])} in A, {label(item['b'])} in B"
         for item in report["order"]
     ]
-    return lines + _listed("order of keys", rows)
+    return lines + _listed("order of keys", rows, top)
 
 
 def _again(*more: str) -> str:
@@ -170,12 +183,15 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  {words} in {pluralize(len(names), 'tensor')}: {join_limited(names, most=3)}"
 
 
-def _listed(title: str, rows: Sequence[str]) -> list[str]:
+def _listed(title: str, rows: Sequence[str], top: int) -> list[str]:
     """Return a list under its title, shortened for people."""
     if not rows:
         return []
-    more = [f"  ... and {len(rows) - _SHOWN:,} more: --format json has all"] if len(rows) > _SHOWN else []
-    return ["", f"{title}:", *map(clean, rows[:_SHOWN]), *more]
+    return ["", f"{title}:", *map(clean, rows[:top]), *_more(len(rows) - top)]
+
+
+def _more(count: int) -> list[str]:
+    return [f"  ... and {count:,} more: --top {_SHOWN * 5:,}, or --format json for all"] if count > 0 else []
 
 
 def label(path: str) -> str:
@@ -218,26 +234,56 @@ def _short(value: object) -> str:
     return cut(repr(value))
 
 
-def _values(title: str, items: Sequence[Mapping[str, Any]]) -> list[str]:
+def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) -> list[str]:
+    """Return the table of the tensors whose values differ; ``near``: of which some may, by a tolerance."""
     if not items:
         return []
-    near = "max_abs" in items[0]
-    headers = ["tensor", "dtype", "shape", "first at"]
-    headers += ["max |a-b|", "max relative", "mean |a-b|", "too far"] if near else ["elements that differ"]
-    rows = [_row(item, near) for item in items[:_SHOWN]]
-    more = [f"... and {len(items) - _SHOWN:,} more: --format json has all"] if len(items) > _SHOWN else []
-    lines = [*table(headers, rows, right=range(4, len(headers))).split("\n"), *more]
-    return ["", f"{title}, worst first:", *(f"  {line}" for line in lines)]
+    measured = near or any(not item["reason"] for item in items)
+    headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
+    headers += _FIGURES if measured else []
+    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[:top]]
+    lines = table(headers, rows, right=range(4, len(headers))).split("\n")
+    return ["", f"{title}:", *(f"  {line}" for line in lines), *_more(len(items) - top)]
 
 
-def _row(item: Mapping[str, Any], near: bool) -> list[str]:
+#: The columns of ``_figures``.
+_FIGURES: Final = ("max |a-b|", "mean |a-b|", "relative L2", "cosine")
+
+
+def _row(item: ValueDifference) -> list[str]:
     first = f"[{', '.join(map(str, item['first']))}]" if item["first"] else ""
     name = label(item["path"]) + (f" ({item['part'].removeprefix('.')})" if item["part"] else "")
-    cells = [cut(name), item["dtype"], shape_text(item["shape"]), first]
+    dtype = item["dtype"] if item["dtype"] == item["other_dtype"] else f"{item['dtype']} -> {item['other_dtype']}"
     counted = f"{item['differing']:,} of {prod(item['shape']):,}" if item["differing"] is not None else ""
-    if not near:
-        return [*cells, counted]
-    if "max_abs" not in item:
-        return [*cells, "", "", "", "bits differ"]
     lost = f" ({item['nonfinite']:,} NaN or Inf)" if item["nonfinite"] else ""
-    return [*cells, *(f"{item[name]:.3g}" for name in ("max_abs", "max_rel", "mean_abs")), counted + lost]
+    return [cut(name), dtype, shape_text(item["shape"]), first, counted + lost]
+
+
+def _figures(item: Figures) -> list[str]:
+    numbers = (item["max_abs"], item["mean_abs"], item["rel_l2"])
+    return [*("" if value is None else f"{value:.3g}" for value in numbers), _cosine(item["cosine"])]
+
+
+def _cosine(value: float | None) -> str:
+    """Return a cosine with six digits, or near 1 with as many as tell it from 1."""
+    if value is None:
+        return ""
+    return f"1 - {1 - value:.2g}" if 0 < 1 - value < 5e-5 else f"{value:.6g}"
+
+
+def _distances(report: DiffReport, top: int) -> list[str]:
+    """Return how far the values are apart by layer, and in total; or why that was not measured."""
+    if report["not_measured"]:
+        return ["", clean(report["not_measured"])]
+    total = report["total"]
+    if total is None:
+        return []
+    layers = report["layers"]
+    lines = []
+    if len(layers) > 1:
+        rows = [[cut(label(item["layer"] or "")), f"{item['tensors']:,}", *_figures(item)] for item in layers[:top]]
+        drawn = table(["layer", "tensors", *_FIGURES], rows, right=range(1, 6)).split("\n")
+        lines = ["", "by layer:", *(f"  {line}" for line in drawn), *_more(len(layers) - top)]
+    figures = [f"{name} {text}" for name, text in zip(_FIGURES, _figures(total)) if text]
+    of = f"{pluralize(total['tensors'], 'tensor')} that {'differs' if total['tensors'] == 1 else 'differ'}"
+    return [*lines, "", f"in total, of {of}: {', '.join(figures) or 'no finite numbers'}"]

@@ -104,9 +104,9 @@ def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Comm
     return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
 
 
-def sort_option(orders: Sequence[str]) -> Callable[[Command], Command]:
+def sort_option(orders: Sequence[str], default: str = "file") -> Callable[[Command], Command]:
     help = "Order of the rows: as in the file, by name, or by a number, largest first."
-    return click.option("--sort", type=click.Choice(orders), default="file", show_default=True, help=help)
+    return click.option("--sort", type=click.Choice(orders), default=default, show_default=True, help=help)
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:

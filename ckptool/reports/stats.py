@@ -15,11 +15,11 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.sources import FilePath
 from ..formats.opening import open_checkpoint
-from ..values.elements import elements, in_storage_order, storage_reader, tensor_size
+from ..values.elements import elements, in_storage_order, storage_reader
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
-from ..values.torch.measure import STEP, ElementRule, Measured, measure
+from ..values.torch.measure import STEP, Measured, measure, rule_of
 from .keys import TensorReport, select_entries, tensor_report
 
 if TYPE_CHECKING:
@@ -181,10 +181,7 @@ def _measured(checkpoint: Checkpoint, reading: Reading, progress: Progress | Non
     # Channels depend on the order of the elements; everything else can be read as it is stored.
     by_channel = affine is not None and affine.axis >= 0
     stored, times = (tensor, 1) if by_channel else in_storage_order(tensor)
-    inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and by_channel else 1
-    scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
-    packed = stored.dtype.startswith("quint") and tensor_size(stored) != stored.numel
-    rule = ElementRule(stored.dtype, scales, zero_points, inner, reading.negated, stored.numel if packed else -1)
+    rule = rule_of(reading._replace(tensor=stored))
 
     def pieces() -> Iterator[bytes]:
         for data in elements(storage_reader(checkpoint, stored.storage), stored):

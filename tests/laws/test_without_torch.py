@@ -213,6 +213,18 @@ def test_inspect_load_says_what_it_needs(bare: Bare) -> None:
     assert NEEDS in done.out + done.err
 
 
+def test_diff_finds_what_differs_and_says_that_distances_need_torch(bare: Bare) -> None:
+    files = [bare.put("bare.pth"), bare.put("bare.pth", "other.pth")]
+    with (bare.work / files[1]).open("r+b") as file:
+        file.seek(1428)
+        file.write(b"A")
+    done = bare.ckptool("diff", *files)
+    assert done.code == 1 and "1 of 12" in done.out and NEEDS in done.out
+    report = json.loads(bare.ckptool("diff", *files, "--format", "json").out)
+    assert NEEDS in report["not_measured"] and report["values"][0]["max_abs"] is None
+    assert NEEDS in bare.ckptool("diff", *files, "--rtol", "1").err
+
+
 def test_a_file_that_fails_anyway_still_does(bare: Bare) -> None:
     report = bare.report(bare.put("zip_wrong_crc.pth"), "--finite", "--load")
     assert (report["exit"], report["status"]) == (1, "invalid")

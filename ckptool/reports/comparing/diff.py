@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from shlex import quote
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from ...base.errors import TargetError
 from ...base.prefixes import unwrapper
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
-from ...checkpoint.tensors import Tensor, view_id
 from ...files.sources import FilePath, FileSource
 from ...formats.opening import open_checkpoint
-from ...values.elements import dtype_of, storage_reader
-from ...values.interpretation import Reading, lazy_bits
 from ..json_values import json_value
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
-from .tensors import BitComparison, BitDifference, Closeness, closeness, has_numbers, has_values
+from .tensors import has_values
+from .values import Distances, RankedDifference, ValueComparison, ValueDifference, distances_by_layer, ranked
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -34,6 +31,7 @@ IGNORABLE: Final = {
     "order": "the order of keys",
     "container": "format, byte order, pickle protocol, compression, dict or OrderedDict, what is around a state dict",
     "dtype": "dtypes: values are compared as numbers, which needs torch",
+    "values": "values of tensors: they are not read",
     "stride": "strides",
     "sharing": "which tensors share memory",
     "requires-grad": "requires_grad, and whether a tensor is a Parameter",
@@ -72,25 +70,6 @@ class OneSided(TypedDict):
     value: NotRequired[object]
 
 
-class ValueDifference(TypedDict):
-    """Two tensors whose values differ; ``part`` is the place of a tensor within the one at ``path``, or "".
-
-    ``first`` is the index of the first element that differs, ``differing`` is None where they were not counted. The
-    other fields are there where numbers were compared.
-    """
-
-    path: str
-    part: str
-    dtype: str
-    shape: list[int]
-    first: list[int]
-    differing: int | None
-    nonfinite: NotRequired[int]
-    max_abs: NotRequired[object]
-    max_rel: NotRequired[object]
-    mean_abs: NotRequired[object]
-
-
 #: Two tensors that share memory in file "a" or "b" only.
 Sharing = TypedDict("Sharing", {"path": str, "with": str, "only_in": str})
 
@@ -111,7 +90,11 @@ class EntryDifference(TypedDict):
 
 
 class DiffReport(TypedDict):
-    """``ckptool.diff/1``. Lists are in the order of file a, but those of values worst first."""
+    """``ckptool.diff/1``. Lists are in the order of file a, but those of values worst first, or as they are sorted.
+
+    ``layers`` and ``total`` are over all tensors whose values differ, within the tolerance or not. ``not_measured``
+    says why nothing was, "" where nothing had to be.
+    """
 
     schema: str
     a: str
@@ -130,6 +113,9 @@ class DiffReport(TypedDict):
     changed: list[PropertyDifference]
     values: list[ValueDifference]
     within_tolerance: list[ValueDifference]
+    layers: list[Distances]
+    total: Distances | None
+    not_measured: str
     sharing: list[Sharing]
     entries: list[EntryDifference]
     order: list[OrderDifference]
@@ -148,13 +134,15 @@ def diff_report(
     key: str | None = None,
     other_key: str | None = None,
     count: bool = True,
+    sort: str = "max",
     progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
-    ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those of torch.allclose's rule. Without ``count``
-    differing elements are not counted. Raises TargetError for an unknown word or key, MalformedError where bytes are
-    missing, UnreadableError where numbers must be compared and torch is not installed.
+    ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those of torch.allclose's rule; ``sort``, one of SORTS,
+    is the order of values. Without ``count`` differing elements are not counted, and it is not measured how far they
+    are apart. Raises TargetError for an unknown word or key, MalformedError where bytes are missing, UnreadableError
+    where numbers decide and torch is not installed; where they do not, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -168,20 +156,21 @@ def diff_report(
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = compare_graphs(left, right, words)
-    comparison = _ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, progress)
-    for pair in graphs.tensors:
-        comparison.add(pair)
-    comparison.compare()
+    comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
+    if "values" not in words:
+        for pair in graphs.tensors:
+            comparison.add(pair)
+        comparison.compare()
     changed: list[PropertyDifference] = []
-    values: list[_RankedDifference] = []
-    close: list[_RankedDifference] = []
+    values: list[RankedDifference] = []
+    close: list[RankedDifference] = []
     differ = values_differ = 0
     for path, number in graphs.places:
         pair = graphs.tensors[number]
         properties = [_property(path, *item) for item in _properties(pair, words)]
         properties += [_property(path, item.path, _plain(item.a), _plain(item.b)) for item in pair.mismatches]
         changed += properties
-        differences = list(comparison.differences(number, path))
+        differences = [] if "values" in words else list(comparison.differences(number, path))
         far = [item for item in differences if not item.within]
         values += far
         close += [item for item in differences if item.within]
@@ -190,6 +179,7 @@ def diff_report(
     for source in (*a.sources, *b.sources):
         if isinstance(source, FileSource):
             source.check_unchanged()
+    layers, total = distances_by_layer([*values, *close])
     return _report(
         {
             "schema": "ckptool.diff/1",
@@ -214,8 +204,11 @@ def diff_report(
             "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
             "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
             "changed": changed,
-            "values": _worst_first(values),
-            "within_tolerance": _worst_first(close),
+            "values": ranked(values, sort),
+            "within_tolerance": ranked(close, sort),
+            "layers": layers,
+            "total": total,
+            "not_measured": comparison.reason,
             "sharing": [] if "sharing" in words else list(_sharing(graphs)),
             "entries": [
                 {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
@@ -369,119 +362,6 @@ def _sharing(graphs: GraphComparison) -> Iterator[Sharing]:
             yield {"path": path, "with": other[1], "only_in": "b"}
 
 
-class _RankedDifference(NamedTuple):
-    """A difference in values, whether it is ``within`` the tolerance, and how bad it is."""
-
-    report: ValueDifference
-    within: bool
-    badness: tuple[float, float]
-
-
-def _worst_first(differences: list[_RankedDifference]) -> list[ValueDifference]:
-    return [item.report for item in sorted(differences, key=lambda item: item.badness, reverse=True)]
-
-
-@dataclass
-class _ValueComparison:
-    """The values of pairs of tensors; each pair of stored tensors is compared once, however often it is met."""
-
-    a: Checkpoint
-    b: Checkpoint
-    mixed: bool
-    tolerance: tuple[float, float] | None
-    count: bool
-    progress: Progress | None
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    numbers: dict[object, int] = field(default_factory=dict)
-    #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
-    readings: dict[int, tuple[Reading, Reading]] = field(default_factory=dict)
-    #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
-    exact: set[int] = field(default_factory=set)
-    #: For each pair of tensors: (part, number in ``pairs``).
-    jobs: list[list[tuple[str, int]]] = field(default_factory=list)
-    bits: list[BitDifference] = field(default_factory=list)
-    close: dict[int, Closeness] = field(default_factory=dict)
-
-    def add(self, pair: TensorPair) -> None:
-        jobs: list[tuple[str, int]] = []
-        for name, a, b in (("", pair.a, pair.b), *pair.inner):
-            if a.shape != b.shape or not has_values(a) or not has_values(b):
-                continue
-            if a.dtype != b.dtype and not (self.mixed and has_numbers(a) and has_numbers(b)):
-                continue
-            # One may hold resolved what the other negates or conjugates lazily.
-            lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
-            readings = tuple(
-                Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
-                for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
-            )
-            views: tuple[object, ...] = (view_id(a), view_id(b), *readings)
-            if views not in self.numbers:
-                self.numbers[views] = len(self.pairs)
-                self.pairs.append((a, b))
-                if readings:
-                    self.readings[self.numbers[views]] = (readings[0], readings[1])
-            jobs.append((name, self.numbers[views]))
-            dtype = dtype_of(a)
-            if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
-                self.exact.add(self.numbers[views])
-        self.jobs.append(jobs)
-
-    def compare(self) -> None:
-        alike = [number for number, (a, b) in enumerate(self.pairs) if a.dtype == b.dtype]
-        readings = {at: self.readings[number] for at, number in enumerate(alike) if number in self.readings}
-        pairs = [self.pairs[number] for number in alike]
-        differences = BitComparison(self.a, self.b, pairs, readings, self.count, self.progress).run()
-        # Values of different dtypes have different bytes.
-        self.bits = [BitDifference(0, -1)] * len(self.pairs)
-        for number, bits in zip(alike, differences):
-            self.bits[number] = bits
-        if self.tolerance is None and len(alike) == len(self.pairs):
-            return
-        for number, (a, b) in enumerate(self.pairs):
-            if self.bits[number].first < 0 or not (has_numbers(a) and has_numbers(b)):
-                continue
-            if number in self.exact or self.tolerance is not None or a.dtype != b.dtype:
-                rtol, atol = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
-                self.close[number] = closeness((self.a, a), (self.b, b), rtol, atol)
-
-    def differences(self, number: int, path: str) -> Iterator[_RankedDifference]:
-        """Yield what differs in the values of a pair of tensors."""
-        for part, job in self.jobs[number]:
-            bits, close = self.bits[job], self.close.get(job)
-            a = self.pairs[job][0]
-            if bits.first < 0 or (close is not None and not close.far and not close.max_abs):
-                continue  # equal, or equal as numbers: -0.0 and 0.0
-            differing = close.far if close is not None else bits.differing
-            report: ValueDifference = {
-                "path": path,
-                "part": part,
-                "dtype": a.dtype,
-                "shape": list(a.shape),
-                "first": _index(bits.first, a.shape),
-                "differing": differing if differing >= 0 else None,
-            }
-            if close is None:
-                yield _RankedDifference(report, False, (float(differing), 0.0))
-                continue
-            report |= {
-                "nonfinite": close.nonfinite,
-                "max_abs": json_value(close.max_abs),
-                "max_rel": json_value(close.max_rel),
-                "mean_abs": json_value(close.mean_abs),
-            }
-            yield _RankedDifference(report, not close.far, close.badness)
-
-
-def _index(number: int, shape: tuple[int, ...]) -> list[int]:
-    """Return the index of the element with this number, counting along the last dimension first."""
-    index: list[int] = []
-    for size in reversed(shape):
-        number, place = divmod(number, max(size, 1))
-        index.append(place)
-    return index[::-1]
-
-
 def _stat_line(report: DiffReport) -> str:
     """Return one line: ``2 of 312 tensors differ, 1 tensor only in A, 3 entries differ``."""
     sums = report["tensors"]
@@ -523,15 +403,18 @@ def diff(
     key: str | None = None,
     other_key: str | None = None,
     count: bool = True,
+    sort: str = "max",
     progress: Progress | None = None,
 ) -> DiffReport:
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
 
-    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. ``ignore``
-    are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, stride, sharing,
-    requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each. Without ``count``
-    differing elements are not counted. Raises UnreadableError for a file that is not a checkpoint, TargetError for an
-    unknown key or word.
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. Where they
+    differ, ``values``, ``layers`` and ``total`` say how far; this needs torch, too, and without it ``not_measured``
+    says so. ``ignore`` are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
+    stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
+    ``sort`` is the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". Without ``count``
+    differing elements are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file
+    that is not a checkpoint, TargetError for an unknown key or word.
     """
     with open_checkpoint(a) as one, open_checkpoint(b) as other:
         return diff_report(
@@ -543,5 +426,6 @@ def diff(
             key=key,
             other_key=other_key,
             count=count,
+            sort=sort,
             progress=progress,
         )

@@ -1,6 +1,6 @@
-"""Comparing tensors: the attributes they carry, their elements bit for bit, and how far apart their numbers are.
+"""Comparing tensors: the attributes they carry, and their elements bit for bit.
 
-Bits are compared as stored, as fast as the files can be read and without torch; numbers in float64, by torch.
+Bits are compared as stored, as fast as the files can be read and without torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ...base.dtypes import BY_NAME
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
@@ -45,10 +43,6 @@ _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
 _SHARE: Final = 32 << 20
 #: Bytes between two tensors that are read along with them: headers of records.
 _GAP: Final = 4096
-#: Elements compared by torch at a time: they fit the cache, and torch starts no threads for so few.
-_CHUNK: Final = 1 << 14
-#: Beginnings of dtypes that torch does not convert to float64.
-_NO_NUMBERS: Final = ("q", "bits", "float4")
 
 
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
@@ -328,48 +322,3 @@ def _differing(a: bytes | bytearray, b: bytes | bytearray, width: int, count: bo
         any_bit |= int.from_bytes(differ[begin + byte :: width], "little")
     elements = -(-(size - begin) // width)
     return first, elements - any_bit.to_bytes(elements, "little").count(0)
-
-
-# -- as numbers
-
-
-class Closeness(NamedTuple):
-    """How far b is from a. ``far`` counts the elements that violate |a - b| <= atol + rtol * |b|, ``nonfinite`` those
-    of them without a difference, because one is NaN or infinite and the other is something else. The largest and mean
-    differences are over the other elements."""
-
-    far: int
-    nonfinite: int
-    max_abs: float
-    max_rel: float
-    mean_abs: float
-
-    @property
-    def badness(self) -> tuple[float, float]:
-        """A sort key that grows with the difference."""
-        return (inf, self.nonfinite) if self.nonfinite else (self.max_abs, self.max_rel)
-
-
-def has_numbers(tensor: Tensor) -> bool:
-    """Return whether its elements are numbers by themselves; those of quantized tensors need a scale."""
-    return tensor.dtype in BY_NAME and not tensor.dtype.startswith(_NO_NUMBERS)
-
-
-def closeness(a: tuple[Checkpoint, Tensor], b: tuple[Checkpoint, Tensor], rtol: float, atol: float) -> Closeness:
-    """Compare two tensors of one shape by torch.allclose's rule, in float64 (complex128 for complex numbers).
-
-    NaN is close to NaN, and an infinite number to itself. Raises UnreadableError where torch is not installed.
-    """
-    from ...values.torch.compute import distances
-
-    one, other = BY_NAME[a[1].dtype], BY_NAME[b[1].dtype]
-    far = nonfinite = elements = 0
-    max_abs = max_rel = total = 0.0
-    for ours, theirs in zip(_blocks(*a, _CHUNK * one.itemsize), _blocks(*b, _CHUNK * other.itemsize)):
-        elements += len(ours) // one.itemsize
-        if one.name == other.name and ours == theirs:
-            continue
-        distance = distances((bytearray(ours), one.name), (bytearray(theirs), other.name), rtol, atol)
-        far, nonfinite, total = far + distance[0], nonfinite + distance[1], total + distance[4]
-        max_abs, max_rel = max(max_abs, distance[2]), max(max_rel, distance[3])
-    return Closeness(far, nonfinite, max_abs, max_rel, total / max(elements - nonfinite, 1))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from math import prod
 from typing import Any, Final, NamedTuple
 
+from ..elements import tensor_size
+from ..interpretation import Reading
 from .loads import need_torch
 
 #: Elements computed with at a time: they and their intermediate results stay in the processor's cache.
@@ -27,6 +30,15 @@ class ElementRule(NamedTuple):
     negated: bool = False
     #: numbers in total, where the last byte holds fewer than it could; -1 elsewhere
     numel: int = -1
+
+
+def rule_of(reading: Reading) -> ElementRule:
+    """Return the rule for the elements of a reading."""
+    tensor, affine = reading.tensor, reading.affine
+    scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
+    inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and affine.axis >= 0 else 1
+    packed = tensor.dtype.startswith("quint") and tensor_size(tensor) != tensor.numel
+    return ElementRule(tensor.dtype, scales, zero_points, inner, reading.negated, tensor.numel if packed else -1)
 
 
 class Measured(NamedTuple):
@@ -58,13 +70,13 @@ def measure(pieces: Callable[[], Iterable[bytes]], rule: ElementRule, bins: int)
     torch = need_torch("computing with values")
     totals = _Totals()
     kept: list[Any] = []
-    for number, values in enumerate(_numbers(torch, pieces(), rule)):
+    for number, values in enumerate(numbers_of(torch, pieces(), rule)):
         # What fits into one step is not read twice.
         kept = [values] if number == 0 else []
         totals.add(torch, *values)
     if totals.finite == 0:
         return Measured(*totals.counts)
-    return _measured(torch, kept or _numbers(torch, pieces(), rule), totals, bins)
+    return _measured(torch, kept or numbers_of(torch, pieces(), rule), totals, bins)
 
 
 class _Totals:
@@ -168,13 +180,18 @@ def _edges(low: float, high: float, bins: int) -> tuple[float, ...]:
     return (start, *inner, end)
 
 
-def _numbers(torch: Any, pieces: Iterable[bytes], rule: ElementRule) -> Iterator[tuple[Any, int]]:
-    """Yield at most 2**19 numbers at a time: float64, or int64 and the integer that must be added to them."""
+def numbers_of(
+    torch: Any, pieces: Iterable[bytes], rule: ElementRule, modulus: bool = True
+) -> Iterator[tuple[Any, int]]:
+    """Yield at most 2**19 numbers at a time: float64, or int64 and the integer that must be added to them.
+
+    Complex numbers come as their absolute values, without ``modulus`` as complex128.
+    """
     at = 0
     for data in pieces:
         raw = torch.frombuffer(bytearray(data), dtype=getattr(torch, _BYTES_OF.get(rule.dtype, rule.dtype)))
         for begin in range(0, len(raw), STEP):
-            numbers, bias = _plain(torch, raw[begin : begin + STEP], rule.dtype)
+            numbers, bias = _plain(torch, raw[begin : begin + STEP], rule.dtype, modulus)
             if rule.numel >= 0:
                 numbers = numbers[: rule.numel - at]
             if rule.scales:
@@ -192,7 +209,7 @@ _BYTES_OF: Final = {
 _FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
-def _plain(torch: Any, raw: Any, dtype: str) -> tuple[Any, int]:
+def _plain(torch: Any, raw: Any, dtype: str, modulus: bool) -> tuple[Any, int]:
     if dtype == "uint64":
         # In the order of the unsigned numbers: the smallest is the smallest int64.
         return raw ^ -(1 << 63), 1 << 63
@@ -205,7 +222,10 @@ def _plain(torch: Any, raw: Any, dtype: str) -> tuple[Any, int]:
         return (raw != 0).to(torch.int64), 0
     if dtype.startswith("complex"):
         pairs = torch.view_as_real(raw).double()
-        size = torch.view_as_complex(pairs).abs()
+        size = torch.view_as_complex(pairs)
+        if not modulus:
+            return size, 0
+        size = size.abs()
         # An element with a NaN counts as NaN, even beside an infinity.
         return torch.where(torch.isnan(pairs).any(1), math.nan, size), 0
     if dtype.startswith("float8"):

@@ -1,0 +1,335 @@
+"""The values of pairs of tensors: which differ bit for bit, and how far apart they are, by tensor and by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+
+from ...base.dtypes import BY_NAME
+from ...base.errors import TargetError, UnreadableError
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.paths import joined, parse_steps, spell_key
+from ...checkpoint.tensors import Tensor, view_id
+from ...pickles.nodes import Ref
+from ...values.elements import dtype_of, reblocked, storage_reader
+from ...values.interpretation import Reading, interpret, lazy_bits, resolved_bytes
+from ...values.torch.distance import Distance, distance
+from ...values.torch.loads import need_torch
+from ...values.torch.measure import rule_of
+from .graphs import TensorPair
+from .tensors import BitComparison, BitDifference, has_values
+
+if TYPE_CHECKING:
+    from ...files.write.copying import Progress
+
+#: What the rows can be sorted by: a figure, worst first, the order of the file, or by name.
+SORTS: Final = ("max", "mean", "l2", "cosine", "differing", "file", "name")
+#: Numbers of each side that are measured at a time: they fit the cache, and torch starts no threads for so few.
+_CHUNK: Final = 1 << 14
+#: Beginnings of dtypes to which a tolerance does not apply: what they stand for is in a scale, or in nothing.
+_NO_NUMBERS: Final = ("q", "bits", "float4")
+
+
+class Figures(TypedDict):
+    """How far apart numbers are. None stands for what is undefined, beyond float64, or was not measured.
+
+    ``nonfinite`` counts the numbers without a difference: one is NaN or infinite, the other is something else. The
+    other figures are over the pairs that are finite in both: the largest and the mean |a - b|, the largest relative to
+    |b|, the L2 norm of a - b over that of b, and the cosine of the angle between a and b.
+    """
+
+    nonfinite: int | None
+    max_abs: float | None
+    max_rel: float | None
+    mean_abs: float | None
+    rel_l2: float | None
+    cosine: float | None
+
+
+class ValueDifference(Figures):
+    """Two tensors whose values differ; ``part`` is the place of a tensor within the one at ``path``, or "".
+
+    ``dtype`` is that of a, ``other_dtype`` that of b. ``first`` is the index of the first element that differs,
+    ``differing`` the number of such elements, or with a tolerance of those too far apart; None where they were not
+    counted. ``reason`` says why there are no figures, "" where there are.
+    """
+
+    path: str
+    part: str
+    dtype: str
+    other_dtype: str
+    shape: list[int]
+    first: list[int]
+    differing: int | None
+    reason: str
+
+
+class Distances(Figures):
+    """Figures over the tensors that differ in ``layer``, or in all (None); ``numbers`` counts the finite pairs."""
+
+    layer: str | None
+    tensors: int
+    numbers: int
+
+
+class RankedDifference(NamedTuple):
+    """A difference in values, whether it is ``within`` the tolerance, and what ranks it."""
+
+    report: ValueDifference
+    within: bool
+    distance: Distance | None
+    #: The number of the pair, None where the figures mean nothing to its layer: indices within a sparse tensor.
+    job: int | None
+
+
+def ranked(differences: Sequence[RankedDifference], sort: str) -> list[ValueDifference]:
+    """Return the reports in the order ``sort``, one of SORTS. Those without figures come last."""
+    if sort not in SORTS:
+        raise TargetError(f"values cannot be sorted by {sort!r}", next=f"sort by {', '.join(SORTS)}")
+    if sort == "file":
+        return [item.report for item in differences]
+    if sort == "name":
+        return sorted((item.report for item in differences), key=lambda report: (report["path"], report["part"]))
+    return [item.report for item in sorted(differences, key=_BADNESS[sort], reverse=True)]
+
+
+def _differing(item: RankedDifference) -> tuple[float, ...]:
+    count = item.report["differing"]
+    return (0, -1 if count is None else count)
+
+
+def _by(figure: Callable[[Distance], tuple[float | None, ...]]) -> Callable[[RankedDifference], tuple[float, ...]]:
+    """Return a sort key that grows with a figure, and with the count of numbers that have no difference at all."""
+
+    def badness(item: RankedDifference) -> tuple[float, ...]:
+        found = item.distance
+        if found is None:
+            return _differing(item)
+        return (1, found.nonfinite, *(-inf if value is None else value for value in figure(found)))
+
+    return badness
+
+
+_BADNESS: Final[dict[str, Callable[[RankedDifference], tuple[float, ...]]]] = {
+    "max": _by(lambda found: (found.largest, found.largest_relative)),
+    "mean": _by(lambda found: (found.mean_abs,)),
+    "l2": _by(lambda found: (found.rel_l2,)),
+    "cosine": _by(lambda found: (None if found.cosine is None else -found.cosine,)),
+    "differing": _differing,
+}
+
+
+def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Distances], Distances | None]:
+    """Return the figures of each layer, in the order of the file, and in total: a tied tensor counts there once."""
+    layers: dict[str, list[RankedDifference]] = {}
+    once: dict[int, RankedDifference] = {}
+    for item in differences:
+        if item.distance is not None and item.job is not None:
+            layers.setdefault(layer_of(item.report["path"]), []).append(item)
+            once.setdefault(item.job, item)
+    by_layer = [_sum(name, items) for name, items in layers.items()]
+    return by_layer, _sum(None, list(once.values())) if once else None
+
+
+def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:
+    found = reduce(Distance.plus, (item.distance for item in items if item.distance is not None), Distance())
+    tensors = len({item.report["path"] for item in items})
+    return {"layer": layer, "tensors": tensors, "numbers": found.finite, **_figures(found)}
+
+
+def layer_of(path: str) -> str:
+    """Return the path of the layer that a tensor belongs to.
+
+    The keys of a layer begin alike up to their first number, as ``model.layers.3`` or ``layer1.0``; without a number
+    it is the module, all but the last part: ``conv1`` of ``conv1.weight``.
+    """
+    try:
+        *outer, last = parse_steps(path)
+    except (TargetError, ValueError):
+        return path  # the root, or a path that was cut
+    base = reduce(joined, (step.step for step in outer), "")
+    parts = last.value.split(".") if isinstance(last.value, str) else []
+    numbers = [place for place, part in enumerate(parts) if place and part.isdecimal()]
+    module = ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
+    return spell_key(base, module) if module else base
+
+
+def _figures(found: Distance | None) -> Figures:
+    if found is None:
+        return {
+            "nonfinite": None,
+            "max_abs": None,
+            "max_rel": None,
+            "mean_abs": None,
+            "rel_l2": None,
+            "cosine": None,
+        }
+    return {
+        "nonfinite": found.nonfinite,
+        "max_abs": found.max_abs,
+        "max_rel": found.max_rel,
+        "mean_abs": found.mean_abs,
+        "rel_l2": found.rel_l2,
+        "cosine": found.cosine,
+    }
+
+
+class _Pair(NamedTuple):
+    """Two tensors to compare, and their nodes; -1 for tensors within others."""
+
+    a: Tensor
+    b: Tensor
+    refs: tuple[Ref, Ref] = (-1, -1)
+
+    @property
+    def same_dtype(self) -> bool:
+        return self.a.dtype == self.b.dtype
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the elements of both are numbers by themselves, so that a tolerance applies."""
+        return all(tensor.dtype in BY_NAME and not tensor.dtype.startswith(_NO_NUMBERS) for tensor in (self.a, self.b))
+
+
+@dataclass
+class ValueComparison:
+    """The values of pairs of tensors; each pair of stored tensors is compared once, however often it is met.
+
+    With ``measure`` it is measured how far those that differ are apart, and tensors of different dtypes are compared as
+    numbers; without, only where ``mixed`` dtypes or a ``tolerance`` (relative, absolute) ask for it. ``count`` is for
+    the elements whose bits differ. ``reason`` says why nothing could be measured.
+    """
+
+    a: Checkpoint
+    b: Checkpoint
+    mixed: bool
+    tolerance: tuple[float, float] | None
+    count: bool
+    measure: bool
+    progress: Progress | None
+    reason: str = ""
+    pairs: list[_Pair] = field(default_factory=list)
+    numbers: dict[object, int] = field(default_factory=dict)
+    #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
+    readings: dict[int, tuple[Reading, Reading]] = field(default_factory=dict)
+    #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
+    exact: set[int] = field(default_factory=set)
+    #: For each pair of tensors: (part, number in ``pairs``).
+    jobs: list[list[tuple[str, int]]] = field(default_factory=list)
+    bits: list[BitDifference] = field(default_factory=list)
+    #: How far pairs are apart, or why that is unknown.
+    measured: dict[int, Distance | str] = field(default_factory=dict)
+
+    def add(self, pair: TensorPair) -> None:
+        jobs: list[tuple[str, int]] = []
+        for name, a, b in (("", pair.a, pair.b), *pair.inner):
+            if a.shape != b.shape or not has_values(a) or not has_values(b):
+                continue
+            item = _Pair(a, b) if name else _Pair(a, b, pair.refs)
+            if not item.same_dtype and not ((self.mixed or self.measure) and item.has_numbers):
+                continue
+            # One may hold resolved what the other negates or conjugates lazily.
+            lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
+            readings = tuple(
+                Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
+                for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
+            )
+            # Of the same bytes two quantizers make different numbers.
+            views: tuple[object, ...] = (view_id(a), view_id(b), *readings, *(item.refs if a.dtype[0] == "q" else ()))
+            if views not in self.numbers:
+                self.numbers[views] = len(self.pairs)
+                self.pairs.append(item)
+                if readings:
+                    self.readings[self.numbers[views]] = (readings[0], readings[1])
+            jobs.append((name, self.numbers[views]))
+            dtype = dtype_of(a)
+            if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
+                self.exact.add(self.numbers[views])
+        self.jobs.append(jobs)
+
+    def compare(self) -> None:
+        alike = [number for number, pair in enumerate(self.pairs) if pair.same_dtype]
+        readings = {at: self.readings[number] for at, number in enumerate(alike) if number in self.readings}
+        pairs = [(self.pairs[number].a, self.pairs[number].b) for number in alike]
+        differences = BitComparison(self.a, self.b, pairs, readings, self.count, self.progress).run()
+        # Values of different dtypes have different bytes.
+        self.bits = [BitDifference(0, -1)] * len(self.pairs)
+        for number, bits in zip(alike, differences):
+            self.bits[number] = bits
+        for number, pair in enumerate(self.pairs):
+            if self.bits[number].first >= 0 and (self.measure or self.judges(number)):
+                self.measured[number] = self.reason or self.distance(number, pair)
+
+    def judges(self, number: int) -> bool:
+        """Return whether the numbers of a pair decide whether it differs, not its bits."""
+        pair = self.pairs[number]
+        return pair.has_numbers and (self.tolerance is not None or not pair.same_dtype)
+
+    def distance(self, number: int, pair: _Pair) -> Distance | str:
+        """Return how far a pair is apart, or why that is unknown."""
+        sides = (self.reading(self.a, pair.a, pair.refs[0]), self.reading(self.b, pair.b, pair.refs[1]))
+        one, other = self.readings.get(number, sides)
+        if isinstance(one, str):
+            return one
+        if isinstance(other, str):
+            return other
+        try:
+            need_torch("measuring how far values are apart")
+        except UnreadableError as error:
+            if self.judges(number) and (self.tolerance is not None or self.mixed):
+                raise
+            self.reason = str(error)
+            return self.reason
+        rules = rule_of(one)._replace(negated=False), rule_of(other)._replace(negated=False)
+        rtol, atol = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
+        return distance(_blocks(one), _blocks(other), rules, rtol, atol)
+
+    def reading(self, checkpoint: Checkpoint, tensor: Tensor, ref: Ref) -> Reading | str:
+        """Return how to read the numbers of a tensor. Lazy bits that both sides have change no distance."""
+        if tensor.dtype.startswith("bits"):
+            return "bits without a value"
+        if tensor.dtype.startswith("q"):
+            return interpret(checkpoint, ref) if ref >= 0 else f"{tensor.dtype} without a scale"
+        return Reading(tensor, storage_reader(checkpoint, tensor.storage), "elements")
+
+    def differences(self, number: int, path: str) -> Iterator[RankedDifference]:
+        """Yield what differs in the values of a pair of tensors."""
+        for part, job in self.jobs[number]:
+            bits, pair, judged = self.bits[job], self.pairs[job], self.judges(job)
+            found = self.measured.get(job, "")
+            known = found if isinstance(found, Distance) else None
+            if bits.first < 0 or (judged and (known is None or not known.differing)):
+                continue  # equal, equal as numbers (-0.0 and 0.0), or of different dtypes and not compared
+            first = bits.first if pair.same_dtype or known is None else known.first
+            differing = known.far if known is not None and judged else bits.differing
+            report: ValueDifference = {
+                "path": path,
+                "part": part,
+                "dtype": pair.a.dtype,
+                "other_dtype": pair.b.dtype,
+                "shape": list(pair.a.shape),
+                "first": _index(first, pair.a.shape),
+                "differing": differing if differing >= 0 else None,
+                **_figures(known),
+                "reason": found if isinstance(found, str) else "",
+            }
+            within = judged and known is not None and not known.far
+            yield RankedDifference(report, within, known, None if job in self.exact else job)
+
+
+def _blocks(reading: Reading) -> Iterator[bytes]:
+    """Yield the elements of a tensor in pieces of ``_CHUNK`` numbers."""
+    dtype = BY_NAME[reading.tensor.dtype]
+    return reblocked(resolved_bytes(reading), _CHUNK * dtype.itemsize // dtype.packed)
+
+
+def _index(number: int, shape: tuple[int, ...]) -> list[int]:
+    """Return the index of the element with this number, counting along the last dimension first."""
+    index: list[int] = []
+    for size in reversed(shape):
+        number, place = divmod(number, max(size, 1))
+        index.append(place)
+    return index[::-1]

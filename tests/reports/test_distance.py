@@ -1,0 +1,299 @@
+"""diff: how far values are apart is what torch computes in float64 of the same tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_tensors import saved
+from conftest import FIXTURES, corpus_files, needs_corpus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.base.errors import CkptoolError, TargetError
+from ckptool.cli.main import run
+from ckptool.reports.comparing.values import SORTS, layer_of
+
+FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
+FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_") and name != "float8_e8m0fnu"]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool),
+    *(torch.complex128, torch.complex64, torch.complex32),
+]
+
+
+def compared(folder: Path, a: Any, b: Any, **how: Any) -> dict[str, Any]:
+    report = ckptool.diff(saved(folder / "a.pth", a), saved(folder / "b.pth", b), **how)
+    json.dumps(report, allow_nan=False)
+    return dict(report)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers as torch converts them to float64 or complex128."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.to(torch.complex64)
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).flatten()
+    return (tensor.float() if tensor.dtype in FLOAT8 else tensor).double().flatten()
+
+
+def expected(a: torch.Tensor, b: torch.Tensor) -> dict[str, float | None]:
+    """The figures over the pairs that are finite in both, by torch's own functions."""
+    left, right = wide(a), wide(b)
+    if left.is_complex() or right.is_complex():
+        left, right = left.to(torch.complex128), right.to(torch.complex128)
+    finite = torch.isfinite(left) & torch.isfinite(right)
+    equal = (left == right) | (left.isnan() & right.isnan())
+    gaps = (left - right)[finite].abs()
+    left, right = (torch.view_as_real(x[finite]).flatten() if x.is_complex() else x[finite] for x in (left, right))
+    one, other = float(left.norm()), float(right.norm())
+    return {
+        "nonfinite": int((~finite & ~equal).sum()),
+        "max_abs": float(gaps.max()) if len(gaps) else None,
+        "mean_abs": float(gaps.mean()) if len(gaps) else None,
+        "rel_l2": float((left - right).norm()) / other if other else None,
+        "cosine": float(torch.dot(left / one, right / other)) if one and other else None,
+    }
+
+
+def close(row: Any, figures: dict[str, float | None]) -> bool:
+    return all(
+        row[name] is None if value is None else row[name] == pytest.approx(value, rel=1e-9, abs=1e-300)
+        for name, value in figures.items()
+    )
+
+
+def numbers(dtype: torch.dtype, seed: int, size: int = 3000) -> torch.Tensor:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 40
+    if dtype.is_complex:
+        return torch.complex(values, values.flip(0)).to(dtype)
+    if dtype == torch.bool:
+        return values > 0
+    return (values.abs() if dtype in (torch.uint8, torch.uint16, torch.uint32) else values).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    a, b = numbers(dtype, 1), numbers(dtype, 2)
+    b[:1000] = a[:1000]
+    [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert row["reason"] == "" and row["dtype"] == row["other_dtype"]
+
+
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+def test_dtypes_of_one_shape_are_compared_as_numbers(other: torch.dtype, tmp_path: Path) -> None:
+    a, b = numbers(torch.float32, 1), numbers(other, 2)
+    if other == torch.float32:
+        b = b.double()
+    report = compared(tmp_path, {"x": a}, {"x": b})
+    [row] = report["values"]
+    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert [item["what"] for item in report["changed"]] == ["dtype"]
+    assert row["differing"] == int((wide(a) != wide(b)).sum()) and row["other_dtype"] == str(b.dtype)[6:]
+
+
+def test_the_same_numbers_in_another_dtype_are_no_difference_in_values(tmp_path: Path) -> None:
+    a = torch.arange(40, dtype=torch.int32)
+    report = compared(tmp_path, {"x": a}, {"x": a.double()})
+    assert (report["values"], report["total"], report["same"]) == ([], None, False)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(*[st.floats(width=64) | st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf])] * 2), min_size=1)
+)
+def test_any_numbers(tmp_path: Path, values: list[tuple[float, float]]) -> None:
+    a, b = (torch.tensor(side, dtype=torch.float64) for side in zip(*values))
+    rows = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    if not rows:
+        assert a.numpy().tobytes() == b.numpy().tobytes()
+        return
+    figures = expected(a, b)
+    [row] = rows
+    assert row["nonfinite"] == figures["nonfinite"]
+    peak = max([0.0, *(abs(x) for pair in values for x in pair if math.isfinite(x))])
+    if peak < 1e100:
+        assert row["max_abs"] == figures["max_abs"]
+    if not peak or 1e-100 < peak < 1e100:  # where torch's own sums of squares hold
+        assert row["cosine"] is None or figures["cosine"] is None or abs(row["cosine"] - figures["cosine"]) < 1e-9
+        assert close(row, {"mean_abs": figures["mean_abs"]})
+        assert not 0 < (figures["rel_l2"] or 0) < 1e100 or close(row, {"rel_l2": figures["rel_l2"]})
+    assert row["cosine"] is None or -1 <= row["cosine"] <= 1
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
+def test_numbers_at_the_ends_of_float64(scale: float, tmp_path: Path) -> None:
+    a, b = torch.tensor([3.0, 4.0, 0.0]).double(), torch.tensor([4.0, 3.0, 0.0]).double()
+    [row] = compared(tmp_path, {"x": a * scale}, {"x": b * scale})["values"]
+    assert close(row, {"cosine": 24 / 25, "rel_l2": math.sqrt(2) / 5}) or scale == 1e-310
+    assert row["max_abs"] == pytest.approx(scale) and row["cosine"] == pytest.approx(24 / 25)
+    [row] = compared(tmp_path, {"x": a * 4e307}, {"x": -a * 4e307})["values"]
+    assert row["max_abs"] is None and row["cosine"] == -1.0 and row["rel_l2"] == 2.0
+
+
+def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
+    a = torch.tensor([2**62 + 1, -(2**62), 2**63 - 1], dtype=torch.int64)
+    [row] = compared(tmp_path, {"x": a}, {"x": a - torch.tensor([1, 0, 0])})["values"]
+    assert (row["max_abs"], row["mean_abs"], row["differing"]) == (1.0, 1 / 3, 1)
+    ends = torch.tensor([2**63 - 1]), torch.tensor([-(2**63)])
+    assert compared(tmp_path, {"x": ends[0]}, {"x": ends[1]})["values"][0]["max_abs"] == 2.0**64
+    unsigned = torch.tensor([-1]).view(torch.uint64), torch.tensor([-2]).view(torch.uint64)
+    assert compared(tmp_path, {"x": unsigned[0]}, {"x": unsigned[1]})["values"][0]["max_abs"] == 1.0
+
+
+def test_quantized_tensors_are_compared_as_what_they_stand_for(tmp_path: Path) -> None:
+    a, b = torch.randn(6, 5), torch.randn(6, 5)
+    scales, zeros = torch.rand(5).double() + 0.1, torch.arange(5)
+    one, other = (torch.quantize_per_tensor(x, 0.1, 3, torch.qint8) for x in (a, b))
+    [row] = compared(tmp_path, {"x": one}, {"x": other})["values"]
+    assert close(row, expected(*((x.int_repr().double() - 3) * 0.1 for x in (one, other))))
+    one, other = (torch.quantize_per_channel(x, scales, zeros, 1, torch.qint8) for x in (a, b))
+    [row] = compared(tmp_path, {"x": one}, {"x": other})["values"]
+    assert close(row, expected(*((x.int_repr().double() - zeros) * scales for x in (one, other))))
+
+
+def test_what_has_no_value_has_no_figures(tmp_path: Path) -> None:
+    a, b = (torch.tensor([n, 2, 3], dtype=torch.uint8).view(torch.bits8) for n in (1, 9))
+    report = compared(tmp_path, {"x": a}, {"x": b})
+    [row] = report["values"]
+    assert row["reason"] == "bits without a value" and [row[name] for name in FIGURES] == [None] * 4
+    assert (row["differing"], report["total"], report["layers"]) == (1, None, [])
+
+
+def test_lazy_bits(tmp_path: Path) -> None:
+    z = torch.randn(40, dtype=torch.complex64)
+    other = torch.randn(40, dtype=torch.complex64)
+    for a, b in ((z.conj(), other), (z.conj(), other.conj()), (z.conj().imag, other.imag)):
+        rows = [row for row in compared(tmp_path, {"x": a}, {"x": b})["values"] if not row["part"]]
+        assert close(rows[0], expected(a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg()))
+
+
+def test_views_in_any_order(tmp_path: Path) -> None:
+    a, b = torch.randn(70, 90), torch.randn(70, 90)
+    [row] = compared(tmp_path, {"x": a.t()}, {"x": b.t().contiguous()})["values"]
+    assert close(row, expected(a, b))
+
+
+@pytest.mark.parametrize("size", [1 << 14, (1 << 14) + 1, 50_000])
+def test_figures_do_not_depend_on_pieces(size: int, tmp_path: Path) -> None:
+    a = torch.randn(size)
+    b = a.half()
+    b[-1] = 9000.0
+    [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    assert close(row, expected(a, b))
+    b = a.clone()
+    b[-1] = 9000.0
+    [row] = compared(tmp_path, {"x": a.double()}, {"x": b})["values"]
+    assert (row["first"], row["differing"]) == ([size - 1], 1)
+
+
+def test_layers_and_the_total_are_those_of_the_tensors_together(tmp_path: Path) -> None:
+    names = ["layers.0.w", "layers.0.b", "layers.1.w", "head.weight"]
+    a, b = ({name: torch.randn(10, 10) for name in names} for _ in range(2))
+    a["same"] = b["same"] = torch.randn(50)
+    a["tied"], b["tied"] = a["head.weight"], b["head.weight"]
+    report = compared(tmp_path, {"model": a}, {"model": b})
+    assert [(item["layer"], item["tensors"], item["numbers"]) for item in compared(
+        tmp_path, {"model": a}, {"model": b}, sort="file")["layers"]] == [
+        ('model["layers.0"]', 2, 200), ('model["layers.1"]', 1, 100), ("model.head", 1, 100), ("model", 1, 100),
+    ]  # fmt: skip
+    together = [torch.cat([x[name].flatten() for name in names]) for x in (a, b)]
+    assert close(report["total"], expected(*together)) and report["total"]["tensors"] == 4
+    layer = next(item for item in report["layers"] if item["layer"] == 'model["layers.0"]')
+    parts = [torch.cat([x[name].flatten() for name in names[:2]]) for x in (a, b)]
+    assert close(layer, expected(*parts))
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ('state_dict["model.layers.3.mlp.experts.7.weight"]', 'state_dict["model.layers.3"]'),
+        ('["layer1.0.conv1.weight"]', '["layer1.0"]'),
+        ('["features.0.weight"]', '["features.0"]'),
+        ('["0.weight"]', "0"),
+        ('["conv1.weight"]', "conv1"),
+        ('net["conv1.weight"]', "net.conv1"),
+        ("weight", ""),
+        ("optimizer.state[0].exp_avg", "optimizer.state[0]"),
+        ("models[1]", "models"),
+        ("", ""),
+    ],
+)
+def test_the_layer_of_a_path(path: str, layer: str) -> None:
+    assert layer_of(path).strip('[]"') == layer.strip('[]"')
+
+
+def test_every_order(tmp_path: Path) -> None:
+    x = torch.arange(1.0, 5.0)
+    a = {"d": x, "c": x, "b": x, "a": x}
+    b = {"d": x * 3, "c": x + torch.tensor([0, 0, 0, 5.0]), "b": -x, "a": x + 1}
+    orders = {sort: "".join(row["path"] for row in compared(tmp_path, a, b, sort=sort)["values"]) for sort in SORTS}
+    assert orders["file"] == "dcba" and orders["name"] == "abcd" and orders["cosine"][0] == "b"
+    assert orders["max"] == "bdca" and orders["differing"][-1] == "c" and orders["mean"][-1] == "a"
+    with pytest.raises(TargetError):
+        compared(tmp_path, a, b, sort="size")
+
+
+def test_what_is_no_number_at_all_is_worst(tmp_path: Path) -> None:
+    x = torch.ones(4)
+    broken = torch.tensor([1.0, math.nan, 1.0, math.inf])
+    report = compared(tmp_path, {"a": x, "b": x}, {"a": x * 1e9, "b": broken})
+    assert [(row["path"], row["nonfinite"]) for row in report["values"]] == [("b", 2), ("a", 0)]
+    assert report["total"]["nonfinite"] == 2
+    [row] = compared(tmp_path, {"x": torch.tensor([math.nan])}, {"x": torch.tensor([1.0])})["values"]
+    assert [row[name] for name in FIGURES] == [None] * 4
+
+
+def test_without_values_nothing_is_read(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a.pth", {"x": torch.ones(4)}), saved(tmp_path / "b.pth", {"x": torch.zeros(4)})
+    report = ckptool.diff(a, b, ignore=["values"])
+    assert report["same"] and report["verdict"] == "the same but for values"
+    assert run(["diff", str(a), str(b), "--no-values", "-q"]) == 0 and run(["diff", str(a), str(b), "-q"]) == 1
+    shapes = saved(tmp_path / "c.pth", {"x": torch.ones(5)})
+    assert run(["diff", str(a), str(shapes), "--no-values", "-q"]) == 1
+
+
+def test_top_is_the_length_of_every_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = saved(tmp_path / "a.pth", {f"layer{n}.w": torch.ones(4) for n in range(30)})
+    b = saved(tmp_path / "b.pth", {f"layer{n}.w": torch.ones(4) * n for n in range(30)})
+    for top, shown in ((["--top", "3"], 3), ([], 20), (["--top", "100"], 29)):
+        run(["diff", str(a), str(b), *top])
+        assert capsys.readouterr().out.count("float32") == shown
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints_in_half_the_precision(path: Path, tmp_path: Path) -> None:
+    try:
+        with ckptool.open(path) as checkpoint:
+            halved = ckptool.cast(checkpoint, "bfloat16")
+            if not halved.changes or path.stat().st_size > 200_000_000:
+                pytest.skip("nothing to cast, or too large")
+            ckptool.save(halved, tmp_path / "half")
+    except CkptoolError as error:
+        pytest.skip(f"it is not cast: {error}")
+    report = ckptool.diff(path, tmp_path / "half")
+    json.dumps(report, allow_nan=False)
+    assert report["total"] is None or report["total"]["rel_l2"] is None or report["total"]["rel_l2"] < 2**-8
+    assert all(row["dtype"] != row["other_dtype"] for row in report["values"] if not row["part"])
+
+
+def test_the_fixture_and_its_cast(out: Path) -> None:
+    path = FIXTURES / "bare.pth"
+    with ckptool.open(path) as checkpoint:
+        ckptool.save(ckptool.cast(checkpoint, "float8_e5m2"), out)
+    before, after = torch.load(path), torch.load(out)
+    rows = ckptool.diff(path, out)["values"]
+    assert rows
+    for row in rows:
+        key = json.loads(row["path"][1:-1]) if row["path"].startswith("[") else row["path"]
+        assert close(row, expected(before[key], after[key]))
