@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -12,16 +11,16 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ..base.errors import CkptoolError, TargetError, UnreadableError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.text import join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
-from ..reports.expectations import Policy, policy_of
 from ..reports.validate import ValidateReport, check_policy, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
 from .options import format_option, paths, progress_option, repeatable, worst
-from .render import emit, emit_lines, flush, say, say_error
+from .policies import PolicySet, policy_set
+from .render import clean, emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
 
@@ -40,7 +39,10 @@ Examples:
   ckptool validate model.pth --load --map-location cpu
 
 \b
-A policy file says the same as the options, in TOML:
+A policy file says the same as the options, in TOML, and for files by glob, relative
+to its folder, what is expected in addition. Without --policy, ckptool.toml or
+[tool.ckptool] in pyproject.toml is looked for in the working folder and those above
+it, up to that with .git. One that is found can only add requirements.
   layout = "bare"
   prefix = "none"
   device = ["cpu"]
@@ -49,12 +51,15 @@ A policy file says the same as the options, in TOML:
   max-bytes = "2GB"
   weights-only = true
   lock = "ckptool.lock.json"
+  [files."detector/*.pth"]
+  max-bytes = "500MB"
 """
 
 
 @click.command(epilog=EPILOG)
 @paths
 @click.option("--policy", "policy_file", type=click.Path(), metavar="FILE", help="Read expectations from a TOML file.")
+@click.option("--no-policy", is_flag=True, help="Look for no ckptool.toml and no [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
@@ -80,6 +85,7 @@ A policy file says the same as the options, in TOML:
 def validate(
     paths: tuple[str, ...],
     policy_file: str | None,
+    no_policy: bool,
     quick: bool,
     jobs: int,
     style: str,
@@ -95,10 +101,16 @@ def validate(
     --strict demand more. JSON is an object for one named file, otherwise a list. Exit 0: all are valid; 1: one is not;
     3: one is not a checkpoint or cannot be read.
     """
-    policy = _policy(policy_file, options)
+    policies = policy_set(policy_file, options, not no_policy)
+    policy = policies.policy
     if options["map_location"] and not policy.load:
         raise click.UsageError("--map-location is for --load.")
-    check_policy(policy)
+    for each in (policy, *(section for _, section in policies.sections)):
+        check_policy(each)
+    if policies.path and style == "github":
+        emit(f"::notice title=ckptool::policy: {clean(policies.path)}, found")
+    elif policies.path and style == "table" and not quiet:
+        emit(clean(f"policy: {policies.path}, found; --no-policy leaves it aside"))
     one = names_one_file(paths)
     tally = _Tally()
     files = _files(paths, policy.torch or NEWEST, tally)
@@ -106,7 +118,7 @@ def validate(
     files = iter(list(files)) if bar else files  # a bar needs the total
     first = list(islice(files, 2))
     how = _How(style, verbose or len(first) < 2, verbose, quiet)
-    work = partial(_validated, how=how, policy=policy, quick=quick)
+    work = partial(_validated, how=how, policies=policies, quick=quick)
     reports = Reports(style, not one)
     whole: list[ValidateReport] = []
     with closing(_answers(work, chain(first, files), jobs, how, bar)) as results:
@@ -167,8 +179,8 @@ class _Answer(NamedTuple):
     report: ValidateReport | None
 
 
-def _validated(path: str, *, how: _How, policy: Policy, quick: bool, progress: Any = None) -> _Answer:
-    return _answer(validation_report(path, policy, quick=quick, progress=progress), how)
+def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, progress: Any = None) -> _Answer:
+    return _answer(validation_report(path, policies.of(path), quick=quick, progress=progress), how)
 
 
 def _answer(report: ValidateReport, how: _How) -> _Answer:
@@ -246,34 +258,3 @@ class _Tally:
             return
         sums = f"{pluralize(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"
         emit(f"\n{sums}; coverage " + (f"PARTIAL for {self.partial:,}" if self.partial else "COMPLETE"))
-
-
-def _policy(path: str | None, options: dict[str, Any]) -> Policy:
-    """Return the policy of the file, overridden by the options."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = {key.replace("-", "_"): value for key, value in _toml(path).items()}
-        policy_of(values, path)
-        if "lock" in values:
-            # Relative to the policy file, whatever the working directory is.
-            values["lock"] = os.path.join(os.path.dirname(path), values["lock"])
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
-    return policy_of(values | given)
-
-
-def _toml(path: str) -> dict[str, Any]:
-    try:
-        if sys.version_info >= (3, 11):
-            import tomllib as toml
-        else:
-            import tomli as toml
-    except ImportError:
-        what = "reading a policy needs Python 3.11 or the package tomli"
-        raise TargetError(what, path=path, next="pip install tomli, or give the expectations as options") from None
-    try:
-        with open(path, "rb") as file:
-            return dict(toml.load(file))
-    except OSError as error:
-        raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
-    except ValueError as error:
-        raise TargetError(f"the policy is not TOML: {error}", path=path) from error

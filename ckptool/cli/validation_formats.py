@@ -152,6 +152,9 @@ def junit(reports: Sequence[ValidateReport]) -> str:
             errors=str(failed if unreadable else 0),
             skipped=str(skipped),
         )
+        if report["policy"]:
+            properties = SubElement(suite, "properties")
+            SubElement(properties, "property", name="policy", value=clean(report["policy"]))
         for check in checks:
             case = SubElement(suite, "testcase", name=check["name"], classname=clean(report["path"]))
             notes = "\n".join(clean(note["message"]) for note in check["notes"])
@@ -189,12 +192,20 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
                 }
             )
     ran = all(report["status"] != "unreadable" for report in reports)
+    policy = next((clean(report["policy"]) for report in reports if report["policy"]), "")
     driver = {"name": "ckptool", "version": __version__, "rules": list(rules.values())}
     return to_json(
         {
             "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
             "version": "2.1.0",
-            "runs": [{"tool": {"driver": driver}, "invocations": [{"executionSuccessful": ran}], "results": results}],
+            "runs": [
+                {
+                    "tool": {"driver": driver},
+                    "invocations": [{"executionSuccessful": ran}],
+                    "results": results,
+                    **({"properties": {"policy": policy}} if policy else {}),
+                }
+            ],
         }
     )
 

@@ -45,11 +45,15 @@ class Policy(NamedTuple):
     torch: str = ""
     lock: str = ""
     strict: bool = False
+    #: Further policies that must be met as well, and the policy file that was found without being named.
+    also: tuple[Policy, ...] = ()
+    source: str = ""
 
 
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid")
 _FLAGS: Final = ("weights_only", "finite", "load", "strict")
+_KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source"))
 
 
 def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
@@ -57,8 +61,8 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
     fields: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name not in Policy._fields:
-            known = ", ".join(field.replace("_", "-") for field in Policy._fields)
+        if name not in _KEYS:
+            known = ", ".join(field.replace("_", "-") for field in _KEYS)
             raise TargetError(f"unknown policy key {key!r}", path=path, next=f"known keys: {known}")
         fields[name] = _value(name, key, value, path)
     policy = Policy(**fields)
@@ -78,6 +82,19 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             step = f"write '{no_colon[1]}:{no_colon[2]}'"
             raise TargetError(f"{device!r} is not a device", path=path, next=step)
     return policy
+
+
+def all_of(policy: Policy, *others: Policy) -> Policy:
+    """Return the policy that expects what each of them does: another one adds requirements, and loosens none."""
+    whole = (policy, *others)
+    return policy._replace(
+        also=(*policy.also, *others),
+        finite=any(item.finite for item in whole),
+        load=any(item.load for item in whole),
+        map_location=next((item.map_location for item in whole if item.map_location), ""),
+        strict=any(item.strict for item in whole),
+        source=next((item.source for item in whole if item.source), ""),
+    )
 
 
 def _value(name: str, key: str, value: Any, path: str) -> Any:
@@ -104,7 +121,16 @@ def parse_bytes(text: str) -> int:
 
 
 def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
-    """Yield a check for each expectation about the metadata."""
+    """Yield a check for each expectation about the metadata, the same one once."""
+    known: set[tuple[str, str]] = set()
+    for item in (policy, *policy.also):
+        for check in _expectations(checkpoint, item, verdict):
+            if (check.name, check.message) not in known:
+                known.add((check.name, check.message))
+                yield check
+
+
+def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
     if policy.layout:
         layout, _ = layout_of(checkpoint)
         yield _check("layout", f"the layout is {policy.layout}", layout != policy.layout, f"it is {layout}")

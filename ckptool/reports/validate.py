@@ -100,6 +100,7 @@ class ValidateReport(TypedDict):
     damaged: bool
     runs_code: bool
     strict: bool
+    policy: str
     coverage: str
     not_checked: list[str]
     failures: int
@@ -120,10 +121,11 @@ def check_policy(policy: Policy) -> None:
         known = join_limited(VERSIONS, most=len(VERSIONS))
         raise TargetError(f"the list of torch {policy.torch!r} is not known", next=f"known are {known}")
     parse_map_location(policy.map_location or None)
-    if policy.lock:
-        from .comparing.lock import read_lock
+    for item in (policy, *policy.also):
+        if item.lock:
+            from .comparing.lock import read_lock
 
-        read_lock(policy.lock)
+            read_lock(item.lock)
 
 
 def validation_report(
@@ -179,10 +181,10 @@ def _checked(
     checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
     assert safety.verdict is not None
     checks += expectations(checkpoint, policy, safety.verdict)
-    if policy.lock:
+    for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock):
         from .comparing.lock import lock_checks, read_lock
 
-        checks += lock_checks(checkpoint, read_lock(policy.lock), quick=quick)
+        checks += lock_checks(checkpoint, read_lock(lock), quick=quick)
     if policy.finite:
         checks.append(_finite(checkpoint, progress))
     if policy.load:
@@ -222,12 +224,18 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> A
     path = checkpoint.path
     if "program" in bad:
         return convert_step(path) if checkpoint.survey.tensors else ""
+    policies = (policy, *policy.also)
     if "prefix" in bad:
-        if policy.prefix == "none":
+        prefixes = {item.prefix for item in policies if item.prefix}
+        if prefixes == {"none"}:
             return edit_step("strip-module", path, word="plain")
-        return edit_step("add-module", path, "--prefix", policy.prefix, word="prefixed")
-    if "device" in bad and not any(char in policy.device[0] for char in "*?"):
-        return edit_step("remap", path, "--to", policy.device[0], word=policy.device[0].replace(":", ""))
+        if len(prefixes) == 1:
+            return edit_step("add-module", path, "--prefix", *prefixes, word="prefixed")
+    if "device" in bad:
+        allowed = [item.device for item in policies if item.device]
+        device = next((tag for tag in allowed[0] if all(tag in tags for tags in allowed)), "*")
+        if not any(char in device for char in "*?"):
+            return edit_step("remap", path, "--to", device, word=device.replace(":", ""))
     if "load" in bad and checkpoint.traits.loads == "converted":
         return edit_step("convert", path, extension=".pth")
     if "weights-only" in bad and not checkpoint.pickled:
@@ -327,7 +335,9 @@ def _without_container(
     except UnreadableError:
         pass
     checks = [check, *(safety.checks if safety.pickles else [])]
-    expected = [name for name in ("lock", "finite", "load") if getattr(policy, name)]
+    locked = any(item.lock for item in (policy, *policy.also))
+    wanted = {"lock": locked, "finite": policy.finite, "load": policy.load}
+    expected = [name for name, asked in wanted.items() if asked]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
@@ -354,6 +364,7 @@ def _report(path: str, checks: list[Check], safety: Safety, policy: Policy, torc
         "damaged": any(check.status == FAIL and check.group in ("container", "integrity") for check in checks),
         "runs_code": any(note.code == "dangerous-call" for check in checks for note in check.notes),
         "strict": policy.strict,
+        "policy": policy.source,
         "coverage": "complete" if complete else "partial",
         "not_checked": skipped if safety.verdict is not None else ["everything that needs a whole container"],
         "failures": failures,

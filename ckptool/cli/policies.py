@@ -1,0 +1,157 @@
+"""Policy files of validate: TOML with sections for files by glob, named by --policy or found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import TargetError
+from ..base.globs import Glob
+from ..base.steps import as_step
+from ..reports.expectations import Policy, all_of, policy_of
+
+#: The name of a policy file that is found, and the file with a table of that name.
+_NAME: Final = "ckptool.toml"
+_PROJECT: Final = "pyproject.toml"
+#: Bytes of a policy file: nobody writes one by hand that is larger.
+_MAX_BYTES: Final = 1 << 20
+#: Keys that only a policy that was named may have: they may loosen what is checked, or load files for real.
+_NAMED_ONLY: Final = ("torch", "load", "map_location")
+
+
+class PolicySet(NamedTuple):
+    """What is expected of every file, and of those that match a glob; each section adds to the rest.
+
+    ``path`` is the file that it was found in, "" where it was named or came from options. Globs are those of paths
+    relative to ``folder``.
+    """
+
+    path: str
+    folder: str
+    policy: Policy
+    sections: tuple[tuple[Glob, Policy], ...] = ()
+
+    def of(self, path: str) -> Policy:
+        """Return what is expected of the file at ``path``."""
+        name = os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")
+        return all_of(self.policy, *(policy for glob, policy in self.sections if glob.matches(name)))
+
+    def with_found(self, found: PolicySet) -> PolicySet:
+        """Return this one with all that a policy adds which was found."""
+        policy = all_of(self.policy, found.policy)._replace(source=found.path)
+        return PolicySet(found.path, found.folder, policy, found.sections)
+
+
+def policy_set(path: str | None, options: Mapping[str, Any], search: bool) -> PolicySet:
+    """Return the policy of the file ``path``, overridden by the options; without one the options, with ``search`` and
+    what a policy file adds that is found."""
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
+    if path is not None:
+        values = _toml(path)
+        base, sections = _split(values, path)
+        policy_of(base, path)
+        policy = policy_of({key.replace("-", "_"): value for key, value in base.items()} | given)
+        return PolicySet("", os.path.dirname(_absolute(path)), policy, sections)
+    mine = PolicySet("", os.getcwd(), policy_of(given))
+    found = _found() if search else None
+    return mine if found is None else mine.with_found(found)
+
+
+def _split(values: Mapping[str, Any], path: str) -> tuple[dict[str, Any], tuple[tuple[Glob, Policy], ...]]:
+    """Return the keys for every file, and the policies for some; locks are relative to the policy file."""
+    folder = os.path.dirname(path)
+
+    def placed(table: Mapping[str, Any]) -> dict[str, Any]:
+        lock = table.get("lock")
+        return {**table, "lock": os.path.join(folder, lock)} if isinstance(lock, str) else dict(table)
+
+    files = values.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(table, dict) for table in files.values()):
+        raise TargetError("'files' is not a table of tables", path=path, next='write [files."detector/*.pth"]')
+    sections = tuple((Glob(pattern), policy_of(placed(table), path)) for pattern, table in files.items())
+    return placed({key: value for key, value in values.items() if key != "files"}), sections
+
+
+def _found() -> PolicySet | None:
+    """Return the policy of the nearest folder that has one, from the working folder to that of its repository."""
+    for folder in _folders():
+        for name in (_NAME, _PROJECT):
+            path = os.path.join(folder, name)
+            if not os.path.isfile(path):
+                continue
+            shown = os.path.relpath(path)
+            try:
+                values = _toml(path) if name == _NAME else _project_table(path)
+                if values is None:
+                    continue
+                base, sections = _split(values, path)
+                for table in (base, *values.get("files", {}).values()):
+                    _check_adds(table)
+                return PolicySet(shown, folder, policy_of(base), sections)
+            except TargetError as error:
+                error.path = shown
+                error.step = error.step if error.next else as_step("mend it, or leave it aside with --no-policy")
+                raise
+    return None
+
+
+def _folders() -> list[str]:
+    """Return the working folder and those above it, up to the one with .git; without a repository it stands alone."""
+    folder = os.getcwd()
+    folders = [folder]
+    while not os.path.exists(os.path.join(folder, ".git")):
+        folder, before = os.path.dirname(folder), folder
+        if folder == before:
+            return folders[:1]
+        folders.append(folder)
+    return folders
+
+
+def _check_adds(table: Mapping[str, Any]) -> None:
+    """Raise TargetError for a key by which a policy that was merely found could do more than add requirements."""
+    for key, value in table.items():
+        if key.replace("-", "_") in _NAMED_ONLY or value is False:
+            what = f"a policy that is found can only add requirements, and has {key!r}"
+            raise TargetError(what, next="name it with --policy, or leave it aside with --no-policy")
+
+
+def _project_table(path: str) -> dict[str, Any] | None:
+    """Return the table [tool.ckptool] of a pyproject.toml, None where there is none."""
+    if b"ckptool" not in _content(path):
+        return None
+    table = _toml(path).get("tool", {})
+    table = table.get("ckptool") if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _toml(path: str) -> dict[str, Any]:
+    try:
+        if sys.version_info >= (3, 11):
+            import tomllib as toml
+        else:
+            import tomli as toml
+    except ImportError:
+        what = "reading a policy needs Python 3.11 or the package tomli"
+        raise TargetError(what, path=path, next="pip install tomli, or give the expectations as options") from None
+    try:
+        return dict(toml.loads(_content(path).decode("utf-8")))
+    except ValueError as error:
+        raise TargetError(f"the policy is not TOML: {error}", path=path) from error
+
+
+def _content(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
+    if len(content) > _MAX_BYTES:
+        raise TargetError(f"a policy of more than {_MAX_BYTES:,} bytes is not read", path=path)
+    return content
+
+
+def _absolute(path: str) -> str:
+    """Return an absolute path as it was written: a link is called by its own name."""
+    return os.path.normpath(os.path.join(os.getcwd(), path))

@@ -1,0 +1,140 @@
+"""Policies of validate: sections for files by glob, and files that are found, which can only add requirements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from conftest import FIXTURES
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.reports.expectations import Policy, all_of
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in a repository, with a checkpoint in it."""
+    (tmp_path / "repo" / ".git").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "repo")
+    put(tmp_path / "repo" / "bare.pth")
+    return tmp_path / "repo"
+
+
+def put(target: Path, fixture: str = "bare.pth") -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes((FIXTURES / fixture).read_bytes())
+    return target
+
+
+def reports(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    run(["validate", *arguments, "--format", "json"])
+    out = json.loads(capsys.readouterr().out)
+    return out if isinstance(out, list) else [out]
+
+
+def failed(report: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in report["checks"] if check["status"] == "fail"]
+
+
+def test_a_section_adds_to_the_files_that_match(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(here / "models" / "detector" / "a.pth")
+    put(here / "models" / "other" / "b.pth")
+    policy = here / "models" / "strict.toml"
+    policy.write_text('layout = "bare"\n[files."detector/*.pth"]\nmax-bytes = 1\nlayout = "wrapped"\n')
+    found = {item["path"]: failed(item) for item in reports(capsys, "models", "--policy", str(policy))}
+    assert found == {"models/detector/a.pth": ["layout", "max-bytes"], "models/other/b.pth": []}
+
+
+@pytest.mark.parametrize("name", ["ckptool.toml", "pyproject.toml"])
+def test_it_is_found_in_the_working_folder_and_above_up_to_the_repository(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = "" if name == "ckptool.toml" else "tool.ckptool."
+    (here / name).write_text(f"{table}max-bytes = 1\n")
+    below = here / "a" / "b"
+    below.mkdir(parents=True)
+    for folder, path in ((here, "bare.pth"), (below, "../../bare.pth")):
+        monkeypatch.chdir(folder)
+        [report] = reports(capsys, path)
+        assert failed(report) == ["max-bytes"] and Path(report["policy"]).name == name
+        assert failed(reports(capsys, path, "--no-policy")[0]) == []
+        assert reports(capsys, path, "--no-policy")[0]["policy"] == ""
+    # Neither above the repository, nor beside a checkpoint elsewhere.
+    (here / ".git").rmdir()
+    (below / ".git").mkdir()
+    assert failed(reports(capsys, "../../bare.pth")[0]) == []
+    (below / ".git").rmdir()
+    assert failed(reports(capsys, "../../bare.pth")[0]) == [], "without a repository the working folder stands alone"
+
+
+def test_a_project_without_a_table_for_it_is_no_policy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "pyproject.toml").write_text('[project]\ndependencies = ["ckptool"]\n')
+    assert reports(capsys, "bare.pth")[0]["policy"] == ""
+
+
+def test_the_nearest_one_counts_and_a_named_one_instead(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "pyproject.toml").write_text("[tool.ckptool]\nmax-bytes = 1\n")
+    (here / "ckptool.toml").write_text('layout = "wrapped"\n')
+    assert failed(reports(capsys, "bare.pth")[0]) == ["layout"]
+    (here / "named.toml").write_text('forbid = ["fc.*"]\n')
+    assert failed(reports(capsys, "bare.pth", "--policy", "named.toml")[0]) == ["forbid"]
+
+
+def test_it_adds_to_the_options_and_loosens_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ckptool.toml").write_text('device = ["cuda:*"]\nmax-bytes = "1GB"\nprefix = "module"\n')
+    [report] = reports(capsys, "bare.pth", "--device", "cpu", "--max-bytes", "1", "--prefix", "none")
+    assert sorted(failed(report)) == ["device", "max-bytes", "prefix"]
+    assert [check["name"] for check in report["checks"]].count("device") == 2
+    assert report["next"] == ""
+
+
+@pytest.mark.parametrize("line", ["load = true", 'torch = "2.0"', "strict = false", 'map-location = "cpu"'])
+@pytest.mark.parametrize("section", ["", '[files."*"]\n'])
+def test_whatever_could_do_more_is_an_error(
+    line: str, section: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "ckptool.toml").write_text(f"{section}{line}\n")
+    assert run(["validate", "bare.pth"]) == 2
+    err = capsys.readouterr().err
+    assert "ckptool.toml" in err and "can only add requirements" in err and "--no-policy" in err
+    assert run(["validate", "bare.pth", "--no-policy"]) == 0
+
+
+@pytest.mark.parametrize("text", ["not toml", "files = 3", 'colour = "red"', "max-bytes = []", "x" * (2 << 20)])
+def test_one_that_is_wrong_is_an_error(text: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ckptool.toml").write_text(text)
+    assert run(["validate", "bare.pth"]) == 2
+    assert "ckptool.toml" in capsys.readouterr().err
+
+
+def test_every_format_says_that_it_was_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ckptool.toml").write_text('layout = "bare"\n')
+    texts = {}
+    for style in ("table", "json", "jsonl", "junit", "sarif", "github"):
+        assert run(["validate", "bare.pth", "--format", style]) == 0
+        texts[style] = capsys.readouterr().out
+        assert "ckptool.toml" in texts[style], style
+    assert ElementTree.fromstring(texts["junit"]).find(".//property") is not None
+    assert json.loads(texts["sarif"])["runs"][0]["properties"] == {"policy": "ckptool.toml"}
+
+
+def test_a_lock_in_a_section_is_relative_to_the_policy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(here / "release" / "plain.pth")
+    put(here / "release" / "other.pth", "bare_module.pth")
+    ckptool.write_lock(here / "bare.pth", here / "release" / "bare.lock.json")
+    policy = here / "release" / "policy.toml"
+    policy.write_text('[files."*.pth"]\nlock = "bare.lock.json"\n')
+    found = {Path(item["path"]).name: failed(item) for item in reports(capsys, "release", "--policy", str(policy))}
+    assert found["plain.pth"] == [] and "lock" in found["other.pth"][0]
+    policy.write_text('[files."*.pth"]\nlock = "missing.json"\n')
+    assert run(["validate", "release", "--policy", str(policy)]) == 2
+
+
+def test_all_of_several_policies_is_their_union() -> None:
+    both = all_of(Policy(strict=True, device=("cpu",)), Policy(finite=True), Policy(load=True, map_location="cpu"))
+    assert both.strict and both.finite and both.load and both.map_location == "cpu" and len(both.also) == 2
