@@ -38,6 +38,8 @@ Examples:
   ckptool lock model.pth -o ckptool.lock.json
   ckptool lock model.pth --content -o ckptool.lock.json
   ckptool validate model.pth --lock ckptool.lock.json
+  ckptool lock release/ --content -o release.lock.json
+  ckptool validate release/ --lock release.lock.json
 """
 
 
@@ -51,7 +53,8 @@ def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool,
     """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
     The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
-    same bytes, and a review shows what changed.
+    same bytes, and a review shows what changed. Of a folder it records each checkpoint by its relative name: a file
+    that is missing or new is found, too.
     """
     from ..reports.comparing.lock import lock_text
 

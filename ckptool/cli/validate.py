@@ -15,7 +15,9 @@ from ..base.errors import CkptoolError, UnreadableError
 from ..base.text import join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
-from ..reports.validate import ValidateReport, check_policy, unreadable_report, validation_report
+from ..reports.comparing.lock import is_folder_of_checkpoints, read_lock
+from ..reports.expectations import Policy
+from ..reports.validate import ValidateReport, check_policy, missing_report, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
 from .options import format_option, paths, progress_option, repeatable, worst
@@ -102,7 +104,8 @@ def validate(
     3: one is not a checkpoint or cannot be read.
     """
     policies = policy_set(policy_file, options, not no_policy)
-    policy = policies.policy
+    policy = policies.policy._replace(roots=tuple(path for path in paths if is_folder_of_checkpoints(path)))
+    policies = policies._replace(policy=policy)
     if options["map_location"] and not policy.load:
         raise click.UsageError("--map-location is for --load.")
     for each in (policy, *(section for _, section in policies.sections)):
@@ -113,7 +116,8 @@ def validate(
         emit(clean(f"policy: {policies.path}, found; --no-policy leaves it aside"))
     one = names_one_file(paths)
     tally = _Tally()
-    files = _files(paths, policy.torch or NEWEST, tally)
+    seen: list[str] = []
+    files = _noted(_files(paths, policy.torch or NEWEST, tally), seen)
     bar = not (quick or quiet or no_progress or style == "github") and watched()
     files = iter(list(files)) if bar else files  # a bar needs the total
     first = list(islice(files, 2))
@@ -122,7 +126,7 @@ def validate(
     reports = Reports(style, not one)
     whole: list[ValidateReport] = []
     with closing(_answers(work, chain(first, files), jobs, how, bar)) as results:
-        for item in results:
+        for item in chain(results, _missing(policy, seen, how)):
             tally.add(item)
             if style in ("json", "jsonl"):
                 reports.add(item.text)
@@ -158,6 +162,20 @@ def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | Un
         elif companion.pickles or not companion.looked_at:
             tally.partial += any(pickle.graph is None for pickle in companion.pickles)
             tally.others.append(item.path)
+
+
+def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[str | UnreadableError]:
+    """Yield the files, and note their paths in ``seen``."""
+    for file in files:
+        seen.append(file if isinstance(file, str) else file.path)
+        yield file
+
+
+def _missing(policy: Policy, seen: list[str], how: _How) -> Iterator[_Answer]:
+    """Yield an answer for each file that the lock of a folder names, and that was not among the files ``seen``."""
+    for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock and policy.roots):
+        for path in read_lock(lock).missing(seen, policy.roots):
+            yield _answer(missing_report(path, policy), how)
 
 
 class _How(NamedTuple):

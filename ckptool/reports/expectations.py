@@ -45,15 +45,17 @@ class Policy(NamedTuple):
     torch: str = ""
     lock: str = ""
     strict: bool = False
-    #: Further policies that must be met as well, and the policy file that was found without being named.
+    #: Further policies that must be met as well; the policy file that was found without being named; and the folders to
+    #: which names in locks of folders are relative.
     also: tuple[Policy, ...] = ()
     source: str = ""
+    roots: tuple[str, ...] = ()
 
 
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid")
 _FLAGS: Final = ("weights_only", "finite", "load", "strict")
-_KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source"))
+_KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 
 def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:

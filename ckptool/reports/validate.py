@@ -170,6 +170,13 @@ def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     return report
 
 
+def missing_report(path: str, policy: Policy) -> ValidateReport:
+    """Return the report on a file that the lock of a folder names, and that is not there."""
+    note = Note("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
+    checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
+    return _report(path, checks, Safety([], [], None, []), policy, NEWEST, INVALID)
+
+
 def _unreadable(error: CkptoolError) -> Check:
     return Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
 
@@ -182,9 +189,10 @@ def _checked(
     assert safety.verdict is not None
     checks += expectations(checkpoint, policy, safety.verdict)
     for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock):
-        from .comparing.lock import lock_checks, read_lock
+        from .comparing.lock import lock_checks, not_locked, read_lock
 
-        checks += lock_checks(checkpoint, read_lock(lock), quick=quick)
+        locked = read_lock(lock).of(path, policy.roots)
+        checks += [not_locked(path)] if locked is None else lock_checks(checkpoint, locked, quick=quick)
     if policy.finite:
         checks.append(_finite(checkpoint, progress))
     if policy.load:

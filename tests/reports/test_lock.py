@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from changed_tensors import CUT, saved
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
 
 import ckptool
-from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError
+from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError, UnreadableError
 from ckptool.cli.main import run
 from ckptool.reports.comparing.lock import lock_text, read_lock
 
@@ -44,7 +45,7 @@ def test_a_checkpoint_is_as_it_was_locked(item: Fixture, tmp_path: Path) -> None
     assert said(item.path, lock) == []
     text = lock.read_text(encoding="ascii")
     found = ckptool.lock(item.path, content=True)
-    assert json.loads(text) == found == read_lock(str(lock)) and lock_text(found) == text
+    assert json.loads(text) == found == read_lock(str(lock)).files[""] and lock_text(found) == text
 
 
 @needs_corpus
@@ -232,3 +233,86 @@ def test_hostile_names_stay_ascii(tmp_path: Path) -> None:
     ckptool.write_lock(path, lock)
     text = lock.read_text(encoding="ascii")
     assert text.replace("\n", "").isprintable() and said(path, lock) == []
+
+
+# -- a folder of releases -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """A folder with two checkpoints, one in a subfolder, and its lock beside it."""
+    folder = tmp_path / "release"
+    (folder / "sub").mkdir(parents=True)
+    shutil.copy(FIXTURES / "bare.pth", folder / "a.pth")
+    shutil.copy(FIXTURES / "bare_module.pth", folder / "sub" / "b.pth")
+    (folder / "README.md").write_text("a release")
+    ckptool.write_lock(folder, tmp_path / "lock.json", content=True)
+    return folder
+
+
+def validated(capsys: pytest.CaptureFixture[str], *paths: Path, lock: Path) -> tuple[int, dict[str, list[str]]]:
+    """The exit code, and for each file the codes of the notes of its lock checks."""
+    capsys.readouterr()
+    code = run(["validate", *map(str, paths), "--lock", str(lock), "--format", "jsonl"])
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return code, {
+        Path(report["path"]).name: [
+            note["code"] for check in report["checks"] if check["name"].startswith("lock") for note in check["notes"]
+        ]
+        for report in reports
+    }
+
+
+def test_a_folder_agrees_with_its_lock_wherever_it_is(
+    release: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = release.parent / "lock.json"
+    found = json.loads(lock.read_text())
+    assert list(found["files"]) == ["a.pth", "sub/b.pth"]
+    assert found["files"]["a.pth"] == ckptool.lock(release / "a.pth", content=True)
+    assert lock_text(ckptool.lock(release, content=True)) == lock.read_text()
+    assert lock.read_text().count('"conv1.weight": {"dtype"') == 1, "a line for each tensor"
+    assert validated(capsys, release, lock=lock) == (0, {"a.pth": [], "b.pth": []})
+    monkeypatch.chdir(release)
+    assert validated(capsys, Path("."), lock=lock)[0] == 0
+    moved = release.rename(release.parent / "moved")
+    assert validated(capsys, moved, lock=lock)[0] == 0
+    # A single file is found by the longest name that its path ends with.
+    assert validated(capsys, moved / "sub" / "b.pth", lock=lock) == (0, {"b.pth": []})
+
+
+def test_missing_and_new_and_changed_files_are_found(release: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = release.parent / "lock.json"
+    shutil.copy(release / "a.pth", release / "new.pth")
+    (release / "sub" / "b.pth").rename(release / "b.pth")
+    shutil.copy(FIXTURES / "orig_mod_module.pth", release / "a.pth")
+    code, found = validated(capsys, release, lock=lock)
+    assert code == 1 and set(found["a.pth"]) >= {"lock-missing", "lock-added"}
+    assert found["new.pth"] == ["lock-file-added"]
+    assert found["b.pth"] == ["lock-file-missing"], "reported last"
+    assert run(["validate", str(release), "--lock", str(lock)]) == 1
+    out = capsys.readouterr().out
+    assert "the lock does not name this file" in out and "there is no such checkpoint" in out
+    assert run(["validate", str(release / "new.pth"), "--lock", str(lock)]) == 1
+
+
+def test_the_lock_of_a_folder_never_replaces_a_checkpoint(release: Path) -> None:
+    with pytest.raises(RefusedError):
+        ckptool.write_lock(release, release / "a.pth", force=True)
+    with pytest.raises(RefusedError):
+        ckptool.write_lock(release, release.parent / "lock.json")
+    ckptool.write_lock(release, release.parent / "lock.json", force=True)
+
+
+def test_a_folder_with_a_broken_checkpoint_is_not_locked(release: Path) -> None:
+    shutil.copy(FIXTURES / "truncated.pth", release / "cut.pth")
+    with pytest.raises(UnreadableError):
+        ckptool.lock(release)
+
+
+@pytest.mark.parametrize("files", [None, 3, {"a.pth": 3}, {"a.pth": {"schema": "ckptool.lock/1"}}])
+def test_what_is_no_lock_of_a_folder(files: Any, tmp_path: Path) -> None:
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps({"schema": "ckptool.lock-folder/1", "files": files}))
+    with pytest.raises(TargetError, match="not a lock"):
+        read_lock(str(path))

@@ -5,17 +5,19 @@ with its keys in the order of the file; ``tensors`` outside of state dicts by pa
 level unless that is a state dict itself. A tensor is {"dtype", "shape", "device"}, with "kind" where it is not dense
 and "hash" where content is locked (the digest of ``ckptool hash --each``); another value is {"type"}. The same
 checkpoint gives the same bytes: no path, no time, no version of a tool.
+
+Schema ``ckptool.lock-folder/1``, of a folder of checkpoints: ``files``, a lock by the name relative to the folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, NamedTuple, TypedDict, cast
 
-from ...base.errors import MalformedError, RefusedError, TargetError
+from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
 from ...base.steps import argument, command
 from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
@@ -24,11 +26,13 @@ from ...checkpoint.survey import TopEntry
 from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
+from ...formats.checkpoint_search import find_checkpoints, names_one_file
 from ...formats.opening import open_checkpoint
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
+FOLDER_SCHEMA: Final = "ckptool.lock-folder/1"
 _STRINGS: Final = ("layout", "container")
 _OBJECTS: Final = ("state_dicts", "tensors", "entries")
 #: Bytes of a lock file: one with 200,000 tensors and their hashes has 40 MB.
@@ -56,6 +60,49 @@ class Lock(TypedDict):
     state_dicts: dict[str, dict[str, LockedValue]]
     tensors: dict[str, LockedValue]
     entries: dict[str, str]
+
+
+class FolderLock(TypedDict):
+    """``ckptool.lock-folder/1``: locks by names relative to the folder, with slashes."""
+
+    schema: str
+    files: dict[str, Lock]
+
+
+class Locked(NamedTuple):
+    """What a lock file holds: the lock of any checkpoint, under "", or with ``folder`` those of its files by name."""
+
+    files: dict[str, Lock]
+    folder: bool
+
+    def of(self, path: str, roots: Sequence[str] = ()) -> Lock | None:
+        """Return the lock of the checkpoint at ``path``, None where there is none.
+
+        Below one of the folders ``roots`` its name there decides, elsewhere the longest name that the path ends with.
+        """
+        if not self.folder:
+            return self.files[""]
+        root = next((root for root in roots if _within(path, root)), None)
+        if root is not None:
+            return self.files.get(_name_in(path, root))
+        parts = os.path.normpath(path).split(os.sep)
+        ends = ("/".join(parts[at:]) for at in range(len(parts)))
+        return next((self.files[end] for end in ends if end in self.files), None)
+
+    def missing(self, paths: Collection[str], roots: Sequence[str]) -> list[str]:
+        """Return the locked files that are not among the paths, as paths in the first of ``roots`` that lacks them."""
+        if not self.folder or not roots:
+            return []
+        there = {_name_in(path, root) for root in roots for path in paths if _within(path, root)}
+        return [os.path.join(roots[0], name) for name in self.files if name not in there]
+
+
+def _within(path: str, root: str) -> bool:
+    return _name_in(path, root).split("/")[0] != os.pardir
+
+
+def _name_in(path: str, root: str) -> str:
+    return os.path.relpath(path, root).replace(os.sep, "/")
 
 
 def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress | None = None) -> Lock:
@@ -107,24 +154,28 @@ def _entry_name(entry: TopEntry) -> str:
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 
-def lock_text(lock: Lock) -> str:
+def lock_text(lock: Lock | FolderLock) -> str:
     """Return the lock as ASCII JSON with a line for each tensor and each entry, so that a review shows what changed."""
-    return "\n".join(["{", *_member_lines(lock, 2, 1), "}\n"])
+    return "\n".join(["{", *_member_lines(lock, 2, 4 if lock["schema"] == FOLDER_SCHEMA else 2), "}\n"])
 
 
 def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Iterator[str]:
-    """Yield a line for each member of an object; objects in it, and a level less below, have lines for theirs."""
+    """Yield a line for each member of an object; above level 0, objects in it have lines for theirs.
+
+    Level 4 is the lock of a folder, 3 its files, 2 a lock, and 1 its state dicts.
+    """
     for number, (name, value) in enumerate(members.items(), 1):
         start, comma = f"{' ' * indent}{json.dumps(name)}: ", "," if number < len(members) else ""
         if levels and value and isinstance(value, dict):
             yield start + "{"
-            yield from _member_lines(value, indent + 2, 1 if name == "state_dicts" and indent == 2 else 0)
+            nested = 0 if levels == 2 and name != "state_dicts" else levels - 1
+            yield from _member_lines(value, indent + 2, nested)
             yield f"{' ' * indent}}}{comma}"
         else:
             yield f"{start}{json.dumps(value)}{comma}"
 
 
-def read_lock(path: str) -> Lock:
+def read_lock(path: str) -> Locked:
     """Read a lock file; raise TargetError where it cannot be read or is not a lock."""
     try:
         status = os.stat(path)
@@ -133,9 +184,9 @@ def read_lock(path: str) -> Lock:
         raise TargetError(f"the lock cannot be read: {error.strerror}", path=path) from error
 
 
-@lru_cache(maxsize=1)
-def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
-    """Read the lock in a file in this state: a folder of checkpoints is checked against one lock."""
+@lru_cache(maxsize=4)
+def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
+    """Read the lock in a file in this state: a folder of checkpoints is checked against one lock, or a few."""
     step = "make one: " + command("lock", "CHECKPOINT", output="LOCK")
     try:
         if state[2] > _MAX_BYTES:
@@ -144,10 +195,16 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Lock:
             lock = json.loads(file.read())
     except (ValueError, RecursionError) as error:
         raise TargetError(f"the lock is not JSON: {error}", path=path, next=step) from error
-    flaw = _flaw(lock)
-    if flaw:
-        raise TargetError(f"it is not a lock: {flaw}", path=path, next=step)
-    return cast(Lock, lock)
+    folder = isinstance(lock, dict) and lock.get("schema") == FOLDER_SCHEMA
+    files = lock.get("files") if folder else {"": lock}
+    if not isinstance(files, dict):
+        raise TargetError("it is not a lock: 'files' is not an object", path=path, next=step)
+    for name, item in files.items():
+        flaw = _flaw(item)
+        if flaw:
+            where = f"{name}: " if folder else ""
+            raise TargetError(f"it is not a lock: {where}{flaw}", path=path, next=step)
+    return Locked(cast("dict[str, Lock]", files), folder)
 
 
 def _flaw(lock: Any) -> str:
@@ -281,21 +338,57 @@ def _value_text(value: LockedValue) -> str:
     return f"{value['dtype']} {shape_text(value['shape'])}" if "dtype" in value else value["type"]
 
 
-def lock(path: FilePath, *, content: bool = False, progress: Progress | None = None) -> Lock:
+def not_locked(path: str) -> Check:
+    """Return the check of a checkpoint that the lock of its folder does not name."""
+    note = Note("lock-file-added", "error", "the lock does not name this file")
+    return judge("lock", "expectations", [note], path)
+
+
+def lock(path: FilePath, *, content: bool = False, progress: Progress | None = None) -> Lock | FolderLock:
     """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
-    ``content`` adds a hash of each tensor's values. ``validate(path, {"lock": FILE})`` compares with it.
+    ``content`` adds a hash of each tensor's values. Of a folder of checkpoints it is ``ckptool.lock-folder/1``: a lock
+    for each, by its relative name. ``validate(path, {"lock": FILE})`` compares with it.
     """
+    name = os.fspath(path)
+    if is_folder_of_checkpoints(name):
+        return _folder_lock(name, content, progress)
     with open_checkpoint(path) as checkpoint:
         return lock_of(checkpoint, content=content, progress=progress)
+
+
+def is_folder_of_checkpoints(path: str) -> bool:
+    """Return whether the path is a folder that is searched for checkpoints, and not one itself."""
+    return os.path.isdir(path) and not names_one_file([path])
+
+
+def _folder_lock(folder: str, content: bool, progress: Progress | None) -> FolderLock:
+    files: dict[str, Lock] = {}
+    for item in find_checkpoints([folder]):
+        if isinstance(item, UnreadableError):
+            raise item
+        with open_checkpoint(item.path) as checkpoint:
+            files[_name_in(item.path, folder)] = lock_of(checkpoint, content=content, progress=progress)
+    return {"schema": FOLDER_SCHEMA, "files": files}
 
 
 def write_lock(
     path: FilePath, output: FilePath, *, content: bool = False, force: bool = False, progress: Progress | None = None
 ) -> Written:
-    """Write the lock of a checkpoint to a file, atomically; parameters and errors are those of lock and save."""
-    name = os.fspath(output)
+    """Write the lock of a checkpoint, or of a folder of them, to a file, atomically; parameters and errors are those of
+    lock and save."""
+    name, source = os.fspath(output), os.fspath(path)
+    if is_folder_of_checkpoints(source):
+        check_output(name, (), force=force)
+        locked = _folder_lock(source, content, progress)
+        if os.path.exists(name) and any(os.path.samefile(os.path.join(source, file), name) for file in locked["files"]):
+            raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
+        return write_file(_plan(locked), name, (), force=force)
     with open_checkpoint(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
-        text = lock_text(lock_of(checkpoint, content=content, progress=progress))
-        return write_file(Plan((text.encode("ascii"),)), name, checkpoint.sources, force=force)
+        lock = lock_of(checkpoint, content=content, progress=progress)
+        return write_file(_plan(lock), name, checkpoint.sources, force=force)
+
+
+def _plan(lock: Lock | FolderLock) -> Plan:
+    return Plan((lock_text(lock).encode("ascii"),))
