@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.text import join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
@@ -24,7 +24,7 @@ from .options import format_option, paths, progress_option, repeatable, worst
 from .policies import PolicySet, policy_set
 from .render import clean, emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
-from .validation_formats import github_lines, junit, sarif, short_lines, table_lines
+from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
 #: Formats made of all reports together.
@@ -77,7 +77,11 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
 @click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
 @click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' recorded: keys, shapes, dtypes, devices ...")
-@click.option("--strict", is_flag=True, help="Count warnings, and what could not be checked, as failures.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Count warnings, and checks that could not be made, as failures; a format may lack checksums.",
+)
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @jobs_option
 @format_option(FORMATS)
@@ -125,18 +129,21 @@ def validate(
     work = partial(_validated, how=how, policies=policies, quick=quick)
     reports = Reports(style, not one)
     whole: list[ValidateReport] = []
+    summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
     with closing(_answers(work, chain(first, files), jobs, how, bar)) as results:
         for item in chain(results, _missing(policy, seen, how)):
             tally.add(item)
             if style in ("json", "jsonl"):
                 reports.add(item.text)
-            elif style in _WHOLE:
+            elif style in _WHOLE or summary:
                 whole += [item.report] if item.report else []
-            elif item.text:
+            if style not in ("json", "jsonl") and item.text:
                 emit_lines([item.text])
                 flush()
     if style in _WHOLE:
         emit(_WHOLE[style](whole))
+    if summary:
+        _write_summary(summary, whole)
     reports.close()
     tally.write(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
     if tally.others and not quiet:
@@ -162,6 +169,16 @@ def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | Un
         elif companion.pickles or not companion.looked_at:
             tally.partial += any(pickle.graph is None for pickle in companion.pickles)
             tally.others.append(item.path)
+
+
+def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
+    """Append to the summary of a job of GitHub; the answer stands if that is not possible."""
+    from ..files.write.output import append_text
+
+    try:
+        append_text(path, github_summary(reports))
+    except OutputError as error:
+        say_error(error)
 
 
 def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[str | UnreadableError]:
@@ -211,7 +228,7 @@ def _answer(report: ValidateReport, how: _How) -> _Answer:
         text = "\n".join(github_lines(report))
     elif how.style == "table" and not (how.quiet and report["valid"]):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
-    whole = report if how.style in _WHOLE else None
+    whole = report if how.style in (*_WHOLE, "github") else None
     return _Answer(text, report["status"], report["coverage"] == "complete", error, whole)
 
 

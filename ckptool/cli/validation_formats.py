@@ -47,6 +47,9 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
         rest = report["globals_in_all"] - len(report["globals"])
         lines += [f"and {rest:,} more"] if rest else []
     coverage = _partial(report) or "COMPLETE: every check was made"
+    if report["strict"] and report["valid"] and report["inherent"]:
+        lacks = f"{report['format']} has no checksums, which is no failure: 'ckptool lock --content' makes up for them"
+        return [*lines, "", f"coverage {coverage}", f"--strict: {lacks}"]
     return [*lines, "", f"coverage {coverage}", *_strict(report), *_next(report)]
 
 
@@ -104,20 +107,50 @@ def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
         elif _is_notable(check):
             for note in check["notes"]:
                 yield check["name"], note["level"], note["message"], note["offset"]
-        elif check["status"] == "not possible" and report["strict"]:
+        elif _fails(check, report):
             yield check["name"], "warning", f"not checked: {check['message']}", -1
 
 
 def github_lines(report: ValidateReport) -> list[str]:
     """Return workflow commands of GitHub, one per annotation."""
-    lines = [
+    return [
         f"::{'error' if level == 'error' or report['strict'] else 'warning'}"
         f" file={_property(_relative(report['path']))},title={_property('ckptool ' + check)}::{_data(message)}"
         for check, level, message, _ in _finds(report)
     ]
-    if report["valid"]:
-        lines.append(f"::notice file={_property(_relative(report['path']))},title=ckptool::{_data(_verdict(report))}")
-    return lines
+
+
+def github_summary(reports: Sequence[ValidateReport]) -> str:
+    """Return the summary of a job in Markdown: a line for each file, those that are not valid first."""
+    good = sum(report["valid"] for report in reports)
+    rows = sorted(reports, key=lambda report: report["valid"])
+    policy = next((report["policy"] for report in reports if report["policy"]), "")
+    lines = [
+        "### ckptool validate",
+        "",
+        f"{len(reports):,} checked: {good:,} valid, {len(reports) - good:,} not"
+        + (f"; policy {_markdown(policy)}, found" if policy else ""),
+        "",
+        "| file | result | what |",
+        "|---|---|---|",
+        *(f"| {_markdown(item['path'])} | {item['status']} | {_markdown(_why(item))} |" for item in rows[:_ROWS]),
+    ]
+    rest = len(rows) - _ROWS
+    return "\n".join([*lines, *([f"| and {rest:,} more | | |"] if rest > 0 else []), ""])
+
+
+#: Files in a summary: GitHub shows one MiB of it.
+_ROWS: Final = 1000
+
+
+def _why(report: ValidateReport) -> str:
+    bad = [f"{check['name']}: {check['message']}" for check in report["checks"] if check["status"] in _BAD]
+    return cut("; ".join([*bad, *filter(None, [_partial(report)])]), 2 * _WIDE)
+
+
+def _markdown(text: str) -> str:
+    """Return a text that means nothing in Markdown or HTML, as a cell of a table."""
+    return "".join(f"&#{ord(char)};" if char in "\\|`*_{}[]<>#!~&@" else char for char in clean(text))
 
 
 def _relative(path: str) -> str:
@@ -140,9 +173,9 @@ def junit(reports: Sequence[ValidateReport]) -> str:
     root = Element("testsuites", name="ckptool validate")
     for report in reports:
         checks = report["checks"]
-        skipped = 0 if report["strict"] else sum(check["status"] == "not possible" for check in checks)
+        skipped = sum(check["status"] == "not possible" and not _fails(check, report) for check in checks)
         unreadable = report["status"] == "unreadable"
-        failed = sum(_fails(check, report["strict"]) for check in checks)
+        failed = sum(_fails(check, report) for check in checks)
         suite = SubElement(
             root,
             "testsuite",
@@ -158,7 +191,7 @@ def junit(reports: Sequence[ValidateReport]) -> str:
         for check in checks:
             case = SubElement(suite, "testcase", name=check["name"], classname=clean(report["path"]))
             notes = "\n".join(clean(note["message"]) for note in check["notes"])
-            if _fails(check, report["strict"]):
+            if _fails(check, report):
                 kind = "error" if unreadable else "failure"
                 SubElement(case, kind, type=check["name"], message=clean(check["message"])).text = notes
             elif check["status"] == "not possible":
@@ -169,8 +202,10 @@ def junit(reports: Sequence[ValidateReport]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + tostring(root, encoding="unicode")
 
 
-def _fails(check: CheckReport, strict: bool) -> bool:
-    return check["status"] == "fail" or (strict and check["status"] != "pass")
+def _fails(check: CheckReport, report: ValidateReport) -> bool:
+    if not report["strict"] or check["name"] in report["inherent"]:
+        return check["status"] == "fail"
+    return check["status"] != "pass"
 
 
 def sarif(reports: Sequence[ValidateReport]) -> str:

@@ -18,7 +18,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, MANIFEST, ROOT, by_name
+from safetensors.torch import save_file
 
+import ckptool
 from ckptool import __version__
 from ckptool.cli.main import run
 from ckptool.cli.render import clean
@@ -100,7 +102,7 @@ def test_every_fixture_has_an_answer_in_every_format(validate: Validate) -> None
     lines = validate(*files, "--format", "github")[1].splitlines()
     finds = sum(len(check["notes"]) for report in reports for check in report["checks"] if check["status"] in BAD)
     assert len(results) == finds
-    assert len(lines) == finds + sum(report["valid"] for report in reports)
+    assert len(lines) == finds
 
 
 BAD = ("fail", "warning")
@@ -119,7 +121,9 @@ def test_a_report_agrees_with_itself(item: Any, validate: Validate) -> None:
         if report["error"] is None:
             assert report["not_checked"] == skipped
             assert report["coverage"] == ("partial" if skipped else "complete")
-            bad = report["failures"] or (options == ["--strict"] and (report["warnings"] or skipped))
+            bad = report["failures"] or (
+                options == ["--strict"] and (report["warnings"] or set(skipped) - set(report["inherent"]))
+            )
             assert report["valid"] == (not bad)
         else:
             assert (report["coverage"], report["valid"]) == ("partial", False)
@@ -244,9 +248,7 @@ def test_github_paths_and_messages_come_back(here: Path, name: str, validate: Va
     (message,) = [check["message"] for check in report["checks"] if check["status"] == "fail"]
     assert read_command(line) == ("error", {"file": clean(name), "title": "ckptool checksums"}, message)
     put(here / name)
-    (line,) = validate(name, "--format", "github")[1].splitlines()
-    told = f"{clean(name)}: VALID (torch-zip, 3.74 kB)"
-    assert read_command(line) == ("notice", {"file": clean(name), "title": "ckptool"}, told)
+    assert validate(name, "--format", "github") == (0, "")
 
 
 def test_github_keys_do_not_end_the_line(here: Path, validate: Validate) -> None:
@@ -261,17 +263,52 @@ def test_github_keys_do_not_end_the_line(here: Path, validate: Validate) -> None
 def test_github_levels(validate: Validate) -> None:
     path = FIXTURES / "args_namespace.pth"
     code, out = validate(path, "--format", "github")
-    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (0, ["::warning", "::warning", "::notice"])
+    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (0, ["::warning", "::warning"])
     code, out = validate(path, "--format", "github", "--strict")
     assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error", "::error"])
-    code, out = validate(FIXTURES / "legacy_bare.pth", "--format", "github", "--strict")
+    code, out = validate(FIXTURES / "bare.pth", "--format", "github", "--strict", "--quick")
     assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error"])
     assert "::not checked: " in out
 
 
-def test_github_says_what_was_not_checked(validate: Validate) -> None:
-    out = validate(FIXTURES / "legacy_bare.pth", "--format", "github")[1]
-    assert "not checked: checksums" in out
+def test_the_summary_of_a_job(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = here / "summary.md"
+    summary.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    put(here / "a.pth")
+    put(here / "b|<img src=x>.pth", "zip_wrong_crc.pth")
+    put(here / "legacy.pth", "legacy_bare.pth")
+    assert run(["validate", ".", "--format", "github"]) == 1
+    head, *lines = summary.read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ./") or line.startswith("| .&")]
+    assert head == "before" and "3 checked: 2 valid, 1 not" in lines
+    assert len(rows) == 3 and all(line.count("|") == 4 and "<" not in line for line in rows)
+    assert "invalid" in rows[0] and "checksums" in rows[0] and "not checked: checksums" in rows[2]
+    before = summary.read_text()
+    assert run(["validate", "a.pth", "--format", "json"]) == 0
+    assert summary.read_text() == before, "of this format alone"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(here / "missing" / "summary.md"))
+    capsys.readouterr()
+    assert run(["validate", "a.pth", "--format", "github"]) == 0
+    assert "summary.md: writing failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["legacy_bare.pth", "weights.safetensors"])
+def test_strict_is_about_warnings_and_not_about_checksums_that_a_format_lacks(
+    name: str, here: Path, validate: Validate
+) -> None:
+    if name.endswith(".safetensors"):
+        save_file({"w": torch.ones(3)}, here / name)
+    else:
+        put(here / name, name)
+    code, out = validate(name, "--strict")
+    assert code == 0 and "PARTIAL" in out and "lock --content" in out
+    assert validate(name, "--strict", "--quick")[0] == 1, "what was left out still counts"
+    (suite,) = ElementTree.fromstring(validate(name, "--strict", "--format", "junit")[1])
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "1")
+    ckptool.write_lock(name, "lock.json", content=True)
+    code, out = validate(name, "--strict", "--lock", "lock.json")
+    assert code == 0 and "COMPLETE" in out and "every tensor is as locked" in out
 
 
 def test_github_has_no_command_of_the_old_kind(
@@ -320,7 +357,7 @@ def test_json_escapes_nasty_keys(here: Path, style: str, validate: Validate) -> 
 @pytest.mark.parametrize("style", ["json", "jsonl", "sarif", "junit", "github", "table"])
 @pytest.mark.parametrize("name", ["\u202egpj.pth", "esc\x1b[2J.pth", "nl\n.pth", os.fsdecode(b"bad\xff.pth")])
 def test_nasty_file_names_are_escaped(here: Path, name: str, style: str, validate: Validate) -> None:
-    put(here / name)
+    put(here / name, "args_namespace.pth" if style == "github" else "bare.pth")
     code, out = validate(name, "--format", style)
     assert code == 0
     assert not RAW.search(out)

@@ -122,7 +122,7 @@ def test_a_legacy_file_cannot_be_verified(tmp_path: Path) -> None:
     path = tmp_path / "seed.pth"
     report = report_of(path, legacy())
     assert (report["status"], with_status(report, "not possible")) == ("valid", ["checksums"])
-    assert (say("validate", path).code, say("validate", path, "--strict").code) == (0, 1)
+    assert (say("validate", path).code, say("validate", path, "--strict").code) == (0, 0)
     assert takes(path)
 
 

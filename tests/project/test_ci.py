@@ -318,17 +318,10 @@ def test_the_action_validates(job: Job) -> None:
     put(job.work, "wrapped_module.pth", "release/b.pth")
     put(job.work, "zip_wrong_crc.pth", "c.pth")
     code, lines = job.validate(paths="release\n")
-    assert code == 0
-    assert lines == [
-        "::notice file=release/a b.pth,title=ckptool::release/a b.pth: VALID (torch-zip, 3.74 kB)",
-        "::notice file=release/b.pth,title=ckptool::release/b.pth: VALID (torch-zip, 4.08 kB)",
-    ]
+    assert (code, lines) == (0, [])
     code, lines = job.validate(paths="\n  release/a*.pth\n\n  c.pth\n")
     assert code == 1
-    assert [line.split("::")[1] for line in lines] == [
-        "notice file=release/a b.pth,title=ckptool",
-        "error file=c.pth,title=ckptool checksums",
-    ]
+    assert [line.split("::")[1] for line in lines] == ["error file=c.pth,title=ckptool checksums"]
     code, lines = job.validate(paths="release/a b.pth", args="--layout wrapped\n  --require *.weight")
     assert code == 1
     assert len(lines) == 1 and "expected: the layout is wrapped; it is bare" in lines[0]

@@ -208,6 +208,15 @@ def write_file(
     return Written(path, plan.size)
 
 
+def append_text(path: str, text: str) -> None:
+    """Append to a text file that other programs append to as well: the summary of a job."""
+    try:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror}", path=path) from error
+
+
 @contextmanager
 def _discarded_on_error(
     temporary: str, path: str, names: Sequence[str] | None = None, sources: Sequence[Source] | None = None
