@@ -5,6 +5,7 @@ The library and the command line both write through this module.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import time
@@ -13,10 +14,10 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .base.errors import MalformedError, ReadBackError, RefusedError, TargetError
+from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
 from .base.steps import STDIN, argument, as_step
-from .base.text import cut, pluralize
+from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
@@ -25,6 +26,7 @@ from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, Membe
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import check_output, write_file, write_folder
+from .files.write.space import Shortage, free_bytes, shortage
 from .files.zips.reader import read_archive
 from .files.zips.versions import Version, is_leftover_growth, read_note, versions
 from .formats.opening import open_checkpoint
@@ -48,7 +50,8 @@ class Saved(NamedTuple):
     """An output: its ``path`` with ``{hash8}`` replaced, its ``size`` in bytes, and the ``plan`` that was executed.
 
     ``exact`` says whether the unedited pickle would be written byte for byte. For an edit in place, ``appended`` counts
-    the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file.
+    the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file. ``shortage`` says of a dry
+    run why the output would not fit on the disk, "" if it would.
     """
 
     path: str
@@ -57,6 +60,7 @@ class Saved(NamedTuple):
     plan: Plan | FolderPlan | None = None
     appended: int = 0
     unused_bytes: int = 0
+    shortage: str = ""
 
 
 # -- a new file
@@ -90,7 +94,10 @@ def save(
     if dry_run:
         if checkpoint.deferred_changes:
             rehearse(plan)
-        return Saved(name, plan.size, exact, plan)
+        return Saved(name, plan.size, exact, plan, shortage=_shortage(checkpoint, plan, name))
+    short = _shortage(checkpoint, plan, name)
+    if short:
+        raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short}", path=name)
     promise = promise_of(checkpoint, name)
     step = None if on_progress is None else _counting(on_progress, plan.size)
     mode = file_mode(checkpoint.source)
@@ -101,6 +108,21 @@ def save(
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
         written = write_file(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
     return Saved(written.path, plan.size, exact, plan)
+
+
+def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:
+    """Return why an output does not fit on the disk, and what the same edit takes in place; "" if it fits."""
+    short = shortage(plan, path)
+    if short is None:
+        return ""
+    if not isinstance(checkpoint.source, FileSource) or not checkpoint.edited:
+        return short.words
+    try:
+        appending, _, _ = in_place_of(checkpoint, "", 0)
+    except CkptoolError:
+        return short.words
+    more = 0 if appending is None else appending.size - appending.old_size
+    return f"{short.words}; --in-place needs {human_bytes(more)}"
 
 
 def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
@@ -132,8 +154,8 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
         kind = "stream" if source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
         raise RefusedError(what, path=checkpoint.path, next="write a new one with -o")
-    words = "; ".join(change.words for change in checkpoint.changes)
-    edit = cut(f"{command}: {words}" if command else words, _COMMAND_CHARS)
+    done = "; ".join(change.words for change in checkpoint.changes)
+    edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     try:
@@ -143,9 +165,14 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)
+    free = free_bytes(os.path.dirname(os.path.realpath(source.name)))
+    short = Shortage(appending.size - appending.old_size, free) if free is not None else None
+    words = short.words if short is not None and short.needed > short.free else ""
+    if words and not dry_run:
+        raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {words}", path=source.name)
     if not dry_run:
         append(appending, source, partial(_check_file, checkpoint, promise_in_place(checkpoint)))
-    return Saved(source.name, appending.size, exact, None, appending.size - appending.old_size, unused)
+    return Saved(source.name, appending.size, exact, None, appending.size - appending.old_size, unused, words)
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:

@@ -169,7 +169,8 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, 
     if isinstance(saved.plan, FolderPlan):
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
     output = target if how.dry_run or target is None else saved.path
-    return {"output": output, "output_bytes": size, "exact": saved.exact, **others}
+    short = {"shortage": saved.shortage} if saved.shortage else {}
+    return {"output": output, "output_bytes": size, "exact": saved.exact, **others, **short}
 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
@@ -178,7 +179,8 @@ def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
     source = edited.source
     assert isinstance(source, FileSource)
     outcome = {"output": saved.path, "output_bytes": saved.size, "exact": saved.exact}
-    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes}
+    short = {"shortage": saved.shortage} if saved.shortage else {}
+    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes} | short
 
 
 def _refuse_inputs(job: Job, target: str) -> None:
@@ -195,11 +197,16 @@ def _head(report: dict[str, Any]) -> str:
         if not report["changed"]:
             return f"{path}: {human_bytes(size)}"
         if report["dry_run"]:
-            return f"{path}: nothing is written, {more} would be appended in place"
+            return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
     if report["dry_run"]:
-        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}"
+        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
     return f"{path} -> {clean(report['output'])}: {human_bytes(size)} -> {human_bytes(output_size)}"
+
+
+def _short(report: dict[str, Any]) -> str:
+    """Return that the disk has no room for what a dry run would write."""
+    return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
 
 
 def _lines_of(change: Change) -> list[str]:

@@ -68,7 +68,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
                 _compute(piece, ahead.chunks(piece), fd, progress)
                 at += piece.size
             else:
-                for stretch, hole in _data_and_holes(piece):
+                for stretch, hole in data_and_holes(piece):
                     if hole:
                         os.lseek(fd, stretch.size, os.SEEK_CUR)
                         progress(stretch.size)
@@ -88,7 +88,7 @@ def rehearse(plan: Plan | FolderPlan) -> None:
                 pass
 
 
-def _data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
+def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
     """Split a piece into (part, whether it is a hole)."""
     source, at, end = piece
     end += at
