@@ -204,8 +204,11 @@ class Container:
         """Return the problems that only a thorough check of the structure finds; ``keys`` are the storages in use."""
         return ()
 
-    def pickles(self) -> Iterable[FoundPickle]:
-        """Yield every pickle in the file, the object itself first."""
+    def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
+        """Yield every pickle in the file, the object itself first.
+
+        ``quick``: those that a reader of the format comes to, not those that nothing refers to.
+        """
         return ()
 
     def plan(self, pickle: bytes | None) -> Plan:

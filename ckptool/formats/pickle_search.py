@@ -32,7 +32,7 @@ from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
 from ..pickles.lexer import CALLS, NOTHING, TOO_LONG, outcome
-from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Style
+from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Persistent, Style
 from . import FORMATS, read_container
 from .inert import code_kind, inert_kind
 from .numpy_arrays import JoblibArrays, npy_data
@@ -183,7 +183,7 @@ def _in_zip_file(content: Source, search: _Search) -> Iterator[FoundPickle]:
     except MalformedError:
         yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
     else:
-        yield from _in_zip(archive, None, audit(archive).hidden, (), search)
+        yield from _in_zip(archive, archive.records, None, audit(archive).hidden, (), search)
 
 
 def _in_compressed(content: Source, compression: Compression, search: _Search) -> Iterator[FoundPickle]:
@@ -330,27 +330,34 @@ def _decode_at(
 def zip_pickles(
     archive: Archive,
     main: Record | None,
-    hidden: Sequence[int],
+    hidden: Sequence[int] = (),
     former: Sequence[tuple[Archive, Record]] = (),
+    *,
     storages: Collection[str] | None = None,
+    records: Sequence[Record] | None = None,
 ) -> Iterator[FoundPickle]:
     """Yield every pickle of an archive except the record ``main``.
 
     ``hidden`` are the offsets of headers that are not listed, ``former`` records of versions before an edit in place.
-    ``storages`` are the records of tensors, by default all in the folder ``data``.
+    ``storages`` are the records of tensors, by default all in the folder ``data``; ``records`` those to look at, by
+    default all.
     """
-    return _limited(archive.source.size, lambda search: _in_zip(archive, main, hidden, former, search, storages))
+    listed = archive.records if records is None else records
+    return _limited(
+        archive.source.size, lambda search: _in_zip(archive, listed, main, hidden, former, search, storages)
+    )
 
 
 def _in_zip(
     archive: Archive,
+    records: Sequence[Record],
     main: Record | None,
     hidden: Sequence[int],
     former: Sequence[tuple[Archive, Record]],
     search: _Search,
     storages: Collection[str] | None = None,
 ) -> Iterator[FoundPickle]:
-    current = ((archive, record, "") for record in archive.records if record is not main)
+    current = ((archive, record, "") for record in records if record is not main)
     older = ((version, record, "former version: ") for version, record in former)
     unknown: list[str] = []
     for version, record, prefix in chain(current, older):
@@ -507,6 +514,14 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
         yield from _within("after the archive", _in_content(after, "", search.deeper()))
 
 
+def persistent_keys(graph: Graph) -> set[str]:
+    """Return the keys of the storages that a pickle names."""
+    nodes = graph.nodes
+    ids = [nodes[node.pid] for node in nodes if type(node) is Persistent]
+    keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
+    return {key for key in keys if type(key) is str}
+
+
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
     """Yield the pickles in the bytes that a pickle hands to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
     return _limited(0, lambda search: _in_graph(graph, where, search))
@@ -534,7 +549,12 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
 def _byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     """Yield the bytes in a graph that may be a pickle, and whether they are arguments of a call."""
     nodes = graph.nodes
+    kinds = set(map(type, nodes))
     loaders = {ref for ref, node in enumerate(nodes) if type(node) is Global and "load" in node.name}
+    if not (loaders or bytes in kinds or ByteArray in kinds) and "\x80" not in {
+        node[:1] for node in nodes if type(node) is str
+    }:
+        return
     arguments = set()
     for node in nodes:
         args = nodes[node.args] if type(node) is Call else None
@@ -546,12 +566,14 @@ def _byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
             if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
                 arguments.add(ref)
     for ref, node in enumerate(nodes):
-        if type(node) is bytes:
+        if type(node) is str:  # nearly all of them are names
+            if node[:1] != "\x80" and ref not in arguments:
+                continue
+            data = node.encode("latin-1", "replace")
+        elif type(node) is bytes:
             data = node
         elif type(node) is ByteArray:
             data = node.data
-        elif type(node) is str and (node[:1] == "\x80" or ref in arguments):
-            data = node.encode("latin-1", "replace")
         else:
             continue
         if len(data) > 2:

@@ -61,7 +61,7 @@ class Rescued(Container):
             name = f"{self.root}/data/{key}"
             yield StoredRecord(name, stored.span, stored.size, stored.crc, stored.compressed, key)
 
-    def pickles(self) -> Iterable[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
         return [FoundPickle("data.pkl", self.graph)]
 
     def plan(self, pickle: bytes | None) -> Plan:

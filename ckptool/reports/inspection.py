@@ -220,7 +220,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
             for name in survey.devices
         ],
         "weights_only": _weights_only(verdict),
-        "safety": verdict_report(checkpoint_verdict(checkpoint)),
+        "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True)),
         "findings": [
             cast("FindingReport", finding._asdict() | {"next": str(finding.next)})
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)

@@ -21,13 +21,18 @@ class VerdictReport(TypedDict):
     reasons: list[str]
 
 
-def checkpoint_verdict(checkpoint: Checkpoint, torch: str = NEWEST) -> Verdict:
-    """Return the verdict on a checkpoint and, if that is a folder, on all the files in it."""
+def checkpoint_verdict(checkpoint: Checkpoint, torch: str = NEWEST, *, quick: bool = False) -> Verdict:
+    """Return the verdict on a checkpoint and, if that is a folder, on all the files in it.
+
+    ``quick``: by what its directory lists, without a look at every header for what it does not list.
+    """
     program = program_of(checkpoint)
     container = checkpoint.container
-    problems = (*container.problems, *container.audit(checkpoint.survey.reader.storages))
+    problems = list(container.problems)
+    if not quick:
+        problems += container.audit(checkpoint.survey.reader.storages)
     unclear = [problem.message for problem in problems if problem.code in AMBIGUOUS]
-    pickles = list(container.pickles()) if checkpoint.pickled else []
+    pickles = list(container.pickles(quick=quick)) if checkpoint.pickled else []
     names = named_globals(pickles, torch)
     if program is not None:
         names = [item for item in names if not item.mapped.startswith(program.own_names)]

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from ..base.text import words
 from ..checkpoint.container import FoundPickle
 from ..checkpoint.objects import mapped_name
-from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node
+from ..pickles.nodes import Call, Extension, Global, Graph, Node, Ref
 from .calls import suspicious_calls
 from .torch_lists import allowed, registered
 
@@ -49,14 +49,17 @@ def _graphs(pickles: Iterable[FoundPickle]) -> Iterator[tuple[str, Graph]]:
 def _globals(nodes: Sequence[Node], where: str, listed: frozenset[str]) -> Iterator[NamedGlobal]:
     times: dict[tuple[str, str], int] = {}
     called: set[tuple[str, str] | None] = set()
+    funcs: set[Ref] = set()
     for node in nodes:
-        spelling = _spelling(node)
-        if spelling is not None:
+        if type(node) is Call:
+            funcs.add(node.func)
+        elif type(node) is Global or type(node) is Extension:
+            spelling = _spelling(node)
+            assert spelling is not None
             times[spelling] = times.get(spelling, 0) + 1
-            if isinstance(node, Instance) and node.filling is not None:
+            if node.filling is not None:
                 called.add(spelling)
-        elif type(node) is Call:
-            called.add(_spelling(nodes[node.func]))
+    called.update(_spelling(nodes[func]) for func in funcs)
     for spelling, count in times.items():
         mapped = mapped_name(Global(*spelling))
         word = ALLOWED if mapped in listed else CALLED if spelling in called else NOT_LISTED

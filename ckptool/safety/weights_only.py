@@ -139,7 +139,11 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
 
 def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     """Count the objects of the pickle that break a structural rule of the restricted unpickler."""
+    known: Counter[str] | None = graph.cache.get((f"rules of torch {torch}", 0))
+    if known is not None:
+        return known
     broken: Counter[str] = Counter()
+    graph.cache[f"rules of torch {torch}", 0] = broken
     nodes = graph.nodes
     version = rules(torch)
     makes = newobj_targets(torch)

@@ -152,7 +152,7 @@ class Dcp(Container):
                 problems.append(Problem("unlisted-bytes", "warning", what, False, name))
         return problems
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         """Yield the pickles of the items, of which torch loads objects with ``weights_only=False``, and ``.metadata``
         if it names more than it should."""
         return iter((*self._own, *self._content[1]))

@@ -286,9 +286,9 @@ class HfFolder(ShardedContainer):
             problems += [in_file(problem, shard.name) for problem in shard.container.audit(own)]
         return problems
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         for shard in self.shards:
-            for pickle in shard.container.pickles():
+            for pickle in shard.container.pickles(quick=quick):
                 yield pickle._replace(where=f"{shard.name}: {pickle.where}")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:

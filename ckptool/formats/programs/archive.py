@@ -90,7 +90,7 @@ class ProgramArchive(Program):
         known = {problem.code for problem in self.problems}
         return [problem_of(oddity) for oddity in audit(self.archive).oddities if oddity.code not in known]
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         audited = audit(self.archive)
         return zip_pickles(self.archive, None, audited.hidden, audited.former)
 

@@ -213,7 +213,7 @@ class TorchScript(TorchZip, Program):
             if problem.code != "unreferenced-record" or (f"{root}data/" in problem.where and problem.where not in used)
         ]
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         yield FoundPickle("data.pkl", self.parts[0].graph, "", self.record.size - self.end)
         audited = self._audit()
         yield from zip_pickles(self.archive, self.record, audited.hidden, audited.former)

@@ -78,7 +78,7 @@ class TorchLegacy(Container):
             if stored.span is not None:
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         from ..pickle_search import bare_pickles, nested_pickles, tar_pickles  # not needed to read or edit
 
         for number in (3, 0, 1, 2, 4):

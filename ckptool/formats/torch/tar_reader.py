@@ -118,7 +118,7 @@ class TorchTar(Container):
             span = Span(self.source, storage.begin, storage.nbytes)
             yield StoredRecord(f"storage {key}", span, storage.nbytes, None, False, str(key))
 
-    def pickles(self) -> Iterator[FoundPickle]:
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         # Those of storages and tensors hold nothing but numbers, strings and known classes.
         yield FoundPickle(_OBJECT, self._object, "", self._rest)
         yield from nested_pickles(self._object, _OBJECT)

@@ -140,18 +140,28 @@ class TorchZip(Container):
             found.append(Problem("layout-contract", "warning", what + " map_location='meta'"))
         return found
 
-    def pickles(self) -> Iterator[FoundPickle]:
-        from ..pickle_search import bare_pickles, nested_pickles, zip_pickles  # not needed to read or edit
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        from ..pickle_search import (  # not needed to read or edit
+            bare_pickles,
+            nested_pickles,
+            persistent_keys,
+            zip_pickles,
+        )
 
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
         yield from nested_pickles(self.graph, "data.pkl")
         if self.end < self.record.size:
             data = BytesSource(self.pickle, self.archive.source.name)
             yield from bare_pickles(data, self.end, "data.pkl, after its end")
+        archive = self.archive
+        storages = {f"{self.archive.prefix}data/{key}" for key in persistent_keys(self.graph)}
+        if quick:
+            known = storages | {archive.prefix + name for name in _OWN}
+            others = [record for record in archive.records if record.name not in known]
+            yield from zip_pickles(archive, self.record, records=others)
+            return
         found = self._audit()
-        records = map(self.storage_record, TensorReader(self.graph).storages)
-        storages = {record.name for record in records if record is not None}
-        yield from zip_pickles(self.archive, self.record, found.hidden, found.former, storages)
+        yield from zip_pickles(archive, self.record, found.hidden, found.former, storages=storages)
 
     def _audit(self) -> Audit:
         if self._audited is None:
